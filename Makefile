@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-oldest lint bench wheel clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,19 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore
 
+# The floors of pyproject.toml, on torch without CUDA.
+test-oldest:
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/pip install -q torch==2.6.0 --index-url https://download.pytorch.org/whl/cpu
+	$(VENV)-oldest/bin/pip install -q -c requirements/oldest.txt -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis jsonargparse[signatures]
+	$(VENV)-oldest/bin/python -m pytest -n logical --dist loadfile tests/config tests/store tests/restore tests/lightning tests/accelerate tests/tracking
+
+# The wheel and the source, and the wheel tried in a fresh environment.
+wheel: $(STAMP)
+	rm -rf dist && $(BIN)/python -m pip wheel -q --no-deps -w dist .
+	$(PYTHON) -m venv dist/.venv && dist/.venv/bin/pip install -q dist/*.whl && dist/.venv/bin/pip check && dist/.venv/bin/ckpt --version
+	rm -rf dist/.venv
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +48,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out bench-out
+	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out bench-out

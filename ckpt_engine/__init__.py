@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckpt_engine.snapshot.save_request import SaveHandle as SaveHandle
     from ckpt_engine.store.manifest import SnapshotInfo as SnapshotInfo
 
+    __version__: str
+
 _HOMES = {
     "Carry": "ckpt_engine.audit.carried",
     "Checkpointer": "ckpt_engine.checkpointer",
@@ -31,6 +33,8 @@ __all__ = ["Carry", "Checkpointer", "CkptError", "Config", "Engine", "SaveHandle
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("ckpt-engine")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

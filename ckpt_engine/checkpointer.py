@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import torch
 from torch.utils.data import DataLoader
 
-from ckpt_engine.config import Config
+from ckpt_engine.config import Config, Options
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Nothing
@@ -25,6 +25,8 @@ from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
+
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -55,7 +57,7 @@ class Checkpointer:
         root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
         *,
         ranks: Ranks | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         self.engine = Engine(root, ranks=ranks, **options)
         self._tracker: Tracker | None = None
@@ -152,6 +154,12 @@ class Checkpointer:
             StateError: a lazily staged tensor changed too early (debug mode), or a copy failed.
         """
         return self.engine.before_update()
+
+    @overload
+    def load(self, step: int | None = None, *, into: None = None) -> Any | None: ...
+
+    @overload
+    def load(self, step: int | None = None, *, into: T) -> T | None: ...
 
     def load(self, step: int | None = None, *, into: Any = None) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.

@@ -140,6 +140,7 @@ class Engine:
         self.times = times_of(self.config.root_url, SystemClock())
         self._fatal: list[TierDegraded] = []
         self.ending: Ending = EndsByItself()
+        self._why: Callable[[], str] = str
         self._closing = False
 
     @property
@@ -147,9 +148,18 @@ class Engine:
         """Where the snapshots go."""
         return self.config.root_url
 
-    def paced_by(self, pace: Callable[[], Mapping[str, Any]]) -> None:
-        """What decides how often snapshots are taken, see `Cadence.pace`: for further tiers and `ckpt status`."""
-        self._pipeline.pace = pace
+    def paced_by(self, pace: Callable[[], Mapping[str, Any]], why: Callable[[], str]) -> None:
+        """What decides how often snapshots are taken, see `Cadence.pace`: for further tiers and `ckpt status`.
+
+        Args:
+            why: see `Cadence.why`.
+        """
+        self._pipeline.pace, self._why = pace, why
+
+    @property
+    def rhythm(self) -> str:
+        """How often snapshots are taken, and why, for people; empty where nothing decides it."""
+        return f"snapshots {why}" if (why := self._why()) else ""
 
     def start(self, *, resumes: bool = False) -> None:
         """Take the run's lease and start the writer, unless that is done.
@@ -419,7 +429,7 @@ class Engine:
         if self._closing and not (self.ending.raises or self.ending.stops) and _is_late(event):
             return
         if isinstance(event, AttemptsFound):
-            self.times.reached(event.reached)
+            self.times.found(event)
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):

@@ -1,4 +1,4 @@
-"""What other packages bring under a name of their entry points: storages, codecs and frequency policies."""
+"""What other packages bring under a name of their entry points: storages and codecs."""
 
 from __future__ import annotations
 

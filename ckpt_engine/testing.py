@@ -245,7 +245,7 @@ class StorageContract:
 
     def test_free_space_is_a_number_or_unknown(self, storage: Storage) -> None:
         """Asking needs no root."""
-        free_bytes = storage.free_bytes()
+        free_bytes = storage.capabilities.free_bytes()
         assert free_bytes is None or free_bytes > 0
 
     def test_the_url_leads_to_the_same_objects(self, storage: Storage) -> None:

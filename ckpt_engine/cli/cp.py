@@ -6,18 +6,17 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress, say_waiting
-from ckpt_engine.cli.root import LATEST, Run, open_run
-from ckpt_engine.config import load_config
+from ckpt_engine.cli.output import json_option, print_away, print_json, progress, say_waiting
+from ckpt_engine.cli.root import LATEST, Run, open_run, options_of, storage_options
 from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import catalogue, compact
 from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.restore import places
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
@@ -63,6 +62,7 @@ class _Done:
 @click.option(
     "--snapshot", "wanted", multiple=True, metavar="SNAPSHOT", help="Only this one; repeatable. Default: all of them."
 )
+@storage_options
 @json_option
 def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) -> None:
     """Copy the run at SOURCE to TARGET: a folder, a storage URL, or a ckpt.yaml that names one.
@@ -75,7 +75,7 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
     one the snapshots exist there.
     """
     run = open_run(source)
-    tier = load_config(target).tiers[0]
+    tier = options_of(target).tiers[0]
     storage = open_storage(tier.url, tier.for_storage())
     places.ask([Repository(storage)], Repository.record, places.at_most, say_waiting)
     ids = [run.find(one)[0] for one in wanted] or [parsed.id for parsed in run.holders]
@@ -84,9 +84,7 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
         there = {parsed.id for parsed in far.ids()}
         missing = [one for one in sorted(set(ids), reverse=True) if one not in there]
         done = _Done(run.tiers[0], storage.url, present=len(set(ids)) - len(missing))
-        with progress(hidden=as_json) as bar:
-            task = bar.add_task("copying", total=_data_bytes(run, missing))
-            advance = partial(bar.advance, task)
+        with progress("copying", _data_bytes(run, missing), hidden=as_json) as advance:
             sink = metered(open_storage(tier.url, tier.for_storage()), lambda _: _Counting(advance))
             holders = {parsed.id: found for parsed, found in run.holders.items()}
             for snapshot in missing:
@@ -238,6 +236,7 @@ class _Compacted:
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@storage_options
 @json_option
 def compact_command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Write SNAPSHOTs (default: latest) again, each as one plain file that needs no data of others.

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_json
-from ckpt_engine.cli.root import LATEST, open_run
+from ckpt_engine.cli.output import json_option, print_json
+from ckpt_engine.cli.root import LATEST, open_run, storage_options
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
@@ -27,6 +28,7 @@ SHOWN = 20
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @click.option("--all", "everything", is_flag=True, help=f"Show every difference, not only the first {SHOWN}.")
+@storage_options
 @json_option
 def command(first: str, second: str, everything: bool, as_json: bool) -> None:
     """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, or ROOT for its latest.

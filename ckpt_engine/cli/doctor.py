@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table
-from ckpt_engine.config import load_config
+from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.errors import CkptError, ConfigError, StorageExistsError
 from ckpt_engine.observe import units
@@ -54,6 +54,7 @@ class Finding:
 @click.command("doctor", short_help="Try out a storage and say what is safe there.")
 @click.argument("url", metavar="ROOT")
 @click.option("--size", default="64 MB", show_default=True, help="How much is written and read to measure throughput.")
+@storage_options
 @json_option
 def command(url: str, size: str, as_json: bool) -> None:
     """Try out the storage at ROOT (every tier if it is a ckpt.yaml) and say what is safe there.
@@ -62,7 +63,7 @@ def command(url: str, size: str, as_json: bool) -> None:
     should not be put there.
     """
     nbytes = _parsed_size(size)
-    places = [(tier.url, dict(tier.storage_options)) for tier in load_config(url).tiers]
+    places = [(tier.url, dict(tier.storage_options)) for tier in options_of(url).tiers]
     reports = [(place, list(_examine(place, options, nbytes))) for place, options in places]
     bad = any(finding.mark is Mark.BAD for _, findings in reports for finding in findings)
     if as_json:
@@ -281,7 +282,7 @@ def _clock(storage: Storage) -> tuple[Mark, str]:
 
 
 def _space(storage: Storage) -> tuple[Mark, str]:
-    free_bytes = storage.free_bytes()
+    free_bytes = storage.capabilities.free_bytes()
     return Mark.OK, "not limited, or not known" if free_bytes is None else f"{units.size(free_bytes)} free"
 
 

@@ -20,11 +20,9 @@ from typing import Any, BinaryIO
 import click
 import numpy as np
 
-from ckpt_engine.cli.outline import OutlineLeaf, array_leaves, children, entry_nbytes
 from ckpt_engine.cli.output import (
     check_free,
     check_free_folder,
-    count,
     json_option,
     new_file,
     new_folder,
@@ -32,9 +30,11 @@ from ckpt_engine.cli.output import (
     print_json,
     progress,
 )
-from ckpt_engine.cli.root import LATEST, Run, open_run
+from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
+from ckpt_engine.cli.show import OutlineLeaf, array_leaves, children, entry_nbytes
 from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.restore.sources import Sources
@@ -130,6 +130,7 @@ class Exported:
 @click.option("--rank", type=click.IntRange(0), default=0, help="Of several ranks: whose own components go along.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@storage_options
 @json_option
 def command(
     root: str,
@@ -176,9 +177,8 @@ def command(
     done = replace(job.planned, notes=(*job.planned.notes, *_about_copies(run, chosen)))
     sources = Sources([place.storage for place in chosen.sources])
     if not dry_run:
-        with progress(hidden=as_json) as bar:
-            task = bar.add_task(f"exporting {out.name}", total=done.nbytes)
-            notes = job.write(sources, force, lambda nbytes: bar.advance(task, nbytes))
+        with progress(f"exporting {out.name}", done.nbytes, hidden=as_json) as advance:
+            notes = job.write(sources, force, advance)
         done = replace(done, written=True, notes=(*done.notes, *notes, *map(str, sources.repairs)))
     if as_json:
         print_json({"root": run.tiers[0], **asdict(done), "away": [asdict(one) for one in run.away]})

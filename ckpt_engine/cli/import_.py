@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_json, progress
+from ckpt_engine.cli.output import json_option, print_json, progress
+from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import CkptError, ConfigError, MismatchError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -45,6 +47,7 @@ class ImportResult:
 @click.option("--step", type=click.IntRange(min=0), help="The snapshot's step, where SRC does not say it.")
 @click.option("--as", "form", type=click.Choice(FORMATS), default="auto", help="What SRC is (default: found out).")
 @click.option("--dry-run", is_flag=True, help="Read SRC, say what would be written, and write nothing.")
+@storage_options
 @json_option
 def command(given: str, root: str, step: int | None, form: str, dry_run: bool, as_json: bool) -> None:
     """Turn the checkpoint SRC into a snapshot of the run DST: a folder, a storage URL, or a ckpt.yaml.
@@ -56,17 +59,15 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
     source = _local(given)
     from ckpt_engine.interop import formats as sources  # torch
 
-    tier = load_config(root).tiers[0]
+    tier = options_of(root).tiers[0]
     there = Repository(open_storage(tier.url, tier.for_storage())).list()
-    with progress(hidden=as_json) as bar:
-        task = bar.add_task(f"reading {source.name}", total=sources.nbytes(source))
-        found = sources.read(source, None if form == "auto" else form, lambda nbytes: bar.advance(task, nbytes))
-        bar.update(task, completed=bar.tasks[0].total)
-        planned = _plan(found, source, tier.url, step, there)
-        if not dry_run:
-            writing = bar.add_task(f"writing to {tier.url}", total=planned.nbytes)
+    with progress(f"reading {source.name}", sources.nbytes(source), hidden=as_json) as advance:
+        found = sources.read(source, None if form == "auto" else form, advance)
+    planned = _plan(found, source, tier.url, step, there)
+    if not dry_run:
+        with progress(f"writing to {tier.url}", planned.nbytes, hidden=as_json) as advance:
+            advance(0)
             planned = replace(planned, snapshot=_save(found, planned, _config(tier, len(there))))
-            bar.advance(writing, planned.nbytes)
     if as_json:
         print_json(asdict(planned))
     else:

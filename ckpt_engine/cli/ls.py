@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table, say_waiting
-from ckpt_engine.cli.root import away_of, open_run, runs_below
+from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table, say_waiting
+from ckpt_engine.cli.root import Run, away_of, open_run, runs_below, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store import manifest_codec, names, pins
@@ -24,8 +25,8 @@ from ckpt_engine.store.storage.open import open_storage
 
 
 @dataclass(frozen=True, slots=True)
-class _Tier:
-    """What one place has; `number` counts the tiers of ROOT from 1."""
+class TierListing:
+    """What one place has; `number` counts the tiers of ROOT from 1, `data_bytes` is of all data files."""
 
     number: int
     url: str
@@ -36,6 +37,7 @@ class _Tier:
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
 @click.argument("root")
+@storage_options
 @json_option
 def command(root: str, as_json: bool) -> None:
     """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers.
@@ -46,13 +48,7 @@ def command(root: str, as_json: bool) -> None:
         _print_runs(root, below, as_json=as_json)
         return
     run = open_run(root)
-    answers = places.ask(run.places, _look, say=say_waiting)
-    tiers = [
-        _Tier(run.tiers.index(answer.place.storage.url) + 1, answer.place.storage.url, *answer.value)
-        for answer in answers
-        if answer.value is not None
-    ]
-    away = (*run.away, *away_of(answers))
+    tiers, away = listings(run)
     if as_json:
         _print_json(run.run_id, tiers, away)
     else:
@@ -95,34 +91,45 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
     click.echo(f"{count(len(rows), 'run')} below {root}")
 
 
+def listings(run: Run) -> tuple[list[TierListing], tuple[Away, ...]]:
+    """What the tiers of a run have, and those that do not say it."""
+    answers = places.ask(run.places, _look, say=say_waiting)
+    found = [
+        TierListing(run.tiers.index(answer.place.storage.url) + 1, answer.place.storage.url, *answer.value)
+        for answer in answers
+        if answer.value is not None
+    ]
+    return found, (*run.away, *away_of(answers))
+
+
 def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:
     pinned = {pin.id: pin for pin in pins.pins(place.storage)}
     return place.scan(), sum(item.nbytes for item in place.storage.list(names.DATA)), pinned
 
 
-def _pin(snapshot: str, holders: Sequence[_Tier]) -> pins.Pin | None:
+def pin_of(snapshot: str, holders: Sequence[TierListing]) -> pins.Pin | None:
     """The pin of a snapshot, wherever it has one."""
     return next((tier.pinned[snapshot] for tier in holders if snapshot in tier.pinned), None)
 
 
-def _merged(tiers: Sequence[_Tier]) -> list[tuple[SnapshotInfo, list[_Tier]]]:
+def merged(tiers: Sequence[TierListing]) -> list[tuple[SnapshotInfo, list[TierListing]]]:
     """All snapshots, oldest first, and where they are."""
-    found: dict[str, tuple[SnapshotInfo, list[_Tier]]] = {}
+    found: dict[str, tuple[SnapshotInfo, list[TierListing]]] = {}
     for tier in tiers:
         for info in tier.listing.snapshots:
             found.setdefault(info.id, (info, []))[1].append(tier)
     return sorted(found.values(), key=lambda row: (row[0].seq, row[0].id))
 
 
-def _branches(rows: Sequence[tuple[SnapshotInfo, list[_Tier]]]) -> tuple[list[Branch], Mapping[str, str]]:
+def named_branches(rows: Sequence[tuple[SnapshotInfo, list[TierListing]]]) -> tuple[list[Branch], Mapping[str, str]]:
     """The branches, first the one that a resume continues, and by snapshot the name of its branch."""
     found = branches([info for info, _ in rows])
     return found, {info.id: branch.id for branch in reversed(found) for info in branch.snapshots}
 
 
-def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -> None:
-    rows = _merged(tiers)
-    found, named = _branches(rows)
+def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Away]) -> None:
+    rows = merged(tiers)
+    found, named = named_branches(rows)
     print_json(
         {
             "root": tiers[0].url,
@@ -138,7 +145,7 @@ def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -
                     **_fields(info),
                     "branch": named[info.id],
                     "tiers": [tier.url for tier in holders],
-                    "pinned": pin.note if (pin := _pin(info.id, holders)) else None,
+                    "pinned": pin.note if (pin := pin_of(info.id, holders)) else None,
                 }
                 for info, holders in rows
             ],
@@ -171,9 +178,9 @@ def _fields(info: SnapshotInfo) -> Mapping[str, object]:
     }
 
 
-def _print(root: str, tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> None:
-    rows = _merged(tiers)
-    found, named = _branches(rows)
+def _print(root: str, tiers: Sequence[TierListing], away: Sequence[Away], *, is_tiered: bool) -> None:
+    rows = merged(tiers)
+    found, named = named_branches(rows)
     if rows:
         where = (*(("tiers",) if is_tiered else ()), *(("branch",) if len(found) > 1 else ()))
         titles = ("snapshot", "step", "epoch", "taken", "size", *where, "why", "metrics")
@@ -200,11 +207,11 @@ def _print(root: str, tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered
     print_away(away)
 
 
-def _row(info: SnapshotInfo, holders: Sequence[_Tier], branch: str | None, *, is_tiered: bool) -> tuple[str, ...]:
+def _row(info: SnapshotInfo, holders: Sequence[TierListing], branch: str | None, *, is_tiered: bool) -> tuple[str, ...]:
     epoch = "" if info.epoch is None else str(info.epoch)
     where = [" ".join(str(tier.number) for tier in holders)] if is_tiered else []
     where += [branch] if branch is not None else []
     size = units.size(info.nbytes)
-    pin = _pin(info.id, holders)
+    pin = pin_of(info.id, holders)
     why = "; ".join(str(one) for one in (info.reason, info.partial, pin) if one)
     return info.id, f"{info.step:,}", epoch, age(info.created), size, *where, why, metrics(info.metrics)

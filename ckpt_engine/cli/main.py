@@ -20,10 +20,12 @@ VERBS = {
     "verify": "verify.command",
     "diff": "diff.command",
     "status": "status.command",
+    "top": "status.top",
     "goodput": "status.goodput",
+    "report": "report.command",
     "plan": "plan.command",
-    "save-now": "stop.save_now",
-    "stop": "stop.command",
+    "save-now": "status.save_now",
+    "stop": "status.stop",
     "export": "export.command",
     "import": "import_.command",
     "verify-resume": "verify_resume.command",
@@ -33,7 +35,10 @@ VERBS = {
     "pin": "prune.pin",
     "unpin": "prune.unpin",
     "doctor": "doctor.command",
-    "schema": "main.schema",
+    "explain": "explain.explain",
+    "init": "explain.init",
+    "schema": "explain.schema",
+    "completion": "explain.completion",
 }
 """Each verb's module and its command there, in the order of the help."""
 
@@ -50,6 +55,9 @@ class _Verbs(click.Group):
         module, _, attribute = VERBS[cmd_name].partition(".")
         command = getattr(import_module(f"ckpt_engine.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
+        for one in command.params:
+            if isinstance(one, click.Argument) and one.type is click.STRING:
+                one.type = click.Path()  # shells complete paths
         return command
 
     def resolve_command(
@@ -69,21 +77,6 @@ def commands() -> None:
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.
     """
-
-
-@click.command("schema", short_help="Print the JSON Schema of ckpt.yaml.")
-def schema() -> None:
-    """Print the JSON Schema of ckpt.yaml.
-
-    Editors complete and check a YAML file that names the schema in its first line:
-
-    \b
-        # yaml-language-server: $schema=ckpt.schema.json
-    """
-    from ckpt_engine.cli.output import print_json
-    from ckpt_engine.config import Config
-
-    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

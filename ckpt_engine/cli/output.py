@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,13 +25,15 @@ from ckpt_engine.observe import units
 from ckpt_engine.store.storage.disk import translated
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from ckpt_engine.restore.choose import Away
 
 
 _LINES_SECONDS = 30.0
 """Between two lines of progress where no terminal shows them change."""
+_QUIET_SECONDS = 3.0
+"""Before the first of them."""
+_SHOWN_SECONDS = 0.2
+"""Between two changes of a line."""
 
 json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text."
@@ -40,7 +43,7 @@ json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
     """Prints aligned columns; those whose title is in `numbers` to the right. No line is cut or wrapped.
 
-    A listing may have 10,000 rows: rich's tables take seconds for that.
+    A listing may have 10,000 rows.
     """
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     pads = [str.rjust if title in numbers else str.ljust for title in titles]
@@ -65,31 +68,44 @@ def say_waiting(line: str) -> None:
     click.echo(line, err=True)
 
 
-def progress(*, hidden: bool) -> Progress:
-    """A bar over bytes on the error stream; invisible where that is no terminal."""
-    from rich.console import Console  # slow to import, and most verbs show no bar
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+@contextmanager
+def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
+    """Says how many of `total` bytes are done, as `changing_line` does; it leaves no line behind on a terminal.
 
-    err = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=hidden or not err.is_terminal,
-    )
+    What it gives takes the bytes that came since, on any thread.
+    """
+    done, shown, began, lock = 0, -math.inf, time.monotonic(), threading.Lock()
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, shown
+        with lock:
+            done += nbytes
+            now = time.monotonic()
+            if now - shown >= _SHOWN_SECONDS:
+                shown = now
+                say(f"{what}: {_far(done, max(done, total), now - began)}", False)
+
+    with changing_line(hidden=hidden) as say:
+        try:
+            yield advance
+        finally:
+            if not hidden and sys.stderr.isatty():
+                click.echo("\r\033[K", err=True, nl=False)
+
+
+def _far(done: int, total: int, seconds: float) -> str:
+    left = f", {units.duration(seconds / done * (total - done))} left" if 0 < done < total and seconds >= 1.0 else ""
+    return f"{units.size(done)} of {units.size(total)}{left}"
 
 
 @contextmanager
 def changing_line(*, hidden: bool) -> Iterator[Callable[[str, bool], None]]:
-    """Says how far something is: one line on the error stream that changes; where that is no terminal, a few lines.
+    """Says how far something is: one line on the error stream that changes; where that is no terminal, a few lines,
+    the first of them once it takes some seconds.
 
     What it gives takes the line, and whether it is the last one of its kind.
     """
-    at, width = time.monotonic(), 0
+    at, width = time.monotonic() + _QUIET_SECONDS - _LINES_SECONDS, 0
 
     def say(line: str, last: bool) -> None:
         nonlocal at, width
@@ -131,11 +147,6 @@ def age(created: float, now: float | None = None) -> str:
 def metrics(values: Mapping[str, float]) -> str:
     """`loss=0.123 acc=0.9`."""
     return " ".join(f"{name}={value:.4g}" for name, value in values.items())
-
-
-def count(number: int, noun: str) -> str:
-    """`1 snapshot`, `1,200 snapshots`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def check_free(path: Path, *, replace: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,7 +15,8 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_json, print_table
+from ckpt_engine.cli.output import json_option, print_json, print_table
+from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.cli.status import bar, percent
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.sections import parse_duration_seconds
@@ -30,9 +32,10 @@ from ckpt_engine.frequency.failures import (
 )
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
-from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
+from ckpt_engine.frequency.simulate import FurtherTier, Restart, Rule, Ruled, SimulatedJob, SnapshotTimer
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, Clock, EventSink
+from ckpt_engine.observe.units import count
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer.attempts import Attempt, read_attempts
 
@@ -76,14 +79,15 @@ class PlannedRun:
 @click.option(
     "--price", "prices", multiple=True, metavar="TIER=PRICE", help="Of a GB written; `hour=PRICE`: of an hour."
 )
+@storage_options
 @json_option
 def command(root: str | None, failures: str, compare: str, days: float, prices: tuple[str, ...], as_json: bool) -> None:
     """Simulate a run of the options in ckpt.yaml, or of the run at ROOT, with failures, and compare policies.
 
     What snapshots cost is taken from the run where it has measured that. RULES are daly, checkfreq, durations, and
-    package.module:function for your own, see docs/frequency.md.
+    package.module:name for your own, see docs/frequency.md.
     """
-    config = load_config(root) if root else load_config({"tiers": ["."]})
+    config = options_of(root) if root else load_config({"tiers": ["."]})
     rows = _recorded(config) if root else ()
     costs, memory, measured = _costs(rows)
     settings = FrequencySettings.from_options(**config.frequency_options())
@@ -94,8 +98,12 @@ def command(root: str | None, failures: str, compare: str, days: float, prices: 
     job = partial(SimulatedJob, seconds=days * DAY, restart=RESTART, training=training, tiers=far)
     found = [_run("ckpt-engine", job(wanted.make()), costs)]
     for name in filter(None, (one.strip() for one in compare.split(","))):
-        seconds = max(costs.step_seconds, rule_of(name)(costs, wanted.per_second))
-        found.append(_run(name, job(wanted.make(), rhythm=partial(_ruled, seconds)), costs))
+        rule = rule_of(name)
+        if isinstance(rule, type):
+            rhythm = partial(rule, settings)
+        else:
+            rhythm = partial(_ruled, max(costs.step_seconds, rule(costs, wanted.per_second)))
+        found.append(_run(name, job(wanted.make(), rhythm=rhythm), costs))
     if as_json:
         made = {"days": days, "failures": wanted.source, "measured": measured, "costs": asdict(costs)}
         print_json({**made, "restart": asdict(RESTART), "policies": [asdict(one) for one in found]})
@@ -232,8 +240,10 @@ def read_trace(path: Path) -> list[tuple[float, str]]:
     return found
 
 
-def rule_of(name: str) -> Callable[[Costs, float], float]:
+def rule_of(name: str) -> Rule | type[SnapshotTimer]:
     """The rule of that name: from the costs of a snapshot and failures per second to seconds between snapshots.
+
+    Or a class of its own timers, each made of settings, a clock and a sink.
 
     Raises:
         ConfigError: there is none.
@@ -244,8 +254,10 @@ def rule_of(name: str) -> Callable[[Costs, float], float]:
         return lambda costs, _: max(costs.cost_seconds / 0.035, costs.latency_seconds)
     module, colon, function = name.partition(":")
     if colon:
+        if (here := str(Path.cwd())) not in sys.path:  # where a script is started, Python looks beside the script only
+            sys.path.append(here)
         try:
-            made: Callable[[Costs, float], float] = getattr(import_module(module), function)
+            made: Rule | type[SnapshotTimer] = getattr(import_module(module), function)
         except (ImportError, AttributeError, ValueError) as err:
             raise ConfigError(
                 f"--compare {name}: {err}", hint="package.module:function, see docs/frequency.md"
@@ -275,15 +287,16 @@ def _prices(given: Sequence[str], tiers: int) -> dict[str, float]:
 
 def _run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
     job.run()
+    lost = [seconds for _, seconds in job.lost]
     per_day = DAY / job.seconds * costs.written_bytes
     return PlannedRun(
         name=name,
         goodput=job.goodput,
-        lost_seconds=sum(job.lost) / len(job.lost) if job.lost else 0.0,
-        worst_seconds=max(job.lost, default=0.0),
+        lost_seconds=sum(lost) / len(lost) if lost else 0.0,
+        worst_seconds=max(lost, default=0.0),
         overhead=(job.stalled + job.slowed) / job.seconds,
         interval_seconds=job.seconds / max(1, job.taken),
-        failures=len(job.lost),
+        failures=len(lost),
         tiers=(per_day * job.written, *(per_day * tier.copied for tier in job.further)),
     )
 

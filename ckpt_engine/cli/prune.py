@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, print_json, print_table
-from ckpt_engine.cli.root import find_snapshot, open_places
-from ckpt_engine.config import load_config
+from ckpt_engine.cli.output import age, json_option, print_json, print_table
+from ckpt_engine.cli.root import find_snapshot, open_places, options_of, storage_options
 from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
 from ckpt_engine.errors import ConfigError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.store import pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -72,6 +72,7 @@ class _Outcome:
     help="Remove a line of history, as `ckpt ls` names it, instead: what no other line has too.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
+@storage_options
 @json_option
 def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool, as_json: bool) -> None:
     """Forget the snapshots at ROOT that no rule keeps, and remove their data.
@@ -100,7 +101,7 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
         raise ConfigError(
             f"nothing says what to keep at {root}", hint="name the run's ckpt.yaml, or add for example --keep last=3"
         )
-    config = load_config(root, keep=_nested(rules)) if rules else load_config(root)
+    config = options_of(root, keep=_nested(rules)) if rules else options_of(root)
     places = []
     for tier, repository in open_places(config):
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
@@ -115,7 +116,7 @@ def _branch_places(root: str, wanted: str) -> list[_Place]:
         StorageMissingError: there is no such branch.
         ConfigError: there is no other one: then this is the run.
     """
-    there = [repository for _, repository in open_places(load_config(root))]
+    there = [repository for _, repository in open_places(options_of(root))]
     infos = {info.id: info for repository in there for info in repository.list()}
     found = branches(list(infos.values()))
     named = [branch for branch in found if branch.id == wanted]
@@ -222,6 +223,7 @@ def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
 @click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")
+@storage_options
 @json_option
 def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None:
     """Keep SNAPSHOTs at ROOT until they are unpinned; without any, list the pins.
@@ -229,7 +231,7 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
     With a ckpt.yaml they are pinned on each of its tiers that has them. Works while the run is being written. Pinning
     again replaces the note.
     """
-    tiers = [repository for _, repository in open_places(load_config(root))]
+    tiers = [repository for _, repository in open_places(options_of(root))]
     nearest = tiers[0]
     wanted = dict.fromkeys(find_snapshot(nearest, name) for name in snapshots)
     made = [pins.pin(nearest, snapshot, note) for snapshot in wanted]
@@ -253,10 +255,11 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
 @click.command("unpin", short_help="Leave snapshots to retention again.")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...")
+@storage_options
 @json_option
 def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Remove the pins of SNAPSHOTs at ROOT, on each tier of a ckpt.yaml. Nothing else goes before retention runs."""
-    tiers = [repository for _, repository in open_places(load_config(root))]
+    tiers = [repository for _, repository in open_places(options_of(root))]
     wanted = dict.fromkeys(_find(tiers[0], name) for name in snapshots)
     was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in tiers) > 0 for snapshot in wanted}
     if as_json:

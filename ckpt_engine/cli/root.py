@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import click
 
 from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, Tier, load_config
+from ckpt_engine.config.models import MEMORY, Tiers
 from ckpt_engine.errors import ForeignError, StorageMissingError
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
@@ -21,6 +26,64 @@ from ckpt_engine.store.storage.open import open_storage
 LATEST = "latest"
 _STEP = re.compile(r"(?:step=)?(\d+)")
 _MOST_RUNS = 1000
+_GIVEN = "ckpt_engine.storage_options"
+"""Where click's context keeps what the options of the storage say."""
+
+
+def _keep(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+    pairs = value if parameter.name != "endpoint_url" else [f"endpoint_url={value}"] if value else []
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not (name and equals):
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", ctx, parameter)
+        try:
+            # Digits stay a text: they may be a secret.
+            found = json.loads(text) if text[:1] in ("{", "[") or text in ("true", "false") else text
+        except ValueError as err:
+            raise click.BadParameter(f"the value of {name} is no JSON: {err}", ctx, parameter) from err
+        ctx.meta.setdefault(_GIVEN, {})[name] = found
+
+
+def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a verb that takes ROOT the options of its storage; `options_of` uses them."""
+    one = click.option(
+        "--storage-option",
+        multiple=True,
+        metavar="NAME=VALUE",
+        expose_value=False,
+        callback=_keep,
+        help="For the storage of ROOT, as in storage_options of a ckpt.yaml. Repeatable.",
+    )
+    url = click.option(
+        "--endpoint-url",
+        metavar="URL",
+        expose_value=False,
+        callback=_keep,
+        help="Of S3: short for --storage-option endpoint_url=URL.",
+    )
+    return url(one(command))
+
+
+def options_of(root: str, **options: Any) -> Config:
+    """The options that ROOT stands for: a folder, a URL or a ckpt.yaml.
+
+    What `storage_options` were given counts for every storage URL in it; folders take none.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    config = load_config(root, **options)
+    context = click.get_current_context(silent=True)
+    given: Mapping[str, Any] = context.meta.get(_GIVEN, {}) if context is not None else {}
+    if not given:
+        return config
+    tiers = [
+        tier
+        if tier.is_folder or tier.url == MEMORY
+        else tier.model_copy(update={"storage_options": {**tier.storage_options, **given}})
+        for tier in config.tiers
+    ]
+    return config.model_copy(update={"tiers": Tiers.of(tuple(tiers))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +134,7 @@ def open_run(root: str) -> Run:
         ForeignError: files there, and none of ours.
         CkptError: no tier answers; the error of the nearest.
     """
-    repositories = [_repository(tier) for tier in load_config(root).tiers]
+    repositories = [_repository(tier) for tier in options_of(root).tiers]
     with _for_readers(root):
         answers = places.of_one_run(places.ask(repositories, _ids_of_run, places.at_most, say_waiting))
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]

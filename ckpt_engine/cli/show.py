@@ -1,35 +1,43 @@
-"""`ckpt show`: what is inside one snapshot."""
+"""`ckpt show`: what is inside one snapshot.
+
+Walks the typed JSON tree of a manifest (docs/format.md, "Tree") without torch: leaves, and a short outline.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import click
 
-from ckpt_engine.cli.outline import OutlineBranch, entry_nbytes, outline
-from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table
-from ckpt_engine.cli.root import LATEST, Run, open_run
+from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table
+from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.state.compatibility import size_of
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
-from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
+from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.tree import TreePath
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
 SHOWN_IDS = 3
 SHOWN_FILES = 8
+MAX_DEPTH = 2
+MAX_CHILDREN = 8
 
 
 @click.command("show", short_help="Show what is inside one snapshot.")
 @click.argument("root")
 @click.argument("snapshot", default=LATEST)
 @click.option("--all", "show_all", is_flag=True, help=f"List every entry, not only the {LARGEST} largest.")
+@storage_options
 @json_option
 def command(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
     """Show the components, the state tree and the entries of SNAPSHOT (default: latest).
@@ -221,3 +229,117 @@ def _some(ids: Sequence[str]) -> str:
 
 def _entries(number: int) -> str:
     return f"{number:,} {'entry' if number == 1 else 'entries'}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineBranch:
+    """One line of an outline.
+
+    Args:
+        kind: of the container, "" for a leaf of an array.
+        arrays: array leaves at or below; tied ones count each time.
+        nbytes: of those, shared bytes once.
+        values: other leaves at or below.
+        hidden: this line stands for that many children that are not shown.
+    """
+
+    depth: int
+    key: str
+    kind: str = ""
+    arrays: int = 0
+    nbytes: int = 0
+    values: int = 0
+    hidden: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineLeaf:
+    """An array in the state: its path and its node, which names the entry."""
+
+    path: TreePath
+    node: dict[str, Any]
+
+    @property
+    def entry(self) -> str:
+        """The entry that has its bytes."""
+        return str(self.node["entry"])
+
+
+def entry_nbytes(entry: Entry) -> int:
+    """Logical bytes of an entry."""
+    return sum(piece.raw_nbytes for piece in entry.pieces)
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """The keys and children of a container node; None for a leaf."""
+    if isinstance(node, list):
+        return [(str(index), child) for index, child in enumerate(node)]
+    if not isinstance(node, dict):
+        return None
+    if "$" not in node:
+        return list(node.items())
+    items, fields = node.get("items"), node.get("fields")
+    if isinstance(fields, dict):
+        return list(fields.items())
+    if not isinstance(items, list):
+        return None
+    if isinstance(fields, list):
+        return list(zip(map(str, fields), items, strict=True))
+    if node["$"] in ("dict", "odict", "defaultdict", "counter", "mapping"):
+        return [(_key(key), child) for key, child in items]
+    return [(str(index), child) for index, child in enumerate(items)]
+
+
+def array_leaves(node: Any, path: TreePath = ()) -> Iterator[OutlineLeaf]:
+    """Every array at or below `node`, also inside nodes of kinds unknown here."""
+    if isinstance(node, dict) and "$" in node and "entry" in node:
+        yield OutlineLeaf(path, node)
+        return
+    found = children(node)
+    if found is None and isinstance(node, dict):
+        found = [(key, child) for key, child in node.items() if isinstance(child, dict | list)]
+    for key, child in found or ():
+        yield from array_leaves(child, (*path, key))
+
+
+def outline(manifest: Manifest) -> Iterator[OutlineBranch]:
+    """The first levels of the tree, long ones cut."""
+    for key, node in manifest.tree.items():
+        yield from _outline(manifest, key or "(state)", node, 0)
+
+
+def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[OutlineBranch]:
+    below = children(node)
+    leaves = list(array_leaves(node))
+    # Of a snapshot of some ranks only the tree is whole.
+    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves})
+    nbytes = sum(entry_nbytes(entry) for entry in there if entry is not None)
+    yield OutlineBranch(depth, key, _kind(node), len(leaves), nbytes, _values(node))
+    if below is None or depth == MAX_DEPTH or not any(children(child) for _, child in below):
+        return
+    for child_key, child in below[:MAX_CHILDREN]:
+        yield from _outline(manifest, child_key, child, depth + 1)
+    if len(below) > MAX_CHILDREN:
+        yield OutlineBranch(depth + 1, "", hidden=len(below) - MAX_CHILDREN)
+
+
+def _kind(node: Any) -> str:
+    below = children(node)
+    if isinstance(node, dict) and "$" in node:
+        name = str(node.get("type", node["$"])).rpartition(":")[2]
+    else:
+        name = type(node).__name__
+    return name if below is None else f"{name} of {len(below)}"
+
+
+def _values(node: Any) -> int:
+    below = children(node)
+    if below is not None:
+        return sum(_values(child) for _, child in below)
+    return 0 if any(True for _ in array_leaves(node)) else 1
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, dict):
+        return str(key.get("v", key.get("name", key.get("items", key))))
+    return str(key)

@@ -1,19 +1,30 @@
-"""How a run is: `ckpt status` shows its tiers, `ckpt goodput` what its time went into."""
+"""How a run is: `ckpt status` shows its tiers, `ckpt top` as it changes, `ckpt goodput` what its time went into.
+
+`ckpt stop` and `ckpt save-now` ask one that is trained on this machine, through the writer that serves it.
+"""
 
 from __future__ import annotations
 
+import getpass
+import os
+import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, print_json, print_table, say_waiting
-from ckpt_engine.config import Config, load_config
-from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.cli.output import age, json_option, print_json, print_table, say_waiting
+from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.config import Config
+from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.errors import CkptError, ConfigError, StorageMissingError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.metrics import RunSpent
+from ckpt_engine.observe.units import count
 from ckpt_engine.restore import places
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -21,10 +32,12 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
-from ckpt_engine.writer.attempts import Attempt, AttemptHistory, RunSpent, read_attempts
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, read_attempts
 from ckpt_engine.writer.tier_status import WORKING, TierStatus, WriterStatus, read_status
 
 LIVE_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
+LOOK_SECONDS = 0.2
 BAR_WIDTH = 14
 MEANINGS = {
     "productive": "training that was not lost",
@@ -110,20 +123,21 @@ def _live(root_url: str) -> _Live | None:
 
 @click.command("status", short_help="Show the tiers of a run, and how each one is.")
 @click.argument("root")
+@storage_options
 @json_option
 def command(root: str, as_json: bool) -> None:
     """Show the tiers of the run at ROOT: what each has, and what its writer is doing.
 
     All tiers are asked if ROOT is a ckpt.yaml; of a folder or URL, that one.
     """
-    repositories = [Repository(open_storage(tier.url, tier.for_storage())) for tier in load_config(root).tiers]
+    repositories = [Repository(open_storage(tier.url, tier.for_storage())) for tier in options_of(root).tiers]
     answers = places.ask(repositories, lambda place: place.list(), places.at_most, say_waiting)
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
     status, why = _status(near) if near else (None, None)
-    spent = _spent(load_config(root), near) if near else None
+    spent = _spent(options_of(root), near) if near else None
     holder = read_holder(near.storage) if near else None
-    live = _live(load_config(root).root_url)
+    live = _live(options_of(root).root_url)
     said = {tier.url: tier for tier in status.tiers} if status else {}
     rows = [
         _Row(
@@ -148,6 +162,29 @@ def command(root: str, as_json: bool) -> None:
             click.echo(f"{_headline(spent)}: `ckpt goodput` says of what")
         if live is not None:
             click.echo(live.text())
+
+
+@click.command("top", short_help="Show how a run is, again and again.")
+@click.argument("root")
+@click.option(
+    "--every", default=2.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds between two looks."
+)
+@storage_options
+@click.pass_context
+def top(ctx: click.Context, root: str, every: float) -> None:
+    """Show what `ckpt status` shows, as it changes; Ctrl-C ends it. A run that does not answer is asked again."""
+    try:
+        while True:
+            if sys.stdout.isatty():
+                click.clear()
+            click.secho(f"{root} at {time.strftime('%H:%M:%S')}", bold=True)
+            try:
+                ctx.invoke(command, root=root, as_json=False)
+            except CkptError as err:
+                click.secho(str(err), fg="red")
+            threading.Event().wait(every)
+    except KeyboardInterrupt:
+        click.echo()
 
 
 def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
@@ -220,6 +257,7 @@ def _print_json(
             "holder": None if holder is None else asdict(holder),
             "live": None if live is None else asdict(live),
             "goodput": None if spent is None else spent.goodput,
+            "spent": None if spent is None else spent.numbers(),
             "writer": None
             if status is None
             else {
@@ -244,13 +282,14 @@ def _print_json(
 
 @click.command("goodput", short_help="Show what the time of a run went into.")
 @click.argument("root")
+@storage_options
 @json_option
 def goodput(root: str, as_json: bool) -> None:
     """Show what the time of the run at ROOT went into, across all its restarts; the sum is wall time.
 
     Read from the nearest tier; of a run that is trained on this machine, up to now.
     """
-    config = load_config(root)
+    config = options_of(root)
     tier = config.tiers[0]
     storage = open_storage(tier.url, tier.for_storage())
     history = history_of(config, storage)
@@ -268,6 +307,7 @@ def goodput(root: str, as_json: bool) -> None:
                 "wall_seconds": spent.wall,
                 "seconds": spent.parts,
                 "slowdown_error_seconds": spent.slowdown_error,
+                "idle_share": spent.idle_share,
                 "attempts": [asdict(one) | {"ended": failure_of(one)} for one in history.rows],
             }
         )
@@ -316,6 +356,8 @@ def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
             meaning += f", ± {units.duration(2.0 * spent.slowdown_error)}"
         cells.append((name, percent(share), units.duration(seconds), bar(share), meaning))
     print_table(("", "share", "time", "", ""), cells, numbers=("share", "time"))
+    if spent.idle > 0.0:
+        click.echo(f"\nranks waited for each other for {percent(spent.idle_share)} of it because of snapshots")
     failures = Counter(one.failure for one in (*rows[:-1], *(one for one in rows[-1:] if one.end)) if one.failure)
     classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
     click.echo(f"\n{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
@@ -337,3 +379,118 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
     """So much of `width` columns, to an eighth of one."""
     eighths = round(8 * width * min(1.0, max(0.0, share)))
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
+
+
+@click.command("stop", short_help="Save and end a run that is being trained.")
+@click.argument("root")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it has ended.")
+@storage_options
+@json_option
+def stop(root: str, wait: str | None, as_json: bool) -> None:
+    """Ask the run at ROOT, on this machine, for a snapshot at the end of its step, and to end with it.
+
+    Its process ends with 0, and a restart goes on from there.
+    """
+    seconds = seconds_of(wait)
+    url = ask_trainer(root, control.STOP)
+    if seconds is not None:
+        wait_for(lambda: not is_served(url), seconds, f"the run at {url} did not end")
+    if as_json:
+        print_json({"root": url, "asked": True, "ended": seconds is not None})
+    elif seconds is not None:
+        click.echo(f"the run at {url} has ended")
+    else:
+        click.echo(f"asked: the run at {url} takes a snapshot at the end of its step, and ends")
+
+
+@click.command("save-now", short_help="Take a snapshot of a run that is being trained.")
+@click.argument("root")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it is durable.")
+@storage_options
+@json_option
+def save_now(root: str, wait: str | None, as_json: bool) -> None:
+    """Ask the run at ROOT, on this machine, for a snapshot at the end of its step."""
+    seconds = seconds_of(wait)
+    tier = options_of(root).tiers[0]
+    nearest = Repository(open_storage(tier.url, tier.for_storage()))
+    before = {parsed.id for parsed in nearest.ids()} if seconds is not None else set()
+    url = ask_trainer(root, control.SAVE)
+    new: list[str] = []
+    if seconds is not None:
+
+        def found() -> bool:
+            new[:] = [parsed.id for parsed in nearest.ids() if parsed.id not in before]
+            return bool(new)
+
+        wait_for(found, seconds, f"no new snapshot at {url}")
+    if as_json:
+        print_json({"root": url, "asked": True, "snapshot": new[-1] if new else None})
+    elif new:
+        click.echo(f"{new[-1]} is durable at {url}")
+    else:
+        click.echo(f"asked: the run at {url} takes a snapshot at the end of its step")
+
+
+def ask_trainer(root: str, what: str) -> str:
+    """Tell the trainer of the run at `root` (a folder, URL or ckpt.yaml) to `save` or to `stop`.
+
+    Returns:
+        The root's URL.
+
+    Raises:
+        ConfigError: a YAML file that is wrong or missing.
+        WriterError: no process trains that run on this machine as this user.
+    """
+    url = options_of(root).root_url
+    reply = control.ask(url, {"what": what, "who": _who()}, ANSWER_SECONDS)
+    if reply is None:
+        raise WriterError(
+            f"no run at {url} is being trained on this machine by this user",
+            hint=f"`ckpt status {root}` says who writes it; ask on that machine, with the root that the run was given",
+        )
+    if not reply.body.get("trainer"):
+        why = reply.body.get("error", "its trainer is gone, and its writer ends by itself")
+        raise WriterError(f"the run at {url} cannot be asked: {why}")
+    return url
+
+
+def is_served(url: str) -> bool:
+    """Whether the run still has a writer with a trainer."""
+    reply = control.ask(url, {"what": control.STATUS}, ANSWER_SECONDS)
+    return reply is not None and bool(reply.body.get("trainer"))
+
+
+def wait_for(found: Callable[[], bool], seconds: float, what: str) -> None:
+    """Look again and again.
+
+    Raises:
+        WaitTimeoutError: `what` did not happen within `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not found():
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"{what} within {seconds:g} s; the run was asked and goes on with it")
+        pause.wait(LOOK_SECONDS)
+
+
+def seconds_of(text: str | None) -> float | None:
+    """The value of `--wait`.
+
+    Raises:
+        ConfigError: not a duration.
+    """
+    if text is None:
+        return None
+    try:
+        return parse_duration_seconds(text)
+    except ValueError as err:
+        raise ConfigError(f"--wait: {err}, got {text!r}") from err
+
+
+def _who() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in containers
+        name = f"user {os.geteuid()}"
+    return f"{name} (pid {os.getpid()})"

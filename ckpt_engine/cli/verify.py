@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
-from ckpt_engine.cli.root import Run, open_run
+from ckpt_engine.cli.output import json_option, print_away, print_json, progress
+from ckpt_engine.cli.root import Run, open_run, storage_options
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import parse_rollback
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store import container, names, pins, repository
@@ -37,7 +38,7 @@ MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Copies:
+class CheckedCopies:
     """The verdicts on the copies of one place, and what is wrong with its other files."""
 
     url: str
@@ -48,6 +49,7 @@ class _Copies:
 @click.command("verify", short_help="Check every stored byte of every copy.")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@storage_options
 @json_option
 def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of SNAPSHOTs (default: all) again and compare it with its digest.
@@ -56,16 +58,29 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     is damaged. Without SNAPSHOTs all other files of the run are checked as well.
     """
     run = open_run(root)
+    checked, away = check_run(run, snapshots, hidden=as_json)
+    if as_json:
+        print_json(_json(run, checked, away))
+    else:
+        _print(checked, away, is_tiered=run.is_tiered)
+    if not all_ok(checked):
+        sys.exit(1)
+
+
+def check_run(run: Run, snapshots: Sequence[str] = (), *, hidden: bool) -> tuple[list[CheckedCopies], list[Away]]:
+    """Read every byte of snapshots (none: of all, and all other files) at each place of a run, with a progress bar.
+
+    Returns:
+        What each place has, and the tiers that do not answer.
+    """
     wanted = list(dict.fromkeys(run.find(name)[0] for name in snapshots)) or [parsed.id for parsed in run.holders]
-    checked: list[_Copies] = []
+    checked: list[CheckedCopies] = []
     away = list(run.away)
-    with progress(hidden=as_json) as bar:
-        task = bar.add_task("verifying", total=None)
-        sizes = [(place, _sizes(run, place, wanted)) for place in run.places]
-        bar.update(task, total=sum(sum(ids.values()) for _, ids in sizes))
+    sizes = [(place, _sizes(run, place, wanted)) for place in run.places]
+    with progress("verifying", sum(sum(ids.values()) for _, ids in sizes), hidden=hidden) as advance:
         for place, ids in sizes:
             try:
-                checker = Checker(place, lambda read: bar.advance(task, read))
+                checker = Checker(place, advance)
                 verdicts = tuple(checker.check(snapshot) for snapshot in ids)
                 others = () if snapshots else checker.check_others()
             except CkptError as err:
@@ -73,13 +88,8 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
                     raise
                 away.append(Away(place.storage.url, err.code, err.message))
             else:
-                checked.append(_Copies(place.storage.url, verdicts, others))
-    if as_json:
-        print_json(_json(run, checked, away))
-    else:
-        _print(checked, away, is_tiered=run.is_tiered)
-    if not _all_ok(checked):
-        sys.exit(1)
+                checked.append(CheckedCopies(place.storage.url, verdicts, others))
+    return checked, away
 
 
 def _sizes(run: Run, place: Repository, wanted: Sequence[str]) -> dict[str, int]:
@@ -91,11 +101,12 @@ def _sizes(run: Run, place: Repository, wanted: Sequence[str]) -> dict[str, int]
     return {snapshot: nbytes.get(snapshot, 0) for snapshot in wanted if snapshot in there}
 
 
-def _all_ok(checked: Sequence[_Copies]) -> bool:
+def all_ok(checked: Sequence[CheckedCopies]) -> bool:
+    """Whether nothing is damaged."""
     return all(not copies.others and all(verdict.ok for verdict in copies.verdicts) for copies in checked)
 
 
-def _json(run: Run, checked: Sequence[_Copies], away: Sequence[Away]) -> dict[str, object]:
+def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> dict[str, object]:
     rows = [
         {
             "id": verdict.snapshot,
@@ -115,10 +126,10 @@ def _json(run: Run, checked: Sequence[_Copies], away: Sequence[Away]) -> dict[st
         for problem in copies.others
     ]
     left_out = [dataclasses.asdict(one) for one in away]
-    return {"root": run.tiers[0], "ok": _all_ok(checked), "snapshots": rows, "others": others, "away": left_out}
+    return {"root": run.tiers[0], "ok": all_ok(checked), "snapshots": rows, "others": others, "away": left_out}
 
 
-def _print(checked: Sequence[_Copies], away: Sequence[Away], *, is_tiered: bool) -> None:
+def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered: bool) -> None:
     for copies in checked:
         if is_tiered:
             click.secho(copies.url, bold=True)

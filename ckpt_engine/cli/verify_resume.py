@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_engine.cli.output import changing_line, count, json_option, print_json
+from ckpt_engine.cli.output import changing_line, json_option, print_json
 from ckpt_engine.cli.rehearsal.runs import PythonCommand, Runs, Suite, SuiteReport, Trace
 from ckpt_engine.errors import ResumeError
+from ckpt_engine.observe.units import count
 
 if TYPE_CHECKING:
     from ckpt_engine.cli.rehearsal.verdict import FirstDifference, Pair

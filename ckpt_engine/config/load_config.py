@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ckpt_engine.config.models import Config, Tier
-from ckpt_engine.config.sections import Best, Keep, Preemption, Section, Source, Status
+from ckpt_engine.config.sections import Best, Keep, Log, Preemption, Section, Source, Status
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -130,6 +130,7 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "preemption": Preemption,
     "preemption.sources": Source,
     "status": Status,
+    "log": Log,
 }
 _MAX_VALUE_CHARACTERS = 60
 _MAX_DEPTH = 16

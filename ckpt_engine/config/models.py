@@ -30,6 +30,7 @@ from ckpt_engine.config.sections import (
     Duration,
     Flag,
     Keep,
+    Log,
     LostWork,
     Preemption,
     Rollback,
@@ -283,6 +284,7 @@ class Config(Section):
         default_factory=Preemption, description="Who may stop the run, and how long it then has."
     )
     status: Status = Field(default_factory=Status, description="Where the run says how it stands.")
+    log: Log = Field(default_factory=Log, description="What the run shows of its snapshots.")
     guard: Annotated[Literal["off", "nan", "loss_spike"], one_of("off", "nan", "loss_spike")] = Field(
         default="off",
         description="Training ends, and no snapshot is taken of it, when the loss is not finite (nan), or also when it "

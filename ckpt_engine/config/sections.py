@@ -526,3 +526,18 @@ class Status(Section):
     every: Duration = Field(default=5.0, description="How often the file is replaced.")
     port: Port | None = Field(default=None, description="Serve /metrics (for Prometheus) and /status (JSON) there.")
     host: Text = Field(default="127.0.0.1", description="The address that the port is opened on.")
+
+
+class Log(Section):
+    """What a run shows of its snapshots beside its own log."""
+
+    bar: Annotated[Literal["off", "short", "full"], one_of("off", "short", "full")] = Field(
+        default="short",
+        description="In Lightning's progress bar: short: the step of the newest durable snapshot; full: also the last "
+        "stall, the interval in steps, megabytes and the age of the newest durable snapshot.",
+    )
+    loggers: Annotated[Literal["on", "off"], one_of("on", "off")] = Field(
+        default="on",
+        description="Whether Lightning's loggers, Accelerate's trackers and the reports of transformers get the "
+        "numbers ckpt/….",
+    )

@@ -22,6 +22,7 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
+from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
 from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.manifest import Manifest
@@ -165,11 +166,12 @@ class RollbackRecord:
 
     def text(self) -> str:
         """For the resume report."""
-        return f"rollback {self.count}: {self.why}; {self.skipped()} are skipped"
+        verb = "is" if self.skip_batches == 1 else "are"
+        return f"rollback {self.count}: {self.why}; {self.skipped()} {verb} skipped"
 
     def skipped(self) -> str:
         """What is left out, for people."""
-        return f"{self.skip_batches} batches" + (f" of each of {self.ranks} ranks" if self.ranks > 1 else "")
+        return count(self.skip_batches, "batch") + (f" of each of {self.ranks} ranks" if self.ranks > 1 else "")
 
 
 def plan_rollback(

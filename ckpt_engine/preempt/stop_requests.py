@@ -260,6 +260,49 @@ class CommandSource:
         raise PreemptionSourceError(f"the command {name} ended with {done.returncode}{f': {said}' if said else ''}")
 
 
+_LAUNCHERS = (
+    *("accelerate", "accelerate-launch", "accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
+    *("torchrun", "torch.distributed.run"),
+)
+"""Programs and modules whose only work is to start processes that train, and to wait for them."""
+_LOOK_SECONDS = 1.0
+
+
+class LauncherSource:
+    """The launcher that has started this process is gone: who has stopped it wants no training to go on.
+
+    `accelerate launch` ends at a SIGTERM and passes it on to nobody; any launcher may be killed.
+
+    Args:
+        parent: process id of the launcher.
+        name: of the launcher.
+    """
+
+    every_seconds = _LOOK_SECONDS
+
+    def __init__(self, parent: int, name: str, clock: Clock) -> None:
+        self._parent, self._name = parent, name
+        self._now = clock.monotonic
+
+    def poll(self) -> StopNotice | None:
+        if os.getppid() == self._parent:
+            return None
+        return StopNotice(f"the end of {self._name} (process {self._parent}), which has started this", self._now())
+
+
+def launcher_source(clock: Clock) -> PreemptionSource | None:
+    """What watches the parent of this process, if that is a launcher."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    # The program may be a script of an interpreter, or a module: `python -m torch.distributed.run`.
+    first = [word for word in words[:4] if not word.startswith("-")]
+    name = next((Path(word).name for word in first if Path(word).name in _LAUNCHERS), None)
+    return None if name is None else LauncherSource(parent, name, clock)
+
+
 def open_source(options: Source, clock: Clock) -> PreemptionSource:
     """The source that one entry of `preemption.sources` describes."""
     every, grace = options.every, options.grace

@@ -13,7 +13,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Clock, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.observe.metrics import Flying, Ledger, Standing
-from ckpt_engine.observe.units import duration
+from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
     Outlook,
     PendingSnapshot,
@@ -32,6 +32,7 @@ from ckpt_engine.preempt.stop_requests import (
     Stop,
     StopNotice,
     Wake,
+    launcher_source,
     open_source,
 )
 from ckpt_engine.ranks.world import Ranks
@@ -95,7 +96,9 @@ class PreemptionWatch:
         self._flushed: Flying | None = None
         self._wake = Wake()
         self._signals = SignalWatch(options.numbers(), clock, self._wake)
+        launcher = launcher_source(clock)
         self._sources = [open_source(one, clock) for one in options.sources]
+        self._sources += [] if launcher is None else [launcher]
         # One attribute per thread that sets it; readers take the earliest.
         self._noticed: StopNotice | None = None
         self._requested: StopNotice | None = None
@@ -229,7 +232,7 @@ class PreemptionWatch:
         if not standing.committed and not standing.failed:
             what = "no snapshot was taken" if self._step != self._first else "nothing was left to train"
             return f"{what}; {self.durable()}"
-        many = f"{standing.committed} snapshot{'s' if standing.committed != 1 else ''}, {standing.failed} failed"
+        many = f"{count(standing.committed, 'snapshot')}, {standing.failed} failed"
         stall = f"longest stall {duration(standing.longest_stall_seconds)}"
         return f"{many}; {overhead}; {stall}; {self.durable()}"
 

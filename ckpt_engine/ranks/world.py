@@ -5,15 +5,19 @@ Values of any size in the ranks' store, under one name: what is too large for on
 By which address of this machine others reach it: that of the interface through which it reaches them.
 
 Which ranks keep what of each other's shares in memory, so that a lost machine's shares are on others.
+
+How long ranks wait for each other because of snapshots.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import socket
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,6 +97,44 @@ class Ranks(Protocol):
     def divides(self, path: tuple[Any, ...]) -> bool:
         """Whether the array at `path` is bit for bit the same on all ranks; if not, that of rank 0 counts."""
         ...
+
+
+_BLOCKED = "blocked"
+_ASKED = 15
+"""Other ranks at most that rank 0 asks how long they were blocked, spread over all of them."""
+
+
+class Waits:
+    """How long ranks wait for those that a snapshot blocks longest: the next all-reduce is as late as the latest rank.
+
+    Each rank says at a boundary how long it was blocked so far; rank 0 looks when it decides on the next snapshot.
+
+    Args:
+        blocked: seconds that this rank was, by stalls and fences, since its process started.
+    """
+
+    def __init__(self, ranks: Ranks, blocked: Callable[[], float]) -> None:
+        self._ranks, self._blocked = ranks, blocked
+        others = range(1, ranks.size)
+        self._asked = others[:: max(1, math.ceil(len(others) / _ASKED))]
+        self._before = [0.0] * (1 + len(self._asked))
+        self._said = 0.0
+        self.seconds = 0.0
+        """Of an average rank."""
+
+    def say(self) -> None:
+        """On all ranks but the first, after each boundary: nothing is sent where nothing was blocked since."""
+        if (now := self._blocked()) != self._said:
+            self._said = now
+            self._ranks.store.set(f"{_BLOCKED}/{self._ranks.rank}", str(now))
+
+    def look(self) -> None:
+        """On rank 0."""
+        said = (self._ranks.store.get(f"{_BLOCKED}/{rank}") for rank in self._asked)
+        now = [self._blocked(), *(float(one or 0.0) for one in said)]
+        since = [seconds - before for seconds, before in zip(now, self._before, strict=True)]
+        self._before = now
+        self.seconds += max(since) - statistics.fmean(since)
 
 
 PIECE_BYTES = 4 << 20

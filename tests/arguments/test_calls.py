@@ -17,6 +17,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ArgumentError, CkptError, ConfigError, StateError
 from ckpt_engine.observe.events import SnapshotFailed, WriterLost
+from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -222,3 +223,12 @@ def test_a_key_is_storable_or_refused_with_its_place(ckpt: Checkpointer, key: An
     if isinstance(key, str):
         with pytest.raises(StateError, match="d800"):
             ckpt.save({key: torch.ones(1)}, step=1)
+
+
+def test_more_arrays_than_a_file_takes_are_refused_at_the_call(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers of safetensors refuse longer headers: the call says how many arrays there are, and what to do."""
+    monkeypatch.setattr(container, "MAX_HEADER_BYTES", 4096)
+    with pytest.raises(StateError, match=r"100 arrays cannot be saved.*join small tensors"):
+        ckpt.save({f"w{n}": torch.ones(1) for n in range(100)}, step=1)

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_engine.observe.events import CLOSED, FAILED, GONE
+from ckpt_engine.frequency.simulate import VirtualClock
+from ckpt_engine.observe.events import CLOSED, FAILED, GONE, AttemptsFound
+from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.store import names
 from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
 from ckpt_engine.writer.control import Control, Reply
@@ -24,6 +27,13 @@ LIVES = (
     Attempt("node1", "b", 10 * HOUR + 160.0, HOUR, None, started=10 * HOUR + 100.0, step=3200, times={"startup": 40.0, "restore": 20.0, "replay": 600.0, "training": 2900.0, "stall": 50.0}),  # noqa: E501
     Attempt("node2", "c", 11 * HOUR + 1960.0, 2 * HOUR, CLOSED, started=11 * HOUR + 1900.0, step=3900, times={"startup": 40.0, "restore": 20.0, "replay": 100.0, "training": 6900.0, "stall": 50.0, "validation": 120.0}),  # noqa: E501
 )  # fmt: skip
+
+
+class SteadyClock:
+    """A wall clock that shows what the other one does."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.monotonic = self.wall = clock.monotonic
 
 
 def record(root: Path, *rows: Attempt) -> Path:
@@ -49,6 +59,30 @@ def test_a_table_whose_sum_is_the_wall_time(ckpt: Ckpt, run_folder: Any) -> None
     assert answer["seconds"]["down"] == pytest.approx(100.0 + 1740.0)
     assert answer["seconds"]["replay"] == pytest.approx(600.0 + 100.0 + 40.0 + 50.0)
     assert [one["step"] for one in answer["attempts"]] == [3000, 3200, 3900]
+
+
+def test_what_loggers_get_is_what_the_command_shows(ckpt: Ckpt, run_folder: Any) -> None:
+    """Of all attempts, the one that trains included; and how long ranks have waited for each other."""
+    clock = VirtualClock(now=11 * HOUR + 1960.0)
+    times = RunTimes(SteadyClock(clock), age=60.0)
+    spent, until = AttemptHistory(LIVES[:2]).over
+    times.found(AttemptsFound((1.0, 1.0), ("", ""), reached=3200, spent=asdict(spent), until=until))
+    times.begin()
+    clock.now += 2 * HOUR
+    times.waited("stall", 50.0)
+    times.boundary(3300)
+    times.measured = lambda: {"slowdown": 20.0, "idle": 90.0}
+    numbers = times.spent.numbers()
+    last = replace(LIVES[2], end=None, times=times.seconds | dict(times.measured()), started=LIVES[2].began - 60.0)
+    answer = ckpt("goodput", record(run_folder.path, *LIVES[:2], last), "--json").json
+    assert numbers["goodput_percent"] == pytest.approx(100.0 * answer["goodput"])
+    for name, seconds in answer["seconds"].items():
+        assert numbers[f"run_{name}_seconds"] == pytest.approx(seconds, abs=1e-6), name
+    assert sum(seconds for name, seconds in numbers.items() if name.startswith("run_") and "error" not in name) == (
+        pytest.approx(answer["wall_seconds"])
+    )
+    assert numbers["idle_percent"] == pytest.approx(100.0 * answer["idle_share"]) != 0.0
+    assert "ranks waited for each other for 0.2 %" in ckpt("goodput", run_folder.path).out
 
 
 def test_a_run_that_trains_here_is_asked(ckpt: Ckpt, run_folder: Any) -> None:

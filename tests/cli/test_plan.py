@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,30 @@ def test_a_rule_of_ones_own(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None
     arguments = ("--failures", "llama3", "--days", 3, "--compare", "young_rule:interval,daly", "--json")
     found = policies(ckpt("plan", *arguments).json)
     assert found["young_rule:interval"]["goodput"] == pytest.approx(found["daly"]["goodput"], abs=0.005)
+
+
+def test_a_policy_of_ones_own_that_learns(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class instead of a function: it decides at each step, and meets the same failures."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = ("--failures", "llama3", "--days", 3, "--compare", "learned_policy:Learned", "--json")
+    ours, learned = policies(ckpt("plan", *arguments).json).values()
+    assert learned["goodput"] == pytest.approx(ours["goodput"], abs=0.005)
+    assert learned["failures"] == ours["failures"]
+
+
+def test_a_rule_in_the_folder_one_is_in_is_found() -> None:
+    """Where the command is a script of its own, Python does not look there."""
+    command = [sys.executable, "-P", "-c", "from ckpt_engine.cli.main import main; main()", "plan", "--days", "0.2"]
+    done = subprocess.run(
+        [*command, "--compare", "young_rule:interval"],
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "young_rule:interval" in done.stdout
 
 
 def test_money(ckpt: Ckpt) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +108,20 @@ def test_a_status_that_cannot_be_written_leaves_the_old_one(run_folder: Any, mon
     status = read_status(LocalStorage(run_folder.path))
     assert status is not None and [tier.url for tier in status.tiers] == ["x"]
     assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".tmp")] == []
+
+
+def test_top_shows_the_status_again_until_it_is_interrupted(run_folder: Any, arrays: Any) -> None:
+    """A run that is not there yet is waited for; Ctrl-C is no error."""
+    run_folder.add(10, arrays)
+    root = run_folder.path.parent / "later"
+    command = [sys.executable, "-m", "ckpt_engine.cli.main", "top", str(root), "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
+        assert shown.stdout is not None
+        lines = iter(shown.stdout.readline, "")
+        assert any("no run at" in line for line in lines)
+        run_folder.path.rename(root)
+        assert any("no process writes it now" in line for line in lines)
+        assert any(line.startswith(f"{root} at ") for line in lines)
+        shown.send_signal(signal.SIGINT)
+        _, err = shown.communicate(timeout=60.0)
+    assert (shown.returncode, err) == (0, "")

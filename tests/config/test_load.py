@@ -77,6 +77,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "tiers",
         "preemption",
         "status",
+        "log",
         "guard",
         "rollback",
         "resume",

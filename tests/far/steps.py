@@ -74,10 +74,13 @@ def train(near: Path, far: dict[str, Any], trouble: Any) -> dict[str, Any]:
     return {"ratio": ratio, "slowest": slowest, "skipped": skipped, "lost": newest != _STEPS + 1}
 
 
-def kill_writers() -> None:
-    for child in psutil.Process().children():
-        if "ckpt_engine/writer/__main__.py" in " ".join(child.cmdline()):
-            os.kill(child.pid, signal.SIGKILL)
+def kill_writers() -> list[psutil.Process]:
+    writers = [
+        one for one in psutil.Process().children() if "ckpt_engine/writer/__main__.py" in " ".join(one.cmdline())
+    ]
+    for writer in writers:
+        os.kill(writer.pid, signal.SIGKILL)
+    return writers
 
 
 def play(kind: str, server: S3Server, folder: Path) -> dict[str, Any]:
@@ -90,8 +93,8 @@ def play(kind: str, server: S3Server, folder: Path) -> dict[str, Any]:
         trouble = {NOTHING: None, KILLED: kill_writers}.get(kind, lambda: line.become(state))
         line.become(WORKS)
         row = train(folder / bucket, far, trouble)
+        psutil.wait_procs(kill_writers(), timeout=60.0)  # one that goes on by itself still writes there
         shutil.rmtree(folder / bucket)
-    kill_writers()
     return {"kind": kind, **row}
 
 

@@ -24,16 +24,23 @@ NOT_OURS = {
     "--ckpt-outcomes",
     "--ckpt-trainers",
     "--ckpt_path",
+    "--kill-on-bad-exit",
+    "--load_fast",
     "--lr",
     "--max-restarts",
     "--nnodes",
     "--now",
     "--nproc-per-node",
     "--only",
+    "--open-mode",
     "--per_device_train_batch_size",
+    "--record",
+    "--requeue",
     "--shutdown-timeout",
+    "--signal",
+    "--time",
 }
-"""Options of Python, pytest plugins, torchrun, benchmarks, LightningCLI, and scripts standing for the reader's own."""
+"""Options of Python, pytest plugins, torchrun, Slurm, TensorBoard, benchmarks, LightningCLI, and a reader's scripts."""
 
 
 @cache

@@ -97,5 +97,5 @@ def test_another_number_of_ranks_leaves_no_sample_in(batches: int, ranks: int, n
     assert done.skip_batches * now >= made.skip_batches * ranks
     assert done.skip_batches % per_step == 0
     assert done.skip_batches * now < made.skip_batches * ranks + now * per_step
-    assert done.text().startswith(f"rollback 1: why; {done.skip_batches} batches")
+    assert done.text().startswith(f"rollback 1: why; {done.skip_batches:,} batch")
     assert made.on(ranks, in_whole_steps) == made

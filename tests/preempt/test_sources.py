@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -174,3 +175,34 @@ def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.Monkey
     page.close()
     with pytest.raises(PreemptionSourceError, match="does not answer"):
         watched.poll()
+
+
+# ---------------------------------------------------------------------- launchers
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_a_launcher_that_is_gone_is_a_notice(launcher: str, tmp_path: Path) -> None:
+    """Whoever stopped it wants no training to go on; a shell may end, as under nohup."""
+    child = (
+        "import sys, time; from ckpt_engine.preempt.stop_requests import launcher_source as f; "
+        "from ckpt_engine.observe.events import SystemClock; s = f(SystemClock()); "
+        "print(s is None or s.poll() is None, flush=True); sys.stdin.read(1); "
+        "print(s is None or s.poll().who.split(' (')[0], flush=True)"
+    )
+    (tmp_path / launcher).write_text(
+        f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)\n"
+    )
+    for name, said in ((launcher, f"the end of {launcher}"), ("script.py", "True")):
+        (tmp_path / name).write_text((tmp_path / launcher).read_text())
+        parent = subprocess.Popen(
+            [sys.executable, str(tmp_path / name)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        with parent.stdin, parent.stdout:
+            assert parent.stdout.readline() == "True\n"
+            parent.kill()
+            parent.wait(60)
+            parent.stdin.write("x")
+            parent.stdin.flush()
+            assert parent.stdout.readline() == f"{said}\n"

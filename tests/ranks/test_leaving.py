@@ -19,6 +19,7 @@ from ckpt_engine.loop.halt import Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.process_group import GroupStore
 from tests.ranks.runs import ThreadRanks
@@ -56,7 +57,8 @@ def halted(store: Looked, *, pressed_again: bool = False) -> Halt:
     now = time.monotonic()
     stop = Stop(StopNotice("Ctrl-C", now, PATIENCE_SECONDS, 130, interrupts=True), now + PATIENCE_SECONDS)
     watch: Any = SimpleNamespace(stop=stop, interrupted=pressed_again)
-    engine: Any = SimpleNamespace(ranks=ThreadRanks(1, 2, store), memory=False)  # type: ignore[arg-type]
+    times = RunTimes(SystemClock())
+    engine: Any = SimpleNamespace(ranks=ThreadRanks(1, 2, store), memory=False, times=times)  # type: ignore[arg-type]
     cadence = SharedCadence(FrequencySettings.from_options(every_n_steps=1), SystemClock(), LogSink(), engine)
     halt = Halt(watch, engine, SystemExit, logging.getLogger("test"), cadence)
     halt.done = True

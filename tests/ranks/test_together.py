@@ -13,7 +13,9 @@ from ckpt_engine.loop import rank_decisions
 from ckpt_engine.loop.rank_decisions import Together
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
+from ckpt_engine.ranks.world import Waits
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 
 
@@ -23,6 +25,7 @@ class Engine:
     def __init__(self) -> None:
         self.missed: list[int] = []
         self.is_ready = True
+        self.times = RunTimes(SystemClock())
 
     def ready(self, *, durable: bool = True) -> bool:
         return self.is_ready
@@ -70,6 +73,28 @@ def test_snapshots_are_taken_at_the_very_steps_that_were_asked_for() -> None:
     assert first.took == [3, 6, 9, 12, 15, 18]
     assert second.took == [3, 6, 9, 12, 15, 18]
     assert second.engine.missed == []
+
+
+def test_waiting_for_the_rank_that_a_snapshot_blocks_longest_is_known() -> None:
+    """Rank 0 was blocked for 1 s and the other for 3 s: an average rank has waited for 1 s."""
+    first, second = ranks(4)
+    for step in range(1, 9):
+        for one, seconds in ((first, 1.0), (second, 3.0)):
+            one.step(step)
+            if step == 4:
+                one.engine.times.waited("stall" if one is first else "fence", seconds)
+    assert (first.took, second.took) == ([4, 8], [4, 8])
+    assert first.together.waits.seconds == 1.0
+    assert second.together.waits.seconds == 0.0
+
+
+def test_of_many_ranks_a_few_are_asked() -> None:
+    """Spread over all of them."""
+    waits = Waits(ThreadRanks(0, 1000, SharedStore()), lambda: 0.0)
+    waits.look()
+    assert waits.seconds == 0.0
+    assert 10 <= len(waits._asked) <= 15
+    assert waits._asked[-1] > 900
 
 
 def test_every_step_is_possible() -> None:

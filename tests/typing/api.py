@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, assert_type
+from typing import Any, TypedDict, assert_type
 
 import lightning as L
 from accelerate import Accelerator
@@ -26,6 +26,16 @@ with Checkpointer("/data/run", overhead="1%", keep={"last": 3}) as ckpt:
     assert_type(ckpt.snapshots(), list[SnapshotInfo])
     assert_type(ckpt.wait(), bool)
 
+
+class State(TypedDict):
+    """What a user saves."""
+
+    step: int
+
+
+restored: State | None = Checkpointer("/data/run").load(into=State(step=1))
+assert_type(Checkpointer("/data/run").load(into=[1, 2]), list[int] | None)
+
 Checkpointer(Path("ckpt.yaml"))
 Checkpointer({"tiers": "/data/run"})
 error: type[Exception] = CkptError
@@ -39,3 +49,14 @@ assert_type(tracked.metrics, dict[str, float])
 accelerate_ckpt.TransformersCallback("ckpt.yaml", overhead="1%")
 with Checkpointer("/data/run").track(model=state, optimizer=state) as loop:
     assert_type(loop.epoch, int)
+
+# What is misspelt is found: each of these has an error, and mypy says where an `ignore` is needed no more.
+Checkpointer("/data/run", overhed="1%")  # type: ignore[call-arg]
+Checkpointer("/data/run", guard="nans")  # type: ignore[arg-type]
+Checkpointer("/data/run", keep={"lst": 3})  # type: ignore[arg-type]
+Checkpointer("/data/run", keep={"best": {"monitor": "loss", "mode": "least"}})  # type: ignore[arg-type]
+Checkpointer(tiers=["/data/run", {"url": "s3://bucket/run", "evry": "10 min"}])  # type: ignore[list-item]
+AdaptiveCheckpoint("/data/run", overhed="1%")  # type: ignore[call-arg]
+AdaptiveCheckpoint("/data/run", log={"bar": "long"})  # type: ignore[arg-type]
+accelerate_ckpt.AdaptiveCheckpoint(Accelerator(), "/data/run", on_eror="warn")  # type: ignore[call-arg]
+accelerate_ckpt.TransformersCallback("/data/run", preemption={"grase": "2 min"})  # type: ignore[arg-type]

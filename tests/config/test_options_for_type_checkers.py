@@ -1,0 +1,50 @@
+"""`Options`, which type checkers read, says what the schema says."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, Literal
+
+import pytest
+
+from ckpt_engine import config
+from ckpt_engine.config import Config, sections
+from ckpt_engine.config.models import Tier
+
+SECTIONS = {
+    config.Options: Config,
+    config.TierOptions: Tier,
+    config.KeepOptions: sections.Keep,
+    config.RulesOptions: sections.Rules,
+    config.BestOptions: sections.Best,
+    config.PreemptionOptions: sections.Preemption,
+    config.SourceOptions: sections.Source,
+    config.StatusOptions: sections.Status,
+    config.LogOptions: sections.Log,
+    config.RollbackOptions: sections.Rollback,
+}
+
+
+def words(annotation: Any) -> set[str]:
+    """Those of all `Literal`s in an annotation."""
+    if typing.get_origin(annotation) is Literal:
+        return set(typing.get_args(annotation))
+    inner = [words(one) for one in typing.get_args(annotation)]
+    return set().union(*inner) if not isinstance(annotation, types.GenericAlias) else set()
+
+
+@pytest.mark.parametrize("typed", SECTIONS, ids=lambda one: one.__name__)
+def test_keys_and_words_are_those_of_the_schema(typed: Any) -> None:
+    """A key that has to be given is required here too."""
+    section = SECTIONS[typed]
+    hints = typing.get_type_hints(typed)
+    assert sorted(hints) == sorted(section.model_fields)
+    needed = {name for name, field in section.model_fields.items() if field.is_required()}
+    marked = typing.get_type_hints(typed, include_extras=True).items()
+    required = {name for name, hint in marked if typing.get_origin(hint) is typing.Required}
+    assert required == (set() if typed is config.Options else needed)
+    for name, field in section.model_fields.items():
+        if name not in ("mtbf", "codec"):  # a text of its own kind, or of a package
+            assert words(hints[name]) == words(field.annotation), name
+    assert set(typing.get_type_hints(config.LostWorkOptions)) == set(sections.FAILURES)

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-oldest lint bench wheel clean
+.PHONY: demo test test-slow test-oldest lint docs bench wheel clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,8 +44,12 @@ lint: $(STAMP)
 	$(BIN)/mypy tests/typing/api.py
 	$(BIN)/lint-imports
 
+# The site, in `site/`; a broken link or anchor is an error. No request leaves the machine.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out bench-out
+	rm -rf $(VENV) $(VENV)-oldest build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out bench-out

@@ -70,13 +70,16 @@ class Carry(SimpleNamespace):
     """What a loop carries from step to step, as one object that a snapshot has.
 
     Args:
-        values: the variables and what they are at a fresh start: numbers, strings, tensors and containers of them.
+        **values: the variables and what they are at a fresh start: numbers, strings, tensors and containers of them.
 
     Example:
         >>> carry = Carry(best_loss=float("inf"), hidden=None)
         >>> tracker = ckpt.track(model=model, optimizer=optimizer, loader=loader, carry=carry)
         >>> carry.best_loss = min(carry.best_loss, loss)
     """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
 
     def state_dict(self) -> dict[str, Any]:
         """The values by name."""

@@ -35,6 +35,7 @@ TOP = {
         "SECURITY.md",
         "Makefile",
         "README.md",
+        "mkdocs.yml",
         "pyproject.toml",
     ),
     *("accelerate_ckpt", "benchmarks", "ckpt_engine", "docs", "examples", "lightning_ckpt", "requirements", "tests"),

@@ -167,6 +167,17 @@ class _Table(ExperimentWriter):
         if goes_on and path.is_file():
             with path.open(newline="") as file:
                 self.metrics_keys = next(csv.reader(file), [])
+        self.rows = rows(path)
+
+    def save(self) -> None:
+        """As Lightning does, and count: a long table is not read at each snapshot."""
+        more = len(self.metrics)
+        try:
+            super().save()
+        except BaseException:
+            self.rows = rows(Path(self.metrics_file_path))
+            raise
+        self.rows += more
 
     def _check_log_dir_exists(self) -> None:
         if not self._goes_on:
@@ -209,11 +220,16 @@ class CsvCurve:
 
     def marks(self) -> Mapping[str, int]:
         self._logger.save()
-        return {"rows": rows(self._table)}
+        table = self._logger.experiment
+        return {"rows": table.rows if isinstance(table, _Table) else rows(self._table)}
 
     def cut(self, marks: Mapping[str, int]) -> str:
-        self._logger.experiment.metrics.clear()
-        return cut_rows(self._table, marks["rows"])
+        table = self._logger.experiment
+        table.metrics.clear()
+        complaint = cut_rows(self._table, marks["rows"])
+        if isinstance(table, _Table):
+            table.rows = rows(self._table)
+        return complaint
 
 
 class TensorBoardCurve:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +22,20 @@ def pytest_collection_finish() -> None:
     """What collecting has imported stays: neither the garbage collector nor a forked process has to look through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def engines_end_with_their_test() -> Iterator[None]:
+    """What a test leaves open would go on beside the tests that follow: its writer, its threads, workers of loaders."""
+    before = _engines()
+    yield
+    for tenure in [one for one in _engines() if one not in before]:
+        tenure._give_way()
+
+
+def _engines() -> list[Any]:
+    ownership = sys.modules.get("ckpt_engine.snapshot.ownership")
+    return [] if ownership is None else list(ownership._tenures.values())
 
 
 @pytest.fixture(autouse=True)

@@ -88,8 +88,10 @@ class Launcher:
         return statuses
 
     def close(self) -> None:
+        """End the server. A worker that a test has left may keep its input open: a line says so."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
+        self._server.stdin.write("\n")
         self._server.stdin.close()
         self._server.wait(PATIENCE_SECONDS)
         self._server.stdout.close()
@@ -110,9 +112,11 @@ def writers_of(pids: list[int]) -> list[int]:
 
 
 def serve(module: str) -> None:
-    """Serve runs until standard input ends."""
+    """Serve runs until an empty line, or until standard input ends."""
     main = importlib.import_module(module).main
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, ""):
+        if not line.strip():
+            return
         run = json.loads(line)
         pids = [_fork(main, run, rank) for rank in range(run["size"])]
         print(json.dumps(pids), flush=True)

@@ -197,6 +197,7 @@ def server(preload: tuple[str, ...]) -> socket.socket:
 
 
 def _end(server: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    server.shutdown(socket.SHUT_RDWR)  # a forked process may have this end too, so closing it here is not enough
     server.close()
     process.wait(PATIENCE_SECONDS)
 

@@ -64,9 +64,13 @@ class ForkServer:
         return self._answer("status")
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and its trainer. A worker that a test has left may keep its input open: a line says so."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
+        if self._pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        self._server.stdin.write("\n")
         self._server.stdin.close()
         self._server.wait(PATIENCE_SECONDS)
         self._server.stdout.close()
@@ -138,8 +142,10 @@ def signal_after(pid: int, delay_seconds: float, number: int = signal.SIGKILL) -
 
 
 def serve(run: Callable[[dict[str, Any]], None]) -> None:
-    """Serve jobs until standard input ends."""
-    for line in sys.stdin:
+    """Serve jobs until an empty line, or until standard input ends."""
+    for line in iter(sys.stdin.readline, ""):
+        if not line.strip():
+            return
         job = json.loads(line)
         child = os.fork()
         if child == 0:

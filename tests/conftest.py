@@ -24,9 +24,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def engines_end_with_their_test() -> Iterator[None]:
-    """What a test leaves open would go on beside the tests that follow: its writer, its threads, workers of loaders."""
+@pytest.fixture(autouse=True, scope="module")
+def engines_end_with_their_tests() -> Iterator[None]:
+    """What the tests of a file leave open would go on beside those that follow: writers, threads, loader workers."""
     before = _engines()
     yield
     for tenure in [one for one in _engines() if one not in before]:

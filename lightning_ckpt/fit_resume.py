@@ -33,7 +33,7 @@ from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.loop.resume import ReportDraft, publish
 from ckpt_engine.observe.log import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.observe.units import count
+from ckpt_engine.observe.units import count, place
 from ckpt_engine.preempt.divergence import RollbackRecord
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.state.compatibility import require_match, size_of
@@ -456,7 +456,7 @@ class FitResume:
         else:
             self.report.not_restored += self._loaders.problems()
             self.report.notes += self._loaders.notes()
-        url = self._engine.root_url.removeprefix("file://")
+        url = place(self._engine.root_url)
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(self._engine.rhythm), None
         publish(report, Path(folder), _log, rank_zero_info, self._trainer.global_rank)

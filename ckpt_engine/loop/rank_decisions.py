@@ -35,6 +35,7 @@ from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink
+from ckpt_engine.observe.units import place
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks, Store, Waits
@@ -613,7 +614,7 @@ def ended_by(engine: Engine) -> str:
     loaded = engine.loaded
     if loaded is None or loaded.info.reason in ("end", "signal"):
         return "" if loaded is not None else UNKNOWN
-    return SITE if loaded.place.removeprefix("file://") in [one.url for one in engine.config.tiers[1:]] else UNKNOWN
+    return SITE if place(loaded.place) in [place(one.url) for one in engine.config.tiers[1:]] else UNKNOWN
 
 
 def cadence_settings(config: Config) -> FrequencySettings:

@@ -46,7 +46,7 @@ from ckpt_engine.observe.resume_report import (
     ResumeReport,
     resumed_from_memory,
 )
-from ckpt_engine.observe.units import count
+from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.state.compatibility import as_rank, require_match
 from ckpt_engine.store.manifest import Manifest
@@ -260,7 +260,7 @@ class LoopResume:
 
     @property
     def _report_folder(self) -> Path:
-        url = self._engine.root_url.removeprefix("file://")
+        url = place(self._engine.root_url)
         return Path(url) if "://" not in url else self._folder
 
     @property

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote
 
 from ckpt_engine.observe.events import (
     AttemptsFound,
@@ -32,6 +31,7 @@ from ckpt_engine.observe.events import (
     TierRecovered,
     WriterLost,
 )
+from ckpt_engine.observe.units import place
 
 TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
@@ -396,7 +396,7 @@ class Ledger:
 
     def __init__(self, urls: Sequence[str], clock: Clock) -> None:
         self._now = clock.monotonic
-        self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
+        self._tiers = {url: _Tier(TierStanding(url)) for url in map(place, urls)}
         self._busy_since = 0.0
         self._held_step: int | None = None
         self._committed = self._failed = 0
@@ -411,7 +411,7 @@ class Ledger:
         If that was memory, the nearest tier counts as soon as its writer tells what it has.
         """
         self._resumed = Flying(step, 0, self._now())
-        tier = self._tiers.get(_place(url))
+        tier = self._tiers.get(place(url))
         if tier is not None:
             tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
         self._take_up()
@@ -476,8 +476,8 @@ class Ledger:
         return tuple(one for one in flying if one is not found)
 
     def _tier(self, url: str) -> _Tier:
-        place = _place(url)
-        return self._tiers.setdefault(place, _Tier(TierStanding(place)))
+        where = place(url)
+        return self._tiers.setdefault(where, _Tier(TierStanding(where)))
 
     def _durable(self, url: str, step: int, instant: float, nbytes: int, seconds: float) -> None:
         tier = self._tier(url)
@@ -502,8 +502,3 @@ class Ledger:
         tiers = tuple(one.standing for one in self._tiers.values())
         counts = (self._committed, self._failed, self._longest_stall_seconds)
         self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step, *counts)
-
-
-def _place(url: str) -> str:
-    """One name for what events, options and storages call by several: folders as paths, URLs without a last slash."""
-    return unquote(url.removeprefix("file://")) if url.startswith("file://") else url.rstrip("/")

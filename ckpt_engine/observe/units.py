@@ -1,4 +1,4 @@
-"""Durations, sizes, shares and counts as short text for one-line messages.
+"""Durations, sizes, shares, counts and places as short text for one-line messages.
 
 What must not be shown: credentials inside of URLs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from urllib.parse import unquote
 
 _DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.00995, 1.0, "s"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -41,6 +42,11 @@ def count(number: int, noun: str) -> str:
     """`1 snapshot`, `1,200 snapshots`, `2 batches`."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def place(url: str) -> str:
+    """One name for what events, options and storages call by several: folders as paths, URLs without a last slash."""
+    return (unquote(url.removeprefix("file://")) if url.startswith("file://") else url).rstrip("/")
 
 
 def _digits(value: float) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from ckpt_engine.copy.job import History
 from ckpt_engine.errors import CkptError, ClosedError, OvertakenError
 from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.units import place
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.retention_rules import branch_id
@@ -44,7 +45,7 @@ class Tenure:
 
     def __init__(self, url: str, rank: int, close: Callable[[], object], drain: Callable[[float], object]) -> None:
         self._url = url
-        self._key = (url.removeprefix("file://").rstrip("/"), rank)
+        self._key = (place(url), rank)
         self._close = close
         self._drain = drain
         self.release: Callable[[], object] = _nothing

@@ -337,7 +337,7 @@ def test_the_place_that_serves_a_snapshot_tells_whether_the_nearest_tier_was_los
     reason: str, lost: bool, failure: str, tmp_path: Path
 ) -> None:
     """And a run that has ended by itself has not failed, wherever its last snapshot comes from."""
-    tiers = {"tiers": [str(tmp_path / "near"), str(tmp_path / "far")], "writer": "thread"}
+    tiers = {"tiers": [str(tmp_path / "near"), f"{(tmp_path / 'far away').as_uri()}/"], "writer": "thread"}
     engine = Engine(tiers)
     engine.save({"step": 7}, step=7, reason=reason)
     engine.close()

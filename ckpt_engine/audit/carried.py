@@ -16,7 +16,8 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -299,11 +300,13 @@ def of_modules() -> dict[str, Any]:
             _FOREIGN.add(name)
             continue
         functions = dict(_functions(module))
-        used = [_globals_used(one.__code__) for one in functions]
-        streams = {name for name, one in vars(module).items() if isinstance(one, GENERATORS)}
-        assigned = frozenset(streams.union(*(one for one, _ in used)))
-        within = frozenset[str]().union(*(one for _, one in used)) - assigned
-        within = frozenset(one for one in within if is_own(vars(module).get(one)))
+        codes = [one.__code__ for one in functions]
+        near = frozenset[str]().union(*map(_near_changes, codes)).intersection(vars(module))
+        own = frozenset(key for key in near if is_own(vars(module)[key]))
+        assigned = frozenset(key for key, one in vars(module).items() if isinstance(one, GENERATORS))
+        assigned = assigned.union(*map(_assigned, codes))
+        changing = [one for one in codes if not own.isdisjoint(_near_changes(one))]
+        within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
         if assigned or within:
             found[name] = Variables(partial(_global, module), assigned, within, module)
         for one, member in functions.items():
@@ -347,17 +350,32 @@ def _functions(module: Any) -> Iterator[tuple[FunctionType, Any]]:
             yield function, one
 
 
-@lru_cache(maxsize=4096)
-def _globals_used(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Global variables that a function sets, and those that it may change within."""
-    inner = [_globals_used(one) for one in code.co_consts if isinstance(one, CodeType)]
-    assigned, within = (frozenset[str]().union(*(one[number] for one in inner)) for number in (0, 1))
-    names = set(code.co_code[::2])
-    if _STORE_GLOBAL in names:
-        assigned |= {one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL}
-    if not names.isdisjoint(_CHANGE_ITEMS) or not source.GROWS.isdisjoint(code.co_names):
-        within |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-    return assigned, within
+@cache
+def _assigned(code: CodeType) -> frozenset[str]:
+    """Global variables that a function sets."""
+    stores = _STORE_GLOBAL in code.co_code[::2]
+    names = frozenset(one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL) if stores else ()
+    return frozenset(names).union(*map(_assigned, _inner(code)))
+
+
+@cache
+def _near_changes(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes in a function that changes something within; many functions take little time."""
+    changes = not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names)
+    return frozenset(code.co_names if changes else ()).union(*map(_near_changes, _inner(code)))
+
+
+@cache
+def _changed_within(code: CodeType) -> frozenset[str]:
+    """Global variables that a function may change within."""
+    found = [_changed_within(one) for one in _inner(code)]
+    if not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names):
+        found.append(frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"))
+    return frozenset[str]().union(*found)
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [one for one in code.co_consts if isinstance(one, CodeType)]
 
 
 def frames_around(frame: FrameType | None) -> Iterator[FrameType]:

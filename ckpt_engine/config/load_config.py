@@ -51,6 +51,38 @@ for _tag, _pattern, _first in _RULES:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first_characters)
 
 
+_ELSEWHERE = {
+    # ModelCheckpoint
+    "dirpath": "the first argument, or tiers",
+    "filename": "given: `ckpt ls` lists the snapshots by step",
+    "save_top_k": "keep: {best: {monitor: ..., k: ...}}",
+    "save_last": "keep: {last: ...}",
+    "every_n_train_steps": "every_n_steps",
+    "train_time_interval": "every_seconds",
+    "every_n_epochs": "on_validation_end, or every_n_steps",
+    "save_on_train_epoch_end": "on_validation_end, or every_n_steps",
+    "save_weights_only": "`ckpt export`",
+    # Accelerate
+    "output_dir": "the first option, or tiers",
+    "total_limit": "keep: {last: ...}",
+    "automatic_checkpoint_naming": "given: `ckpt ls` lists the snapshots by step",
+    "safe_serialization": "given: data files are safetensors",
+    # transformers
+    "save_steps": "every_n_steps",
+    "save_strategy": "every_n_steps, every_seconds or on_validation_end",
+    "save_total_limit": "keep: {last: ...}",
+    "save_only_model": "`ckpt export`",
+    "metric_for_best_model": "keep: {best: {monitor: ...}}",
+    "greater_is_better": "keep: {best: {mode: max}}",
+    "resume_from_checkpoint": "resume",
+    # torch.distributed.checkpoint
+    "checkpoint_id": "the step that `save` is given",
+    "storage_writer": "ckpt_engine.dcp.CkptWriter",
+    "storage_reader": "ckpt_engine.dcp.CkptReader",
+}
+"""What options of others are called here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """What a YAML file says. `lines` has the 1-based line of each key and list item."""
@@ -247,7 +279,9 @@ def _unknown_key(loc: KeyPath) -> str:
         return f"not supported by this version; allowed: {_listed(section)}"
     near = difflib.get_close_matches(name, section.model_fields, 1)
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
-    if near:
+    if section is Config and name in _ELSEWHERE:
+        hint = f"; here it is {_ELSEWHERE[name]}, see docs/migrate.md"
+    elif near:
         hint = f"; did you mean '{near[0]}'?"
     elif elsewhere:
         hint = "; it belongs " + (f"under '{elsewhere[0]}'" if elsewhere[0] else "to the top level")

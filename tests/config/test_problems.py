@@ -275,3 +275,29 @@ def test_any_mapping_is_a_config_or_a_config_error(options: dict[Any, Any]) -> N
         return
     assert isinstance(config, Config)
     assert load_config(config.options()) == config
+
+
+FORMER = re.findall(
+    r"^\| (`[^|]*) \| (.*) \|$", (Path(__file__).parents[2] / "docs/migrate.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, new) for names, new in FORMER for old in re.findall(r"`(\w+)`", names)])
+def test_the_option_of_another_library_is_answered_with_ours(old: str, new: str) -> None:
+    """As the page of the migration has it, whose every row is known here."""
+    assert len(FORMER) > 15, "the search finds nothing"
+    message = _message(**{old: 1})
+    answer = re.split("; here it is |; it belongs ", message)[1].partition(" (allowed")[0]
+    ours = [
+        *OPTION_NAMES,
+        "keep.best",
+        "`ckpt ls`",
+        "`ckpt export`",
+        "safetensors",
+        "CkptWriter",
+        "CkptReader",
+        "`save`",
+    ]
+    named = {one for one in ours if re.search(rf"(?<!\w){re.escape(one)}(?!\w)", answer)}
+    words = {one.strip("`").partition(".")[0] for one in named}
+    assert words and all(word in new for word in words), (answer, new)

@@ -1,0 +1,74 @@
+"""The quickstarts as a reader copies them: killed in the middle of an epoch, each says on the screen that it is resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.lives import REPOSITORY, Life, until
+
+PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text()
+ROLES = ("Lightning", "Accelerate", "transformers", "Plain loop")
+NOTEBOOK = "from pathlib import Path; from tests.recipes.test_notebook import Notebook as N; "
+NOTEBOOK += "print(N().run_cell(Path('train.py').read_text()))"
+
+
+def section(role: str) -> str:
+    return PAGE.split(f"## {role}\n")[1].split("\n## ")[0]
+
+
+def script(role: str) -> str:
+    (found,) = re.findall(r"```python\n(.*?)```", section(role), re.DOTALL)
+    return str(found)
+
+
+def ours(code: str) -> list[str]:
+    """Its lines that are there because of us."""
+    return [line for line in code.splitlines() if re.search(r"ckpt|Checkpoint|callback|run\.", line)]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_quickstart_is_three_commands_and_few_lines(role: str) -> None:
+    """It installs an extra that exists, is killed, and started again; all of it fits on a screen."""
+    (commands,) = re.findall(r"```\n(.*?)```", section(role), re.DOTALL)
+    install, killed, again = map(shlex.split, commands.splitlines())
+    extras = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    package, _, extra = install[2].partition("[")
+    assert (install[:2], package) == (["pip", "install"], "ckpt-engine")
+    assert not extra or extra.rstrip("]") in extras
+    assert (killed[:3], again) == (["timeout", "-s", "KILL"], ["python", "train.py"])
+    assert killed[4:] == again
+    assert 2 <= len(ours(script(role))) <= 10
+    assert len(section(role).splitlines()) <= 40
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("role", "start"),
+    [
+        pytest.param("Lightning", ["train.py"], marks=pytest.mark.slow),
+        pytest.param("Accelerate", ["train.py"], marks=pytest.mark.slow),
+        pytest.param("transformers", ["train.py"], marks=pytest.mark.slow),
+        ("Plain loop", ["train.py"]),
+        pytest.param("Plain loop", ["-c", NOTEBOOK], id="Notebook", marks=pytest.mark.slow),
+    ],
+)
+def test_a_quickstart_is_resumed(role: str, start: list[str], tmp_path: Path) -> None:
+    """Killed once a snapshot is durable, in its first epoch, and in a notebook the kernel with it."""
+    (tmp_path / "train.py").write_text(script(role))
+    command = ["env", "-C", tmp_path, sys.executable, *start]
+    first = Life(command, tmp_path)
+    until(lambda: any((tmp_path / "run1" / "snapshots").glob("*.json")), first.log)
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert first.ends() == -signal.SIGKILL
+    assert "starting fresh" in first.log.read_text()
+    second = Life(command, tmp_path)
+    until(lambda: second.process.poll() is not None or "resumed at step" in second.log.read_text(), second.log)
+    steps = re.findall(r"resumed at step ([\d,]+), epoch 0 ", second.log.read_text())
+    assert steps and int(steps[0].replace(",", "")) > 0, second.log.read_text()

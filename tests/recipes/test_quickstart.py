@@ -1,4 +1,4 @@
-"""The quickstarts as a reader copies them: killed in the middle of an epoch, each says on the screen that it is resumed."""
+"""The quickstarts as a reader copies them: killed in mid epoch, each says on the screen that it is resumed."""
 
 from __future__ import annotations
 

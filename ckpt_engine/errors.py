@@ -345,8 +345,8 @@ class DivergedError(CkptError):
     """The loss is not finite, or stays far above its usual values, and `guard` or `rollback` is set.
 
     No snapshot was taken since. Start again with a change (learning rate, data): it goes on at the last good step.
-    `rollback: {on: loss_spike}` lets the next start go back and skip the batches that did it. docs/preemption.md has a
-    chapter on it.
+    `rollback: {on: loss_spike}` lets the next start go back and skip the batches that did it. docs/diverging.md
+    says how.
     """
 
     code = "CKPT800"

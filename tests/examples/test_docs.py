@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 
-from ckpt_engine.config import Config
+from ckpt_engine import Checkpointer
+from ckpt_engine.config import OPTION_NAMES, Config, load_config
 from tests.support.digests import digest, seed_everything
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +22,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STEPS = 6
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def block(page: str, words: str) -> str:
@@ -38,6 +40,39 @@ def test_code_compiles_and_names_options_that_exist(page: Path) -> None:
             name = call.func.id if isinstance(call.func, ast.Name) else ""
             if name in ("AdaptiveCheckpoint", "Checkpointer", "TransformersCallback"):
                 assert {one.arg for one in call.keywords} <= options, code
+
+
+@pytest.mark.parametrize("page", [one for one in PAGES if blocks(one, "yaml")], ids=lambda one: one.name)
+def test_yaml_is_what_its_reader_takes(page: Path, tmp_path: Path) -> None:
+    """Our options are valid; what is for Kubernetes or LightningCLI is YAML."""
+    for text in blocks(page, "yaml"):
+        if not set(yaml.safe_load(text)) <= set(OPTION_NAMES):
+            continue
+        (tmp_path / "ckpt.yaml").write_text(
+            text if re.search("^tiers:", text, re.MULTILINE) else f"{text}tiers: /data/run1\n"
+        )
+        load_config(tmp_path / "ckpt.yaml")
+
+
+def test_the_weights_of_a_snapshot_are_used_in_three_lines(tmp_path: Path) -> None:
+    """While the run that makes snapshots is still open, and without a lease."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 4))
+    with Checkpointer(tmp_path, writer="thread", every_n_steps=1) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+        assert ckpt.wait(60)
+        (code,) = [one for one in blocks(ROOT / "docs" / "how-to.md") if "load_state_dict" in one]
+        assert len([line for line in code.splitlines() if line]) == 3
+        other = nn.Linear(4, 2)
+        exec(compile(code.replace('"/data/run1"', repr(str(tmp_path))), "documentation", "exec"), {"model": other})
+        newest = ckpt.load(into=None)
+    assert newest is not None
+    assert torch.equal(other.weight, newest["model"]["weight"])
+    assert not torch.equal(other.weight, nn.Linear(4, 2).weight)
 
 
 class Stop(Exception):
@@ -105,7 +140,6 @@ def test_the_loop_of_the_readme_resumes(tmp_path: Path) -> None:
 
 def test_the_loop_of_the_page_on_sharded_models_resumes(tmp_path: Path) -> None:
     """Into live tensors, with random streams, in a process group."""
-    from ckpt_engine import Checkpointer
     from ckpt_engine.ranks.process_group import ProcessGroupRanks
 
     code = block("docs/sharded.md", "get_state_dict(model, optimizer)")

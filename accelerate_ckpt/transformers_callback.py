@@ -114,6 +114,9 @@ class TransformersCallback(TrainerCallback):
 
         Of several ranks each one calls it, and gets a folder of its own.
 
+        Args:
+            trainer: the one that has this callback.
+
         Raises:
             ConfigError: this callback is not one of the trainer's, or the trainer is set up in a way that has no exact
                 resume, or the ranks do not all call this for the same run.

@@ -50,6 +50,7 @@ class Checkpointer:
         >>> with Checkpointer("/data/run1") as ckpt:
         ...     state = ckpt.load() or state
         ...     ckpt.save(state, step=step).wait()
+        >>> newest = Checkpointer("/data/run1").snapshots()[-1].step
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Checkpointer:
         The loop's body stays as it is; see docs/plain-loops.md. One call per checkpointer.
 
         Args:
-            objects: whatever belongs to the run, by name: modules, optimizers, schedulers, scalers, `DataLoader`s, and
-                all else with `state_dict` and `load_state_dict`. Names are the snapshot's components. Objects that
+            **objects: whatever belongs to the run, by name: modules, optimizers, schedulers, scalers, `DataLoader`s,
+                and all else with `state_dict` and `load_state_dict`. Names are the snapshot's components. Objects that
                 Lightning Fabric has set up work too.
 
         Returns:
@@ -89,7 +90,13 @@ class Checkpointer:
             ConfigError: an object has no state to save, there is no optimizer, or this is one of several processes.
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the newest snapshot is of other objects; names them. Nothing was changed.
-            LeaseHeldError, StorageError, WriterError: as `start`.
+            LeaseHeldError, StorageError, WriterError: as `Engine.start`.
+
+        Example:
+            >>> run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+            >>> for epoch in range(run.epoch, epochs):
+            ...     for batch in loader:
+            ...         ...
         """
         self.engine.tenure.require_open()
         if self._tracker is not None:
@@ -102,8 +109,16 @@ class Checkpointer:
 
         Args:
             state: as later given to `save`; nothing is copied.
+            lazy: as later given to `save`.
             share: of one core, at most so much for it until `save` needs the arena. First touch of memory can take
                 seconds of processor time per GB; a training that uses all cores pays for it. None: whatever is idle.
+
+        Raises:
+            UnstorableLeafError: a leaf would need pickle; names it.
+            ClosedError, LeaseHeldError, StorageError, WriterError: as `Engine.start`.
+
+        Example:
+            >>> ckpt.prepare({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         """
         self.engine.prepare(state, lazy=lazy, share=share)
 
@@ -126,6 +141,8 @@ class Checkpointer:
                 keys are the snapshot's components.
             step: training step; shown, and used by retention. It, `epoch` and metrics may be numbers of numpy or torch.
             metrics: numbers that retention may rank by.
+            epoch: shown; None: there is none.
+            reason: why it is taken; shown.
             lazy: True for paths of tensors that do not change before the next `before_update`; they are copied while
                 training goes on. Pass the same function object every time.
             notes: JSON kept in the manifest; paths become texts.
@@ -140,7 +157,7 @@ class Checkpointer:
             ArgumentError: an argument means nothing that can be stored; names it, and the leaf in it.
             UnstorableLeafError: a leaf would need pickle, or has no bytes; names it. Nothing was saved.
             SnapshotFailedError: an earlier snapshot failed in the background (only with `on_error: raise`, once).
-            ClosedError, LeaseHeldError, StorageError, WriterError: as `start`.
+            ClosedError, LeaseHeldError, StorageError, WriterError: as `Engine.start`.
             ConfigError: not `durable`, and no memory tier among `tiers`.
         """
         return self.engine.save(
@@ -152,6 +169,11 @@ class Checkpointer:
 
         Raises:
             StateError: a lazily staged tensor changed too early (debug mode), or a copy failed.
+
+        Example:
+            >>> ckpt.before_update()
+            >>> with torch.no_grad():
+            ...     weight.mul_(0.5)
         """
         return self.engine.before_update()
 
@@ -170,6 +192,7 @@ class Checkpointer:
         snapshot is passed over for the next older one. `self.loaded` tells which one it was, from where, and why.
 
         Args:
+            step: that of the snapshot; None: the newest.
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory; None
                 in the place of a component takes it as it is read. If an error is raised after reading began, the
                 content of the tensors is undefined.
@@ -191,7 +214,17 @@ class Checkpointer:
         return self.engine.snapshots()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
+        """Wait until nothing is in flight; False if that took too long.
+
+        Args:
+            timeout: seconds; None waits up to an hour.
+
+        Raises:
+            ArgumentError: `timeout` is no number.
+
+        Example:
+            >>> assert ckpt.wait(timeout=60)
+        """
         return self.engine.wait(timeout)
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
@@ -207,6 +240,9 @@ class Checkpointer:
             WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself. This is
                 only logged where a stop leaves less time.
             SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
+
+        Example:
+            >>> ckpt.close(timeout=60)  # or `with Checkpointer(...) as ckpt`
         """
         timeout = arguments.seconds("timeout", timeout)
         try:

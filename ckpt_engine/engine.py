@@ -108,6 +108,13 @@ class Engine:
 
     Raises:
         ConfigError: an option is unknown or impossible.
+
+    Example:
+        >>> engine = Engine("/data/run1", every_n_steps=500)
+        >>> engine.start(resumes=True)
+        >>> state = engine.load()
+        >>> engine.save(state, step=step)
+        >>> engine.close()
     """
 
     def __init__(
@@ -152,6 +159,7 @@ class Engine:
         """What decides how often snapshots are taken, see `Cadence.pace`: for further tiers and `ckpt status`.
 
         Args:
+            pace: see `Cadence.pace`.
             why: see `Cadence.why`.
         """
         self._pipeline.pace, self._why = pace, why
@@ -196,7 +204,11 @@ class Engine:
         self._say_what_stays()
 
     def go_on_after(self, info: SnapshotInfo) -> None:
-        """Training goes on from this snapshot although its state came from elsewhere, such as this process itself."""
+        """Training goes on from this snapshot although its state came from elsewhere, such as this process itself.
+
+        Args:
+            info: the snapshot.
+        """
         self._reach.go_on_after(info)
 
     @property
@@ -224,13 +236,23 @@ class Engine:
         """Training is about to begin `step`, right after what a snapshot of `step - 1` holds; for the memory tier.
 
         After a crash this tells how many steps were lost. A loop that calls `save` at every step need not call it.
+
+        Args:
+            step: its number.
+
+        Raises:
+            ArgumentError: `step` is no whole number.
         """
         self._pipeline.begin_step(arguments.whole_number("step", step))
         self.times.boundary(step - 1)
         self._pipeline.spend(self.times)
 
     def ready(self, *, durable: bool = True) -> bool:
-        """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
+        """Whether `save` would take a snapshot now instead of skipping it. Never blocks.
+
+        Args:
+            durable: as `save` will be given it.
+        """
         return not self.tenure.closed and self._pipeline.ready(durable)
 
     def save(
@@ -269,15 +291,30 @@ class Engine:
         return handle
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
-        """Of several ranks: this one takes no snapshot of `step` although the others do."""
+        """Of several ranks: this one takes no snapshot of `step` although the others do.
+
+        Args:
+            step: that of the snapshot.
+            why: said to the others.
+            durable: as the others give it to `save`.
+        """
         self._pipeline.miss(arguments.whole_number("step", step), why, durable=durable)
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
+        """What a function returns on rank 0, a JSON value, on every rank; without ranks what it returns.
+
+        Args:
+            make: called on rank 0 only; where it raises, all ranks do.
+        """
         return make() if self._session is None else self._session.agree(make, AGREE_SECONDS)
 
     def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U]) -> U:
-        """What `combine` makes on rank 0 of what `make` returns on each rank, on every rank. See `Session`."""
+        """What `combine` makes on rank 0 of what `make` returns on each rank, on every rank.
+
+        Args:
+            make: called on each rank; returns a JSON value.
+            combine: called on rank 0, with one value of each rank; None of a rank that did not come.
+        """
         return combine([make()]) if self._session is None else self._session.meet(make, combine, AGREE_SECONDS)
 
     @property
@@ -316,6 +353,10 @@ class Engine:
         """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
 
         A `load` after it goes by what further tiers have listed for it.
+
+        Args:
+            step: that of the snapshot; None: the newest.
+            check: raises if a manifest does not fit.
 
         Raises:
             NoUsableSnapshotError: there are snapshots, and none is usable; says why for each. Or there are none, and a
@@ -364,13 +405,16 @@ class Engine:
     def snapshots(self, *, nearest: bool = False) -> list[SnapshotInfo]:
         """All snapshots that any tier has, or the `nearest` one, which no other tier can hold up, oldest first.
 
+        Args:
+            nearest: only the tier that is nearest is asked.
+
         Raises:
             StorageError: no tier answers.
         """
         return places.snapshots([self._reach.nearest()] if nearest else self._reach.places())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
+        """Wait until nothing is in flight. See `Checkpointer.wait`."""
         return self._pipeline.drain(arguments.seconds("timeout", timeout))
 
     def arena_bytes(self) -> int:

@@ -50,6 +50,12 @@ class CkptError(Exception):
     Args:
         message: what went wrong and where.
         hint: what the user does next; appended to the text.
+
+    Example:
+        >>> try:
+        ...     state = ckpt.load()
+        ... except CkptError as error:
+        ...     print(error.code, error.message, error.hint)
     """
 
     code: ClassVar[str] = "CKPT000"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import random
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -17,6 +19,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
 
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16

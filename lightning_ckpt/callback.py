@@ -66,6 +66,10 @@ class AdaptiveCheckpoint(Callback):
 
     Raises:
         ConfigError: an option is unknown or impossible; every problem, with the allowed keys and the nearest match.
+
+    Example:
+        >>> trainer = L.Trainer(callbacks=[AdaptiveCheckpoint("/data/run1", max_lost_work="10 min")])
+        >>> trainer.fit(model, datamodule, ckpt_path="auto")
     """
 
     if TYPE_CHECKING:

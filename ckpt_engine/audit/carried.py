@@ -87,7 +87,11 @@ class Carry(SimpleNamespace):
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a snapshot."""
+        """Take the values of a snapshot.
+
+        Args:
+            state: from `state_dict`; what it does not name goes.
+        """
         vars(self).clear()
         vars(self).update(state)
 

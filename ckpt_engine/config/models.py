@@ -238,7 +238,12 @@ class Tiers(tuple[Tier, ...]):
 
 
 class Config(Section):
-    """Options of a run. Durations are in seconds once loaded."""
+    """Options of a run. Durations are in seconds once loaded.
+
+    Example:
+        >>> config = Checkpointer("ckpt.yaml").config
+        >>> config.overhead, [tier.url for tier in config.tiers]
+    """
 
     overhead: Share = Field(
         default=0.01, description="Share of training time that snapshots may cost; the frequency follows."
@@ -425,7 +430,11 @@ class Config(Section):
         return self.tiers[0].keep or self.keep
 
     def keep_rules(self, tier: Tier) -> dict[str, Any]:
-        """The retention that holds on `tier` as plain JSON: only the rules that are set."""
+        """The retention that holds on a tier as plain JSON: only the rules that are set.
+
+        Args:
+            tier: one of `tiers`.
+        """
         return (tier.keep or self.keep).model_dump(mode="json", exclude_none=True)
 
     def root_keep_rules(self) -> dict[str, Any]:

@@ -122,6 +122,11 @@ class SaveHandle:
         held: it is in memory, where it survives the trainer (only if not `durable`).
         snapshot: id of the snapshot once it is durable, else None.
         error: why it did not become durable, or None.
+
+    Example:
+        >>> handle = ckpt.save(state, step=step)
+        >>> if handle.skipped is None:
+        ...     print(handle.wait(timeout=60))  # its id
     """
 
     def __init__(self, pipeline: Pipeline, step: int, *, durable: bool = True, skipped: str | None = None) -> None:

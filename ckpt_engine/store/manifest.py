@@ -87,6 +87,10 @@ class SnapshotInfo:
         components: logical bytes by top-level key of the state.
         partial: whose shares these are, where it is not a whole snapshot but a node's part of one; None: it is whole.
         line: its line of history; only what is of one line replaces each other.
+
+    Example:
+        >>> for info in ckpt.snapshots():
+        ...     print(info.id, info.step, info.metrics.get("val_loss"))
     """
 
     id: str

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,20 @@ def test_the_weights_of_a_snapshot_are_used_in_three_lines(tmp_path: Path) -> No
     assert newest is not None
     assert torch.equal(other.weight, newest["model"]["weight"])
     assert not torch.equal(other.weight, nn.Linear(4, 2).weight)
+
+
+def test_the_readme_on_the_package_index_has_no_relative_links(tmp_path: Path) -> None:
+    """By the line with which a release makes them absolute; none has an anchor, as nothing checks those."""
+    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 20
+    assert [one for one in links if "#" in one] == []
+    (line,) = re.findall(r"run: (sed .*) README\.md", (ROOT / ".github" / "workflows" / "release.yml").read_text())
+    shutil.copy(ROOT / "README.md", tmp_path)
+    release = {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1.2.3", "PATH": os.environ["PATH"]}
+    subprocess.run(["bash", "-c", f"{line} README.md"], cwd=tmp_path, env=release, check=True, timeout=60)
+    made = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    assert [one for one in made if not one.startswith("https://")] == []
+    assert "https://github.com/owner/name/blob/v1.2.3/docs/quickstart.md" in made
 
 
 class Stop(Exception):

@@ -24,6 +24,7 @@ NOT_OURS = {
     "--ckpt-outcomes",
     "--ckpt-trainers",
     "--ckpt_path",
+    "--epochs",
     "--kill-on-bad-exit",
     "--load_fast",
     "--lr",

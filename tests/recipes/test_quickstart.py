@@ -72,3 +72,27 @@ def test_a_quickstart_is_resumed(role: str, start: list[str], tmp_path: Path) ->
     until(lambda: second.process.poll() is not None or "resumed at step" in second.log.read_text(), second.log)
     steps = re.findall(r"resumed at step ([\d,]+), epoch 0 ", second.log.read_text())
     assert steps and int(steps[0].replace(",", "")) > 0, second.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_transcript_of_the_readme_ends_as_it_says(tmp_path: Path) -> None:
+    """A killed run of that example, started again, has the bits of one that nothing stops."""
+    transcript = (REPOSITORY / "README.md").read_text().split("```")[1]
+    assert all(f"$ {one}" in transcript for one in ("python train.py --epochs 200", "mv plain-out whole", "ckpt diff"))
+    command = ["env", "-C", tmp_path, sys.executable, REPOSITORY / "examples" / "plain_loop.py", "--epochs", 200]
+    whole = Life(command, tmp_path)
+    assert whole.ends() == 0, whole.log.read_text()
+    (tmp_path / "plain-out").rename(tmp_path / "whole")
+    killed = Life(command, tmp_path)
+    until(lambda: any((tmp_path / "plain-out" / "snapshots").glob("*.json")), killed.log)
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.ends()
+    again = Life(command, tmp_path)
+    assert again.ends() == 0, again.log.read_text()
+    assert "resumed at step" in again.log.read_text()
+    compared = Life(
+        [sys.executable, "-m", "ckpt_engine.cli.main", "diff", tmp_path / "whole", tmp_path / "plain-out"], tmp_path
+    )
+    assert compared.ends() == 0, compared.log.read_text()
+    assert "are equal, bit for bit" in compared.log.read_text()

@@ -295,6 +295,37 @@ _BESIDE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _ModuleCode:
+    """What the functions of a module can do to its variables, read once: large programs have thousands.
+
+    Args:
+        values: ids of the module's variables then; others mean that it is read again.
+        functions: of the module and its classes, and what it has them in.
+        assigned: variables that they set.
+        near: names of variables and attributes in those that change something within.
+    """
+
+    values: tuple[int, ...]
+    functions: Mapping[FunctionType, Any]
+    assigned: frozenset[str]
+    near: frozenset[str]
+
+
+_CODE: dict[str, _ModuleCode] = {}
+
+
+def _code_of(name: str, module: Any) -> _ModuleCode:
+    ids = tuple(map(id, vars(module).values()))
+    if (known := _CODE.get(name)) is None or known.values != ids:
+        functions = dict(_functions(module))
+        assigned, near = (
+            frozenset[str]().union(*(used(one.__code__) for one in functions)) for used in (_assigned, _near_changes)
+        )
+        known = _CODE[name] = _ModuleCode(ids, functions, assigned, near.intersection(vars(module)))
+    return known
+
+
 def of_modules() -> dict[str, Any]:
     """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
     functions set or change within, what functions keep, and results that were drawn at random and are kept."""
@@ -303,20 +334,17 @@ def of_modules() -> dict[str, Any]:
         if not _is_file_of_user(name, getattr(module, "__dict__", {}).get("__file__") or ""):
             _FOREIGN.add(name)
             continue
-        functions = dict(_functions(module))
-        codes = [one.__code__ for one in functions]
-        near = frozenset[str]().union(*map(_near_changes, codes)).intersection(vars(module))
-        own = frozenset(key for key in near if is_own(vars(module)[key]))
-        assigned = frozenset(key for key, one in vars(module).items() if isinstance(one, GENERATORS))
-        assigned = assigned.union(*map(_assigned, codes))
-        changing = [one for one in codes if not own.isdisjoint(_near_changes(one))]
+        code, values = _code_of(name, module), vars(module)
+        own = frozenset(key for key in code.near if is_own(values.get(key)))
+        assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
+        changing = [one.__code__ for one in code.functions if own and not own.isdisjoint(_near_changes(one.__code__))]
         within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
         if assigned or within:
             found[name] = Variables(partial(_global, module), assigned, within, module)
-        for one, member in functions.items():
+        for one, member in code.functions.items():
             if isinstance(member, _KEEPER) and not _RANDOM.isdisjoint(source.names_in(one)):
                 found[f"{name}.{one.__qualname__}"] = Variables(partial(_kept, member), frozenset({"cache"}))
-            elif any(map(is_own, source.defaults_of(one).values())) or vars(one).keys() - {"__wrapped__"}:
+            elif vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
                 found[f"{name}.{one.__qualname__}"] = one
     return found
 

@@ -401,6 +401,8 @@ def names_in(function: FunctionType) -> set[str]:
 def defaults_of(function: FunctionType) -> dict[str, Any]:
     """The defaults of a function's parameters."""
     code, defaults = function.__code__, function.__defaults__ or ()
+    if not defaults and not function.__kwdefaults__:
+        return {}
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
 

@@ -33,6 +33,15 @@ def engines_end_with_their_tests() -> Iterator[None]:
         tenure._give_way()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def other_tests_are_foreign(request: pytest.FixtureRequest) -> None:
+    """A script's process has its own modules: no hidden state is looked for in the files of other tests."""
+    carried = sys.modules.get("ckpt_engine.audit.carried")
+    if carried is not None:
+        carried._FOREIGN.update(name for name in sys.modules if ".test_" in name)
+        carried._FOREIGN.discard(request.module.__name__)
+
+
 def _engines() -> list[Any]:
     ownership = sys.modules.get("ckpt_engine.snapshot.ownership")
     return [] if ownership is None else list(ownership._tenures.values())

@@ -34,7 +34,8 @@ from ckpt_engine.audit.attributes import (
     is_iterator,
     type_of,
 )
-from ckpt_engine.audit.carried import CarriedLocals, Carry, KeptDraws, of_modules, sentence
+from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
+from ckpt_engine.audit.modules import KeptDraws, of_modules
 from ckpt_engine.audit.source import is_function_of_user, is_library, names_in
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.state.flatten import Flattener, problems
@@ -180,6 +181,8 @@ class HiddenState:
         self._saved: Mapping[str, Any] = {}
         self._first: dict[str, Mapping[str, str]] = {}
         """Of attributes that an earlier process has changed: what they were when the run's first process began."""
+        self._kept: frozenset[str] = frozenset()
+        """Those of them that are no flags of a process."""
         self._flattener = Flattener()
         self._named: set[str] = set()
         self._once: frozenset[str] | None = None
@@ -206,7 +209,7 @@ class HiddenState:
             self._once = frozenset(
                 path
                 for path, value in latest.moved()
-                if isinstance(value, bool) and path not in self._first and not latest.is_of_module(path)
+                if isinstance(value, bool) and path not in self._kept and not latest.is_of_module(path)
             )
 
     @property
@@ -253,6 +256,7 @@ class HiddenState:
         """A snapshot's hidden state, which `restore` puts back later."""
         self._saved = rows if self.on else {}
         self._first = {path: row["begin"] for path, row in self._saved.items()}
+        self._kept = frozenset(path for path, row in self._saved.items() if row.get("why") != _ONCE)
 
     def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
         """Put back what was expected, where this process began as the run's first one did.

@@ -543,3 +543,45 @@ def test_a_list_that_grows_and_decides_is_named_and_a_carry_has_it(tmp_path: Pat
         assert len(named) == (not carries)
         assert all(why.startswith("buffer is carried from step to step") for why in named)
         assert (again == whole[6:]) == carries
+
+
+class Diary:
+    """Has a writer from the first step of a process on, as one that opens a file."""
+
+    def __init__(self, lines: list[int]) -> None:
+        self.lines = lines
+        self.is_open = False
+
+    def write(self, line: int) -> None:
+        if not self.is_open:
+            self._write = self.lines.append
+            self.is_open = True
+        self._write(line)
+
+
+def write_and_train(folder: Path, life: int, die_at: int | None) -> list[int]:
+    """One process: what it has written."""
+    seed_everything(life)
+    net, diary = nn.Linear(3, 1), Diary([])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2)
+    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
+        for _ in range(tracker.epoch, EPOCHS):
+            for (x,) in loader:
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+                diary.write(life)
+                net(x).sum().backward()
+                optimizer.step()
+    return diary.lines
+
+
+def test_a_flag_that_each_process_sets_in_its_first_step_is_no_state(tmp_path: Path) -> None:
+    """It says that something is ready in this process: no later process gets it back, and each names it."""
+    for life, die_at in enumerate((2, 4, 6, None)):
+        assert set(write_and_train(tmp_path, life, die_at)) == {life}
+        if life:
+            named = [row["name"] for row in report(tmp_path)["not_restored"]]
+            assert named == ["hidden state diary.is_open"]

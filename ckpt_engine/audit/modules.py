@@ -1,0 +1,149 @@
+"""What is state in the user's modules: global variables, what functions keep, and how functions change both.
+
+Large programs have thousands of functions. Their bytecode is read once, and only as far as it can matter.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from itertools import chain
+from types import CodeType, FunctionType
+from typing import Any
+
+from ckpt_engine.audit import source
+from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, is_own
+from ckpt_engine.audit.source import is_standard_name
+
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
+_KEEPER = type(lru_cache(abs))
+_RANDOM = frozenset(
+    {
+        *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "gauss"),
+        *("choice", "choices", "shuffle", "sample", "bernoulli", "multinomial", "betavariate"),
+    }
+)
+_FOREIGN: set[str] = set()
+"""Names of modules that are not the user's, as far as they have been looked at."""
+OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
+LIBRARIES = f"{os.sep}site-packages{os.sep}"
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleCode:
+    """What the functions of a module can do to its variables, read once: large programs have thousands.
+
+    Args:
+        values: ids of the module's variables then; others mean that it is read again.
+        functions: of the module and its classes, and what it has them in.
+        assigned: variables that they set.
+        near: names of variables and attributes in those that change something within.
+    """
+
+    values: tuple[int, ...]
+    functions: Mapping[FunctionType, Any]
+    assigned: frozenset[str]
+    near: frozenset[str]
+
+
+_CODE: dict[str, _ModuleCode] = {}
+
+
+def _code_of(name: str, module: Any) -> _ModuleCode:
+    ids = tuple(map(id, vars(module).values()))
+    if (known := _CODE.get(name)) is None or known.values != ids:
+        functions = dict(_functions(module))
+        assigned, near = (
+            frozenset[str]().union(*(used(one.__code__) for one in functions)) for used in (_assigned, _near_changes)
+        )
+        known = _CODE[name] = _ModuleCode(ids, functions, assigned, near.intersection(vars(module)))
+    return known
+
+
+def of_modules() -> dict[str, Any]:
+    """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
+    functions set or change within, what functions keep, and results that were drawn at random and are kept."""
+    found: dict[str, Any] = {}
+    for name, module in [row for row in tuple(sys.modules.items()) if row[0] not in _FOREIGN]:
+        if not _is_file_of_user(name, getattr(module, "__dict__", {}).get("__file__") or ""):
+            _FOREIGN.add(name)
+            continue
+        code, values = _code_of(name, module), vars(module)
+        own = frozenset(key for key in code.near if is_own(values.get(key)))
+        assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
+        changing = [one.__code__ for one in code.functions if own and not own.isdisjoint(_near_changes(one.__code__))]
+        within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
+        if assigned or within:
+            found[name] = Variables(partial(_global, module), assigned, within, module)
+        for one, member in code.functions.items():
+            if isinstance(member, _KEEPER) and not _RANDOM.isdisjoint(source.names_in(one)):
+                found[f"{name}.{one.__qualname__}"] = Variables(partial(_kept, member), frozenset({"cache"}))
+            elif vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
+                found[f"{name}.{one.__qualname__}"] = one
+    return found
+
+
+def _is_file_of_user(name: str, file: str) -> bool:
+    """Whether a module of this name and file is neither Python's, nor installed, nor ours."""
+    if not file.endswith(".py") or LIBRARIES in file or is_standard_name(name):
+        return False
+    return not any(part in file for part in OURS)
+
+
+def _global(module: Any, name: str) -> Any:
+    return vars(module).get(name, MISSING)
+
+
+class KeptDraws:
+    """Stands for results that `functools` keeps and that were drawn at random: no snapshot can have them."""
+
+
+KEPT = KeptDraws()
+
+
+def _kept(keeper: Any, _: str) -> KeptDraws | None:
+    return KEPT if keeper.cache_info().currsize else None
+
+
+def _functions(module: Any) -> Iterator[tuple[FunctionType, Any]]:
+    """Those that a module defines, methods too, and what it has them in."""
+    values = list(vars(module).values())
+    values += [one for kind in values if isinstance(kind, type) for one in tuple(vars(kind).values())]
+    for one in values:
+        function = getattr(one, "fget", None) or getattr(one, "__func__", one)
+        function = getattr(function, "__wrapped__", function)
+        if isinstance(function, FunctionType) and function.__globals__ is vars(module):
+            yield function, one
+
+
+@cache
+def _assigned(code: CodeType) -> frozenset[str]:
+    """Global variables that a function sets."""
+    stores = _STORE_GLOBAL in code.co_code[::2]
+    names = frozenset(one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL) if stores else ()
+    return frozenset(names).union(*map(_assigned, _inner(code)))
+
+
+@cache
+def _near_changes(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes in a function that changes something within; many functions take little time."""
+    changes = not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names)
+    return frozenset(code.co_names if changes else ()).union(*map(_near_changes, _inner(code)))
+
+
+@cache
+def _changed_within(code: CodeType) -> frozenset[str]:
+    """Global variables that a function may change within."""
+    found = [_changed_within(one) for one in _inner(code)]
+    if not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names):
+        found.append(frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"))
+    return frozenset[str]().union(*found)
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [one for one in code.co_consts if isinstance(one, CodeType)]

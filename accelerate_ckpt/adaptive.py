@@ -1,10 +1,8 @@
-"""`AdaptiveCheckpoint` for Accelerate: one line after `accelerator.prepare(...)`, and what it takes from there.
+"""`AdaptiveCheckpoint` for Accelerate: one line after `accelerator.prepare(...)`.
 
-What was prepared or registered with an accelerator, as components named like the files of `save_state`.
-
-Which processes train together under an accelerator, and what of their states is the same.
-
-What Accelerate counts around a loop: the position in gradient accumulation.
+It takes from the accelerator what the engine needs: the prepared and registered objects as components with the names
+of `save_state`'s files (`AcceleratedParts`), the processes that train together (`ranks_of`), and the position in
+gradient accumulation (`Accumulation`).
 """
 
 from __future__ import annotations

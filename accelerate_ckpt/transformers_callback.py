@@ -1,6 +1,6 @@
-"""`TransformersCallback`: snapshots of a transformers `Trainer`, which event leads where.
+"""`TransformersCallback`: snapshots of a transformers `Trainer`, driven by its events.
 
-The ranks of one `Trainer` begin together: none is missing, and all have their snapshots in one place.
+Of several ranks, `meet` makes sure before the first snapshot that all are there and keep their snapshots in one place.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""All access to private names of Lightning: each use is named in `compat` and probed when a run is set up.
+"""All access to private names of Lightning: each use is named here and probed when a run starts.
 
 Nothing else in this package touches an attribute of Lightning that starts with an underscore, or replaces a method of
 a Lightning object. When an upstream release renames something, `LightningInternals.probe` says which feature needs it.
-
-The list of private names of Lightning, and of torchmetrics below it, that `compat` uses, each with its purpose.
-
-A SIGTERM that takes effect at the next boundary: until then Lightning's loops do not see it, all other code does.
-
-By themselves the loops would end training in the middle of a validation, or on one of several ranks by a broadcast that
-the others do not expect.
+By themselves Lightning's loops would end a training in the middle of a validation, or on one of several ranks by a
+broadcast that the others do not expect: `defer_sigterm` hides a SIGTERM from them until the next boundary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The parts of `compat` that are about loaders and loggers: how Lightning makes, combines and fetches from the former.
-
-Where Lightning's loggers write, and how each goes on there: see `ckpt_engine.observe.curves`.
-"""
+"""The part of `compat` for loaders and loggers: how Lightning makes and combines loaders, and where loggers write."""
 
 from __future__ import annotations
 

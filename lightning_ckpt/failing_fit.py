@@ -1,14 +1,12 @@
-"""A fit that ends by an exception: makes the last finished boundary durable, if it can be had exactly.
+"""A fit that ends by an exception saves its last boundary; until then, weights change behind the fence only.
 
-What a training step changes before its optimizer steps is recorded at each boundary, or known not to have moved, or
-it is not known: then nothing is saved. A batch that does not come has changed the random streams and the loaders only.
+`FailingFit` records at each boundary what a training step changes before its optimizer steps; what it cannot know
+prevents the save. A batch that does not come has changed the random streams and the loaders only.
 
-The fence in a Lightning run: every place where weights may be about to change waits for a lazy copy first.
-
-Parameters and optimizer state are copied while the next forward and backward run. Lightning's automatic optimisation
-runs these inside `optimizer.step(closure)`, so the fence is after the closure (`on_before_optimizer_step`), not before
-the step. Callbacks that swap weights without an optimizer (weight averaging) do so in validation and at the end of an
-epoch or of training; `FenceGuard` comes before them in the list of callbacks. `StopWatch` sees which of them stops.
+Lightning's automatic optimisation runs forward and backward inside `optimizer.step(closure)`, so the fence is after
+the closure (`on_before_optimizer_step`), not before the step. Callbacks that swap weights without an optimizer (weight
+averaging) do so in validation and at the end of an epoch or of training; `FenceGuard` precedes them in the list of
+callbacks. `StopWatch` sees which of them stops the run.
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
-"""What a `fit` finds of earlier ones, and what a resumed run has to set right that Lightning leaves inexact.
+"""What a `fit` finds of earlier ones, and what a resumed run sets right that Lightning leaves inexact.
 
-Lets a LightningCLI job restart into the same log folder.
-
-The state of a resumed run across hooks that run once more than in a run that is not interrupted.
-
-`on_train_start`, which Lightning calls in every process, and `on_train_epoch_start`, see `epoch_start`. A hook that
-resets an optimizer or steps a scheduler there has done so before the snapshot already. What it changes of the state in
-the snapshot is put back; what else it sets up stays.
-
-Replays `on_train_epoch_start` in an epoch that is resumed in the middle, where Lightning does not call it.
-
-Callbacks and models set up per-epoch things there: the accumulation factor (`GradientAccumulationScheduler`), the
-scheduler of `StochasticWeightAveraging`, progress bars, a curriculum, attributes that `training_step` uses.
-
-Finishes what Lightning's own restore leaves inexact in weights.
+Hooks run once more than in a run that is not interrupted: Lightning calls `on_train_start` in every process, and
+`replay` calls `on_train_epoch_start` in an epoch that resumes in the middle, because callbacks and models set up
+per-epoch things there (an accumulation factor, SWA's scheduler, progress bars, a curriculum). A hook that resets an
+optimizer or steps a scheduler there has done so before the snapshot. So `Kept` puts back what a hook changes of the
+restored state, and what else it sets up stays. `allow_restart` lets a LightningCLI job start again in its log folder;
+`load_again_where_converted` repairs weights whose dtype has changed since Lightning loaded them.
 """
 
 from __future__ import annotations

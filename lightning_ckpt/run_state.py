@@ -1,25 +1,16 @@
-"""The state of a Lightning run at one instant, as the tree the engine stores.
+"""The state of a Lightning run at one instant, as the tree that the engine stores.
 
 Top-level keys are those of a Lightning checkpoint, so that a snapshot exports to a `.ckpt` file by leaving out our own
-key, `ckpt_engine`: what Lightning does not save but an exact resume needs.
+key, `ckpt_engine`. That key has what an exact resume needs besides: running means, metrics, gradients, groups of
+parameters. Every `dump_…` returns references to live tensors (the engine copies them); every `restore_…` puts them
+back and returns what could not be.
 
-State of a Lightning run that its checkpoints leave out: running means, metrics, gradients, groups of parameters.
+`BoundaryKind` names the instants. The snapshot instant is the fetch boundary: the last batch is completely finished
+(validation, schedulers, hooks, counters) and the next one is about to be asked for. `on_train_batch_end` is not: a
+validation that is due would be lost, and after the last batch of an epoch so would be the epoch.
 
-Every `dump_…` returns references to live tensors (the engine copies them); every `restore_…` puts them back and returns
-what could not be.
-
-Names the instants at which a Lightning run can be captured, and which of them a resumed run repeats exactly.
-
-The snapshot instant is the fetch boundary: the last batch is completely finished (validation, schedulers, hooks,
-counters) and the next one is about to be asked for. `on_train_batch_end` is not: a validation that is due would be
-lost, and after the last batch of an epoch so would be the epoch.
-
-Checkpoint files that Lightning writes again: steps after the snapshot are redone, and so are their files.
-
-`ModelCheckpoint` takes a name that is there for another run's and appends `-v1`. Files of this run from after the
-snapshot it writes again instead. Each file says of which run it is.
-
-What of a Lightning run takes part in training besides the trainer itself, for the audit.
+Steps after the snapshot are redone, and so are their files: `write_again` lets `ModelCheckpoint` overwrite files of
+this run from after the snapshot instead of appending `-v1`. Each file says of which run it is.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`load_config`: any source of options → one validated `Config`, or one `ConfigError` that lists every problem.
+"""`load_config`: any source of options becomes one validated `Config`, or one `ConfigError` that lists every problem.
 
-Says what is wrong with options: source, line, full key path, bad value, allowed keys and the nearest match.
-
-A YAML file → plain values plus the line of each key, read by YAML 1.2 rules and refusing duplicate keys.
-
-PyYAML follows YAML 1.1, where `on` is a boolean, `1e-3` a text, `10:00` six hundred and `010` eight.
+A YAML file is read by YAML 1.2 rules, with the line of each key, and a duplicate key is an error. PyYAML follows YAML
+1.1, where `on` is a boolean, `1e-3` a text, `10:00` six hundred and `010` eight. `explain` says of each problem its
+source, line, full key path, bad value, allowed keys and the nearest match.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""What options are made of: quantities as people write them, and the sections of the configuration.
+"""What options are made of: the parsers of quantities, and the sections of the configuration.
 
-Quantities as people write them: `1%`, `10 min`, `500 GB` become plain numbers in base units.
-
-Every parser takes numbers and strings, because YAML 1.1 readers deliver `1e-3` as a string, and raises `ValueError`
-with a text that completes the sentence "<key>: ...".
-
-Retention as options: which snapshots a run or a tier keeps.
-
-Stopping in time as options: which signals, how long they leave, and who else is asked.
-
-Going back after a divergence, as options.
-
-Where a run says how it stands, as options.
+A parser makes a plain number in base units of a quantity as people write it (`1%`, `10 min`, `500 GB`). It takes
+numbers and texts, because YAML 1.1 readers deliver `1e-3` as a text, and raises `ValueError` with a text that
+completes the sentence "<key>: ...".
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The reader for `dcp.load`: any snapshot of a run, by name and shard, into whatever layout DCP has planned.
 
-A snapshot's state with outlines in place of its tensors: what torch.distributed.checkpoint plans a load with.
-
-How `checkpoint_id` of torch.distributed.checkpoint says which step is meant, and the options both sides take.
-
-What one process writes into a run now: it holds the run's lease as long as one of its saves is under way.
+DCP plans a load with an `Outline`: the state of a snapshot with a stand-in for each tensor. `step_of` reads the step
+in a `checkpoint_id`. `Save` is one snapshot that this process writes for DCP; the run's lease lasts as long as one is
+open.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The writer for `dcp.save` and `dcp.async_save`: DCP plans who stores what, the coordinator commits it as one put.
+"""The writer for `dcp.save` and `dcp.async_save`: DCP plans who stores what, the coordinator commits it with one put.
 
-From what all ranks have stored to the manifest of the one snapshot that it is.
-
-One rank's data file of a save: what the plan gave to it, as a container, with a digest of every piece.
+Each rank writes what the plan gives it as one data file (`Container`) with a digest of every piece. `manifest_of`
+makes the manifest of the snapshot from what all ranks have stored.
 """
 
 from __future__ import annotations

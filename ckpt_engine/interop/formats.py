@@ -1,9 +1,4 @@
-"""The formats of other programs under one signature: recognised, read, refused and written.
-
-Which foreign format a path is, and its reader.
-
-A snapshot as a folder of `torch.distributed.checkpoint`.
-"""
+"""The formats of other programs under one signature: recognise, read, refuse and write them."""
 
 from __future__ import annotations
 

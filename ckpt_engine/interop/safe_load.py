@@ -1,17 +1,9 @@
-"""Files of `torch.save`, Lightning's `.ckpt` among them: written, and read without running what is in them.
+"""Files of `torch.save`, Lightning's `.ckpt` among them: write them, and read them without running what is in them.
 
-Where torch refuses a class, the file is read once more with an inert stand-in for it, to say at which leaf it sits.
-
-Whether what was read from a foreign file can be gone through, and is no larger than the file can account for.
-
-Pickles share what is in them: thirty lists that each hold the one before twice are a few hundred bytes, and a thousand
-million values to code that goes through them.
-
-One file of `torch.save`, written and read.
-
-What was read from a foreign file or folder, before it becomes a snapshot.
-
-Lightning's `.ckpt` files: what a snapshot needs to become one, and how one is read.
+Where torch refuses a class, `load` reads the file once more with an inert stand-in for it, and says at which leaf it
+is. Pickles share what is in them: thirty lists that each contain the one before twice are a few hundred bytes, and a
+thousand million values to code that walks through them. So `require_bounded`, `require_stored` and `require_honest`
+refuse what is larger than its file accounts for. `Imported` is what was read, before it becomes a snapshot.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """What a state consists of as other programs keep it: models, optimizers, schedulers, random streams, weight files.
 
-Every adapter, and every user of `Checkpointer`, names these as they like, but the forms are torch's own: the state
-dict of an optimizer has `state` and `param_groups` whatever it is called.
-
-The state of a snapshot as Python objects, for the writers of foreign formats.
-
-Random streams between our form (`data.rng`) and the tuples that Accelerate and transformers store.
-
-Weights as safetensors files, the way `safetensors.torch.save_model` writes them: tied tensors once.
+Every adapter, and every user of `Checkpointer`, names its parts as they like, but the forms are torch's own: the state
+dict of an optimizer has `state` and `param_groups` under any name. `to_legacy` and `from_legacy` convert random
+streams between `data.rng` and the tuples of Accelerate and transformers. `write` and `read` keep weights as
+`safetensors.torch.save_model` does: tied tensors once.
 """
 
 from __future__ import annotations

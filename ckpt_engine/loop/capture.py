@@ -1,24 +1,12 @@
-"""The state of a loop at one instant, packed as the tree the engine stores, and what each rank has of its own.
+"""The state of a loop at one instant, as the tree that the engine stores.
 
-Packs a small tree whose structure changes all the time into one tensor whose shape does not.
+`LoopCapture` makes the tree. `Packer` puts what changes its structure from step to step (positions, metrics, logged
+values) into one array of constant shape, because the engine reuses the plan of a snapshot while the structure stays
+the same.
 
-The engine plans a snapshot once and reuses the plan while the structure of the state stays the same. Loader positions,
-metrics and logged values differ in structure from step to step, so they travel as the bytes of one array:
-
-    8 bytes, little endian: length of the text; the text: JSON {"tree": ..., "arrays": [...]}; the arrays; padding
-
-`tree` is of the same typed JSON as a manifest's (docs/format.md, "Tree"); its array leaves have as `entry` an index
-into `arrays`, each of which says dtype, shape and the byte range behind the text.
-
-What one rank has otherwise than rank 0, whose values a snapshot has of all that is not divided among the ranks.
-
-A callback of Lightning that looks at a metric of its own rank, averaged weights with the statistics of a batch norm, a
-metric: each rank keeps its own beside its streams and positions. What is the same on all ranks is left out, and so is
-what is large: of that a digest tells at the resume whether it was different.
-
-What another number of ranks goes on with: random streams by the user's policy, and what each rank had of its own.
-
-What of tracked objects a snapshot is read into where they are: divided models, and their optimizers.
+A snapshot of several ranks has the values of rank 0. `own_values` finds what this rank has otherwise (a metric,
+averaged weights with batch norm statistics, a callback's counter), and `merged` puts it back. What is large is left
+out: a digest shows at the resume whether it was different. `Elastic` is what another number of ranks goes on with.
 """
 
 from __future__ import annotations
@@ -169,6 +157,10 @@ _SMALLEST_BYTES = 16 << 10
 
 class Packer:
     """Packs the trees of one run; the result never gets smaller, so that it seldom changes its shape.
+
+    The array has 8 bytes (little endian, the length of the text), the text, the arrays, padding. The text is JSON,
+    `{"tree": ..., "arrays": [...]}`: `tree` is typed as in a manifest (docs/format.md, "Tree"); its array leaves have
+    as `entry` an index into `arrays`, each of which has a dtype, a shape and a range of bytes behind the text.
 
     Args:
         root: where the tree sits in the state, for error messages.

@@ -1,17 +1,8 @@
-"""The objects of a run whose states are the components of its snapshots.
+"""The objects of a run whose states are the components of its snapshots, and their state beyond `state_dict`.
 
-The counters of a framework around the loop, which are neither in the tracked objects nor in the loaders.
-
-What lies between the weights and states of a snapshot and those of live modules and optimizers.
-
-Which parameters are frozen and which modules are in eval mode: a state that no `state_dict` has.
-
-The states of torchmetrics objects in a module, which a `state_dict` leaves out unless they are made persistent.
-
-Besides what a metric declares with `add_state`, wrappers keep tensors and private numbers of their own: the place in a
-window, a minimum, the groups of a collection. A `MetricTracker` gets a metric more at each `increment()`.
-
-Gradients: those that wait, as a snapshot stores them, and a watch that says when one arrives.
+That is: frozen parameters and eval modes (flags), options that a script sets again, metrics, and gradients that wait
+for an optimizer step. A metric keeps tensors and private numbers besides what it declares with `add_state`: the place
+in a window, a minimum, the groups of a collection; a `MetricTracker` gets one more metric at each `increment()`.
 """
 
 from __future__ import annotations

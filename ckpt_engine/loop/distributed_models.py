@@ -1,14 +1,13 @@
 """What models of several ranks are to a snapshot: the runs of FSDP1, and the order in which DDP adds up gradients.
 
 FSDP1 lays the parameters of a unit one behind another, and gives each rank an equal run of that row. Its own
-`state_dict` gathers them, with all ranks at once. Where each rank's runs are follows from the lengths of the
-parameters, on every rank. The names of torch that are not public, and that this needs, are in `FSDP_PRIVATE`.
+`state_dict` gathers them on all ranks at once; `FlatModels` reads and writes the runs where they are, which follows
+from the lengths of the parameters.
 
-The order in which DistributedDataParallel adds up gradients: recorded, and in force again from the first step on.
-
-DDP puts gradients into buckets in the order of the parameters, and after its first backward pass again in the order in
-which they came. Where an element lies in a bucket decides in which order the ranks' values are added, and so its last
-bit, from three ranks on. A resumed process would have the first order once more, in its first step.
+DDP puts gradients into buckets in the order of the parameters, and after its first backward pass in the order in which
+they came. The place of an element in its bucket decides in which order the ranks' values are added, and so its last
+bit, from three ranks on. A resumed process would use the first order in its first step; `GradientOrder` puts the
+recorded one back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What ends a run that has diverged: one error, and of several ranks the same on all of them.
-
-Ends a run that has diverged such that the next start goes back, and tells that start where to.
-"""
+"""Ends a run that has diverged with one error, the same on all ranks, and tells the next start where to go back to."""
 
 from __future__ import annotations
 

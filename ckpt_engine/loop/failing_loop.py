@@ -1,12 +1,8 @@
-"""A loop that ends by an exception: what its last boundary was, as far as a step changes it before its optimizers do.
+"""A loop that ends by an exception: saves its last boundary, if that can be had exactly.
 
-Weights and the state of optimizers change behind the fence only; without one they are those of the boundary. All else
-is recorded at each boundary, or compared with what it was, or its change cannot be seen: then nothing is saved.
-
-What a step changes before it changes weights, as it was at the last boundary: for a step that fails before that.
-
-Parameters that an optimizer manages, and its state, change behind the fence only. As long as the fence was not passed
-they are those of the boundary. With a record of everything else the boundary can still be saved.
+Parameters that an optimizer manages, and its state, change behind the fence only: until a step passes the fence they
+are those of the boundary. `LastBoundary` records everything else at each boundary, or compares it with what it was.
+Where a change cannot be seen, nothing is saved and the reason is said.
 """
 
 from __future__ import annotations

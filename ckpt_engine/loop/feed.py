@@ -1,9 +1,8 @@
-"""One followed loader: says when its consumer asks for the next batch, and how many batches that one has had.
+"""One followed loader: when its consumer asks for a batch, how many it has had, and where a snapshot may be taken.
 
 A loader may be a torch `DataLoader`, or a wrapper around one (Accelerate, Lightning Fabric). The consumer iterates the
-wrapper; the position is that of the `DataLoader` inside.
-
-Where a snapshot of a loop may be taken: a boundary that a resumed script comes back to.
+wrapper; the position is that of the `DataLoader` inside. `obstacle_of` names the boundaries that a resumed script does
+not come back to.
 """
 
 from __future__ import annotations

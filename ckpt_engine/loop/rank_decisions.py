@@ -1,18 +1,13 @@
 """When several ranks take a snapshot or end: rank 0 decides one step ahead, the others learn it from the store.
 
 Rank 0 publishes what happens after optimizer step n before it begins that step. A rank that has finished step n took
-part in its all-reduce, which rank 0 entered after it had published: one look into the store then finds the decision. No
-collective is added to a step. A rank that looks too early after all (no all-reduce in that step) has no part in that
-snapshot, says so, and goes on.
+part in its all-reduce, which rank 0 entered after it had published: one look into the store then finds the decision.
+No collective is added to a step. A rank that looks too early after all (no all-reduce in that step) has no part in
+that snapshot, says so, and goes on. `SharedCadence` makes such a decision look like the rank's own.
 
-How several ranks whose run has diverged end with one error: each tells what it has seen, and rank 0 says the rest.
-
-Everything is said through the ranks' store. Nothing here is said or asked before some rank has seen a divergence, but
-once at the end of a training with a guard. Every wait has an end, and signals are handled while it lasts.
-
-The cadence of one of several ranks: what `rank_decisions` has decided looks like what the rank has decided itself.
-
-What the options of a run mean for its cadence.
+`Verdicts` end a run that has diverged with one error on all ranks: each says what it has seen, and rank 0 says the
+rest. The store stays untouched before a rank sees a divergence, but for one exchange at the end of a training with a
+guard. Every wait has an end, and signals are handled meanwhile.
 """
 
 from __future__ import annotations

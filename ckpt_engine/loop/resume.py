@@ -1,6 +1,6 @@
-"""Resuming a loop: the objects at once, the position and what the script sets up again right before the first batch.
+"""Resumes a loop: the objects at once, the position and what the script sets up again right before the first batch.
 
-Collects the resume report of a run while it resumes, logs it and writes it beside the snapshots.
+`ReportDraft` collects what was restored and what was not; `publish` logs it and writes it beside the snapshots.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The sink that writes events to the `ckpt_engine` logger, one line each.
+"""Events as lines of the `ckpt_engine` logger, and the lines that every user must see.
 
-The sink that passes events on to several others and survives each of them.
-
-Says the one line that every user must see, also where logging was never configured, and never twice.
+`LogSink` writes one line for each event. `announce` shows a line once, also where a program has configured no logging.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The numbers adapters log: what snapshots cost this run and how much work is at risk.
-
-What is durable where, what is on its way, and how fast it goes: kept by events, read by plans and status.
-"""
+"""The numbers of a run: what its time goes into, what snapshots cost, what is durable where, what work is at risk."""
 
 from __future__ import annotations
 

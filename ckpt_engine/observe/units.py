@@ -1,7 +1,4 @@
-"""Durations, sizes, shares, counts and places as short text for one-line messages.
-
-What must not be shown: credentials inside of URLs.
-"""
+"""Durations, sizes, shares, counts and places as short text for one-line messages, without the credentials in a URL."""
 
 from __future__ import annotations
 

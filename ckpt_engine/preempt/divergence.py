@@ -1,10 +1,8 @@
-"""Whether training has left the road, judged by its losses alone: a pure rule, and the history that it needs.
+"""Whether a training has diverged, and where it goes on: pure rules, and the record of a rollback at the run's root.
 
-Where a run that has diverged goes on: a pure choice, and the object in the run's root that remembers it.
-
-The object is never removed: it counts, and it is over as soon as there is a newer snapshot than the newest it knows.
-
-Tells when snapshots go on while the weights do not: none of what trains has changed since the one before.
+`LossGuard` judges losses alone. `plan_rollback` chooses the snapshot; the record counts rollbacks, stays for good, and
+is over as soon as there is a newer snapshot than the newest it knows. `StaleWatch` notices snapshots that go on while
+the weights do not change.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What of a run becomes durable before its time is over, and how that is shown to the outside.
+"""What of a run becomes durable before its time is over, and how others see that.
 
 One writer writes snapshots to the nearest tier one after the other; each further tier copies them from there. So a
-snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written.
-
-How a run stands for those who may want to stop it: what would be lost, and how long a snapshot would take.
-
-Shows the outlook of a run to the outside: a JSON file and a small web server, on threads of their own.
+snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written. `plan_stop`
+chooses by that; `Board` shows the `Outlook` in a JSON file and on a small web page, on threads of its own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Where requests to stop come from: signals, and files, commands and pages that are asked.
+"""Requests to stop: from signals, a file, a command, a cloud's page or the launcher, and as values.
 
-Where notices come from besides signals: a file that appears, a command that says yes, a page of the cloud.
-
-What asks a run to stop, as values: a notice of it, and the stop that follows.
-
-Wakes a thread, from anywhere: other threads, signal handlers, and the system itself when a signal comes.
-
-Python runs signal handlers on the main thread between two steps of the interpreter. A main thread that waits inside of
-a collective for a rank that is gone does not get there. What the system writes here at once reaches the thread anyway.
+Python runs signal handlers on the main thread between two steps of the interpreter. A main thread that waits inside a
+collective for a rank that is gone does not get there. What the system writes to a `Wake` reaches its thread at once.
 """
 
 from __future__ import annotations

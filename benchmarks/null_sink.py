@@ -1,6 +1,7 @@
 """An S3 endpoint that takes uploads and keeps nothing: what remains of an upload's time is the client's own work.
 
 It is a process of its own and leaves bodies in the kernel (`MSG_TRUNC`), so that it costs the client next to nothing.
+Under TLS it does not decrypt them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import itertools
 import json
 import mmap
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import xml.sax.saxutils
+from collections.abc import Sequence
 from email.utils import formatdate
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from benchmarks.tls_records import Records, make_certificate
 
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
@@ -32,15 +38,33 @@ _NAMESPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 
 
 class NullSink:
-    """The endpoint at `url`, as long as the context lasts."""
+    """The endpoint at `url`, as long as the context lasts.
 
-    def __init__(self) -> None:
-        self.url = ""
+    Args:
+        tls: speak TLS 1.3.
+        run: the command and its arguments after which the server is started, such as those that enter a namespace.
+        host: where it listens.
+
+    Attributes:
+        certificate: of the file by which clients know it; empty without TLS.
+    """
+
+    def __init__(self, *, tls: bool = False, run: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        self.url = self.certificate = ""
+        self._tls = tls
+        self._run = run
+        self._host = host
 
     def __enter__(self) -> Self:
         root = Path(__file__).resolve().parent.parent
+        self._folder = tempfile.TemporaryDirectory()
+        if self._tls:
+            self.certificate = str(make_certificate(Path(self._folder.name), self._host))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.null_sink"], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*self._run, sys.executable, "-m", "benchmarks.null_sink", self._host, self.certificate],
+            cwd=root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
         timer = threading.Timer(START_SECONDS, self._process.kill)
@@ -52,7 +76,7 @@ class NullSink:
         if not port:
             self.__exit__(None, None, None)
             raise RuntimeError("the null sink did not start")
-        self.url = f"http://127.0.0.1:{int(port)}"
+        self.url = f"{'https' if self._tls else 'http'}://{self._host}:{int(port)}"
         return self
 
     def __exit__(
@@ -65,10 +89,15 @@ class NullSink:
                 self._process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+        self._folder.cleanup()
 
     def taken_bytes(self) -> int:
         """Bytes of bodies that have come so far."""
-        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=STOP_SECONDS)
+        at = urlsplit(self.url)
+        connection = http.client.HTTPConnection(at.netloc, timeout=STOP_SECONDS)
+        if self._tls:
+            trusting = ssl.create_default_context(cafile=self.certificate)
+            connection = http.client.HTTPSConnection(at.netloc, timeout=STOP_SECONDS, context=trusting)
         try:
             connection.request("GET", TAKEN)
             return int(json.loads(connection.getresponse().read()))
@@ -86,12 +115,12 @@ class _Server:
         self._ids = itertools.count(1)
         self._taken = 0
 
-    def serve(self, client: socket.socket) -> None:
+    def serve(self, connection: socket.socket, certificate: str) -> None:
         """Answer the requests of one connection until it ends."""
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        scratch = mmap.mmap(-1, _DISCARD_BYTES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pending = b""
-        with client:
+        with connection:
+            client = Records(connection, certificate) if certificate else _Plain(connection)
             while True:
                 while b"\r\n\r\n" not in pending:
                     data = client.recv(_HEAD_BYTES)
@@ -108,7 +137,7 @@ class _Server:
                 nbytes = int(headers.get("content-length", "0"))
                 here = min(nbytes, len(pending))
                 pending = pending[here:]
-                if not _discard(client, nbytes - here, scratch):
+                if not client.discard(nbytes - here):
                     return
                 client.sendall(self._answer(*line, nbytes))
 
@@ -165,14 +194,23 @@ class _Server:
         return f"<ListBucketResult {_NAMESPACE}><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
 
 
-def _discard(client: socket.socket, nbytes: int, scratch: mmap.mmap) -> bool:
-    """Read `nbytes` without copying them out of the kernel; false if the client left."""
-    while nbytes > 0:
-        got = client.recv_into(scratch, min(nbytes, len(scratch)), socket.MSG_TRUNC)
-        if not got:
-            return False
-        nbytes -= got
-    return True
+class _Plain:
+    """A connection without encryption."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._scratch = mmap.mmap(-1, _DISCARD_BYTES)
+        self.recv = connection.recv
+        self.sendall = connection.sendall
+
+    def discard(self, nbytes: int) -> bool:
+        """Read `nbytes` without copying them out of the kernel; false if the client left."""
+        while nbytes > 0:
+            got = self._socket.recv_into(self._scratch, min(nbytes, len(self._scratch)), socket.MSG_TRUNC)
+            if not got:
+                return False
+            nbytes -= got
+        return True
 
 
 def _parsed(head: bytes) -> tuple[tuple[str, str], dict[str, str]]:
@@ -195,12 +233,13 @@ def _response(status: int, body: str, *, length: int | None = None, **headers: s
 
 
 def _main() -> None:
+    host, certificate = sys.argv[1:]
     server = _Server()
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((host, 0))
 
     def serve(client: socket.socket) -> None:
         try:
-            server.serve(client)
+            server.serve(client, certificate)
         except OSError:
             client.close()  # the client gave up
 

@@ -1,4 +1,4 @@
-"""The ways to upload one image to an S3 endpoint, each in a process of its own: none inherits another's memory."""
+"""The ways to upload one image to an S3 endpoint under TLS, each in its process: none inherits another's memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -29,7 +31,6 @@ _TRUSTED = {
     "response_checksum_validation": "when_required",
     "s3": {"addressing_style": "path", "payload_signing_enabled": False},
 }
-_DEFAULTS = {"s3": {"addressing_style": "path"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Job:
     Args:
         image: path of the shared memory.
         concurrency: parts under way at once.
+        certificate: by which an https server is known.
     """
 
     url: str
@@ -59,6 +61,12 @@ class Job:
     nbytes: int
     part_bytes: int
     concurrency: int
+    certificate: str = ""
+
+    @property
+    def trust(self) -> dict[str, str]:
+        """What a client of botocore needs for that."""
+        return {"verify": self.certificate} if self.certificate else {}
 
 
 class Image:
@@ -87,11 +95,6 @@ class Image:
 Put = Callable[[str], object]
 """Uploads the image under this name."""
 Way = Callable[[Job, memoryview], AbstractContextManager[Put]]
-
-
-def obstore_is_installed() -> bool:
-    """Whether that optional peer can take part."""
-    return importlib.util.find_spec("obstore") is not None
 
 
 class Uploader:
@@ -163,77 +166,72 @@ def _work(way: str, job: Job, pipe: Connection) -> None:
         pipe.send(f"{type(err).__name__}: {err}")
 
 
-def _engine(verify: str) -> Way:
+def _engine(transport: str) -> Way:
     @contextmanager
     def way(job: Job, image: memoryview) -> Iterator[Put]:
         from ckpt_engine.store.storage.open import open_storage
 
-        storage = open_storage(
-            f"s3://{BUCKET}/run",
-            {
-                **_KEYS,
-                "endpoint_url": job.url,
-                "config_kwargs": {"s3": {"addressing_style": "path"}},
-                "part_bytes": job.part_bytes,
-                "concurrency": job.concurrency,
-                "verify": verify,
-            },
-        )
+        given = {
+            **_KEYS,
+            "endpoint_url": job.url,
+            "part_bytes": job.part_bytes,
+            "concurrency": job.concurrency,
+            "client_kwargs": {**job.trust, "region_name": "us-east-1"},
+        }
+        given |= {"transport": transport} if transport else {"config_kwargs": {"s3": {"addressing_style": "path"}}}
+        storage = open_storage(f"s3://{BUCKET}/run", given)
         yield lambda name: storage.put(name, [image])
 
     return way
 
 
-def _raw(config: Mapping[str, Any]) -> Way:
+@contextmanager
+def _raw(job: Job, image: memoryview) -> Iterator[Put]:
     """Nothing but the requests of a multipart upload; the bytes of each part lie ready."""
+    from aiobotocore.session import get_session
+    from botocore.config import Config
 
-    @contextmanager
-    def way(job: Job, image: memoryview) -> Iterator[Put]:
-        from aiobotocore.session import get_session
-        from botocore.config import Config
-
-        parts = [bytes(image[start : start + job.part_bytes]) for start in range(0, job.nbytes, job.part_bytes)]
-        loop = asyncio.new_event_loop()
-        client = loop.run_until_complete(
-            get_session()
-            .create_client(
-                "s3",
-                region_name="us-east-1",
-                endpoint_url=job.url,
-                aws_access_key_id=_KEYS["key"],
-                aws_secret_access_key=_KEYS["secret"],
-                config=Config(**config, max_pool_connections=64, retries={"total_max_attempts": 1}),
-            )
-            .__aenter__()
+    parts = [bytes(image[start : start + job.part_bytes]) for start in range(0, job.nbytes, job.part_bytes)]
+    loop = asyncio.new_event_loop()
+    client = loop.run_until_complete(
+        get_session()
+        .create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=job.url,
+            aws_access_key_id=_KEYS["key"],
+            aws_secret_access_key=_KEYS["secret"],
+            config=Config(**_TRUSTED, max_pool_connections=64, retries={"total_max_attempts": 1}),
+            **job.trust,
         )
+        .__aenter__()
+    )
 
-        async def put(name: str) -> None:
-            at = {"Bucket": BUCKET, "Key": f"raw/{name}"}
-            upload = (await client.create_multipart_upload(**at))["UploadId"]
-            lanes = asyncio.Semaphore(job.concurrency)
+    async def put(name: str) -> None:
+        at = {"Bucket": BUCKET, "Key": f"raw/{name}"}
+        upload = (await client.create_multipart_upload(**at))["UploadId"]
+        lanes = asyncio.Semaphore(job.concurrency)
 
-            async def send(number: int, part: bytes) -> dict[str, Any]:
-                async with lanes:
-                    answer = await client.upload_part(**at, UploadId=upload, PartNumber=number, Body=part)
-                return {"PartNumber": number, "ETag": answer["ETag"]}
+        async def send(number: int, part: bytes) -> dict[str, Any]:
+            async with lanes:
+                answer = await client.upload_part(**at, UploadId=upload, PartNumber=number, Body=part)
+            return {"PartNumber": number, "ETag": answer["ETag"]}
 
-            sent = await asyncio.gather(*(send(number, part) for number, part in enumerate(parts, 1)))
-            await client.complete_multipart_upload(**at, UploadId=upload, MultipartUpload={"Parts": sent})
+        sent = await asyncio.gather(*(send(number, part) for number, part in enumerate(parts, 1)))
+        await client.complete_multipart_upload(**at, UploadId=upload, MultipartUpload={"Parts": sent})
 
-        try:
-            yield lambda name: loop.run_until_complete(put(name))
-        finally:
-            loop.run_until_complete(client.close())
-            loop.close()
-
-    return way
+    try:
+        yield lambda name: loop.run_until_complete(put(name))
+    finally:
+        loop.run_until_complete(client.close())
+        loop.close()
 
 
 @contextmanager
 def _s3fs(job: Job, image: memoryview) -> Iterator[Put]:
     from s3fs import S3FileSystem
 
-    system = S3FileSystem(**_KEYS, endpoint_url=job.url, config_kwargs=dict(_TRUSTED))
+    system = S3FileSystem(**_KEYS, endpoint_url=job.url, config_kwargs=dict(_TRUSTED), client_kwargs=job.trust)
     data = bytes(image)
     yield lambda name: system.pipe_file(
         f"{BUCKET}/s3fs/{name}", data, chunksize=job.part_bytes, max_concurrency=job.concurrency
@@ -250,15 +248,6 @@ def _obstore(job: Job, image: memoryview) -> Iterator[Put]:
     )
 
 
-@contextmanager
-def _obstore_fsspec(job: Job, image: memoryview) -> Iterator[Put]:
-    """Its adapter takes neither the size of parts nor their number: they are 5 MiB, 12 at once."""
-    from obstore.fsspec import FsspecStore
-
-    system = FsspecStore("s3", **_obstore_options(job))
-    yield lambda name: system.pipe_file(f"{BUCKET}/obstore-fsspec/{name}", image)
-
-
 def _obstore_options(job: Job) -> dict[str, Any]:
     return {
         "config": {
@@ -268,16 +257,52 @@ def _obstore_options(job: Job) -> dict[str, Any]:
             "region": "us-east-1",
             "unsigned_payload": True,
         },
-        "client_options": {"allow_http": True},
+        "client_options": {"root_certificate": Path(job.certificate).read_bytes()},
     }
 
 
+@contextmanager
+def _awscrt(job: Job, image: memoryview) -> Iterator[Put]:
+    """It reads the image as a file: memory it would take only through a stream of Python."""
+    from awscrt import auth, http, io, s3
+
+    group = io.EventLoopGroup(os.cpu_count())
+    options = io.TlsContextOptions()
+    options.verify_peer = False  # it knows no certificate that signs itself
+    client = s3.S3Client(
+        bootstrap=io.ClientBootstrap(group, io.DefaultHostResolver(group)),
+        region="us-east-1",
+        tls_mode=s3.S3RequestTlsMode.ENABLED,
+        tls_connection_options=io.ClientTlsContext(options).new_connection_options(),
+        credential_provider=auth.AwsCredentialsProvider.new_static(_KEYS["key"], _KEYS["secret"]),
+        part_size=job.part_bytes,
+        enable_s3express=False,
+    )
+    headers = http.HttpHeaders([("host", urlsplit(job.url).netloc), ("content-length", str(len(image)))])
+
+    def put(name: str) -> None:
+        request = client.make_request(
+            type=s3.S3RequestType.PUT_OBJECT,
+            request=http.HttpRequest("PUT", f"/{BUCKET}/awscrt/{name}", headers),
+            send_filepath=job.image,
+            max_active_connections_override=job.concurrency,
+        )
+        request.finished_future.result(WAIT_SECONDS)
+
+    yield put
+
+
 WAYS: Mapping[str, Way] = {
-    "engine": _engine("never"),
-    "engine, verifying": _engine("auto"),
-    "raw": _raw(_TRUSTED),
-    "raw, defaults": _raw(_DEFAULTS),
+    "engine": _engine(""),
+    "engine, obstore": _engine("obstore"),
+    "raw": _raw,
     "s3fs": _s3fs,
     "obstore": _obstore,
-    "obstore, fsspec": _obstore_fsspec,
+    "awscrt": _awscrt,
 }
+_NEEDS = {"engine, obstore": "obstore", "obstore": "obstore", "awscrt": "awscrt"}
+
+
+def ways() -> list[str]:
+    """Those whose library is installed."""
+    return [way for way in WAYS if importlib.util.find_spec(_NEEDS.get(way, "s3fs")) is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.null_sink import NullSink
-from benchmarks.uploaders import WAYS, Image, Job, Uploader, obstore_is_installed
+from benchmarks.uploaders import Image, Job, Uploader, ways
 from ckpt_engine.errors import StorageExistsError
 from ckpt_engine.store.storage.open import open_storage
 
@@ -31,19 +31,15 @@ def test_it_takes_objects_and_knows_their_sizes() -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=() if way == "engine" else pytest.mark.slow)
-        for way in WAYS
-        if obstore_is_installed() or not way.startswith("obstore")
-    ],
+    [pytest.param(way, marks=() if way == "engine" else pytest.mark.slow) for way in ways()],
 )
 def test_every_way_uploads_the_whole_image(way: str) -> None:
     """Each in its process; what it took is plausible, and the process ends with the context."""
     nbytes = (11 << 20) + 1
     with (
-        NullSink() as sink,
+        NullSink(tls=True) as sink,
         Image(nbytes) as image,
-        Uploader(way, Job(sink.url, image.path, nbytes, PART_BYTES, 2)) as uploader,
+        Uploader(way, Job(sink.url, image.path, nbytes, PART_BYTES, 2, sink.certificate)) as uploader,
     ):
         for count in (1, 2):
             took = uploader.upload()

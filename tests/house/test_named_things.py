@@ -121,8 +121,8 @@ def _keys(schema: Any) -> set[str]:
     return set().union(*map(_keys, schema)) if isinstance(schema, list) and schema else set()
 
 
-ARGUMENTS = {"into", "own"}
-"""Of `load` and of `ProcessGroupRanks`."""
+ARGUMENTS = {"into", "own", "transport"}
+"""Of `load`, of `ProcessGroupRanks` and of storages."""
 
 
 def hints() -> Iterator[tuple[str, str]]:

@@ -190,6 +190,8 @@ class ObjectOptions:
 
 BASE_SECONDS = 0.1
 CAP_SECONDS = 8.0
+SLOWEST_BYTES_PER_SECOND = 50_000
+"""A request slower than this has failed, even if it moves."""
 
 # Never the global stream of `random`: training draws from it, and a server that dies must not change a training run.
 _uniform = random.SystemRandom().uniform
@@ -212,6 +214,11 @@ def asking() -> Iterator[None]:
         yield
     finally:
         _asking.reset(token)
+
+
+def is_asking() -> bool:
+    """Whether this is within `asking`."""
+    return _asking.get()
 
 
 def is_hopeless(error: BaseException) -> bool:
@@ -267,6 +274,10 @@ class Backoff:
         self._uniform = uniform
         self._failed_since: float | None = None
         self.failures = 0
+
+    def began(self) -> None:
+        """The time runs from now on: what is done has a patience of its own, and fails late."""
+        self._failed_since = self._clock()
 
     def progressed(self) -> None:
         """Part of the work was done: the time starts again."""

@@ -23,9 +23,8 @@ from ckpt_engine.store.storage.object_requests import (
     plan_parts,
     split_url,
 )
-from ckpt_engine.store.storage.s3_errors import DamagedInTransitError, OthersError, code_of, status_of
 from ckpt_engine.store.storage.s3_multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
-from ckpt_engine.store.storage.s3_requests import S3Calls
+from ckpt_engine.store.storage.s3_requests import DamagedInTransitError, OthersError, S3Calls, code_of, status_of
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8

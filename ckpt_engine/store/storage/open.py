@@ -15,6 +15,8 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.object_requests import ObjectOptions, split_url
 
 S3_SCHEMES = ("s3", "s3a")
+TRANSPORTS = ("fsspec", "obstore")
+"""Values of the option `transport` of any object store; the first one is the default."""
 _NONE: Mapping[str, object] = MappingProxyType({})
 
 
@@ -49,7 +51,8 @@ def require_served(url: str, options: Mapping[str, object] = _NONE) -> None:
     Raises:
         StorageError: as `open_storage`, for most reasons.
     """
-    if url.partition("://")[0].lower() in S3_SCHEMES and find_spec("s3fs") is not None:
+    scheme = url.partition("://")[0].lower()
+    if scheme in S3_SCHEMES and "transport" not in options and find_spec("s3fs") is not None:
         split_url(url)
         ObjectOptions.split(options)
         return
@@ -78,18 +81,28 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
         ConfigError: as `open_storage`.
     """
     scheme = url.partition("://")[0].lower()
+    given = dict(options)
+    transport = given.pop("transport", "fsspec")
+    if transport not in TRANSPORTS:
+        raise StorageError(f"no transport {transport!r}", hint=f"there are {' and '.join(TRANSPORTS)}")
     try:
+        if transport == "obstore":
+            from ckpt_engine.store.storage.objects_obstore import ObstoreStorage
+
+            return ObstoreStorage(url, given)
         if scheme in S3_SCHEMES:
             from ckpt_engine.store.storage.objects_s3 import S3Storage
 
-            return S3Storage(url, options)
+            return S3Storage(url, given)
         if (made := plugin(STORAGES, scheme)) is not None:
-            storage: Storage = made(url, options)
+            storage: Storage = made(url, given)
             return storage
         from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 
-        return FsspecStorage(url, options)
+        return FsspecStorage(url, given)
     except ImportError as err:
         missing = err.name or str(err)
         hint = "pip install 'ckpt-engine[s3]'" if scheme in S3_SCHEMES else f"install what fsspec needs for {scheme}://"
+        if transport == "obstore":
+            hint = "pip install 'ckpt-engine[s3-fast]'"
         raise StorageError(f"storage on {scheme}:// needs {missing}, which is not installed", hint=hint) from err

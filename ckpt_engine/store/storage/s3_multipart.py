@@ -14,8 +14,14 @@ from typing import Any
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
 from ckpt_engine.store.storage.object_requests import MemoryBlocks, UploadPart
-from ckpt_engine.store.storage.s3_errors import DamagedInTransitError, OthersError, code_of, status_of
-from ckpt_engine.store.storage.s3_requests import Answer, S3Calls, md5_of
+from ckpt_engine.store.storage.s3_requests import (
+    Answer,
+    DamagedInTransitError,
+    OthersError,
+    S3Calls,
+    code_of,
+    status_of,
+)
 
 TOKEN = "ckpt-writer"
 """Name of the metadata that says which `put` wrote an object."""
@@ -314,3 +320,12 @@ def server_time(answer: Answer) -> datetime | None:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
     except (KeyError, ValueError, TypeError):
         return None
+
+
+def md5_of(blocks: MemoryBlocks, start: int, nbytes: int) -> Any:
+    """The MD5 of a range, which S3 stores call ETag. Not a matter of security."""
+    made = hashlib.md5(usedforsecurity=False)
+    for view in blocks.views(start, nbytes, 1 << 20):
+        with view:
+            made.update(view)
+    return made

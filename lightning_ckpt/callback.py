@@ -13,16 +13,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ckpt_engine.config import Config, Options, load_config
-from ckpt_engine.config.live import live_file
-from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError
-from lightning_ckpt.compat import LightningInternals, callbacks_of
-from lightning_ckpt.compat_data import beginning
-from lightning_ckpt.fit_resume import FitResume
-from lightning_ckpt.loggers import FitLoggers
-from lightning_ckpt.restart import AUTO, EarlierFit, allow_restart
-from lightning_ckpt.run import FitRun
-from lightning_ckpt.run_state import MARK, mark_of
+
+if TYPE_CHECKING:
+    from lightning_ckpt.compat import LightningInternals
+    from lightning_ckpt.loggers import FitLoggers
+    from lightning_ckpt.restart import EarlierFit
+    from lightning_ckpt.run import FitRun
 
 _log = logging.getLogger("lightning_ckpt")
 _NO_OPTIONS = ("self", "config", "unknown", "__class__")
@@ -133,6 +130,9 @@ class AdaptiveCheckpoint(Callback):
 
     @log.setter
     def log(self, log: Any) -> None:
+        from lightning_ckpt.compat_data import beginning
+        from lightning_ckpt.loggers import FitLoggers
+
         self._log, begins = log, beginning()
         if begins is not None and begins[0].state.fn is TrainerFn.FITTING:
             self._loggers = FitLoggers(begins[0], self.config)
@@ -152,6 +152,15 @@ class AdaptiveCheckpoint(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # The engine is imported here and not with the class: that is three quarters of what importing it all takes.
+        from ckpt_engine.config.live import live_file
+        from ckpt_engine.engine import Engine
+        from lightning_ckpt.compat import LightningInternals
+        from lightning_ckpt.fit_resume import FitResume
+        from lightning_ckpt.loggers import FitLoggers
+        from lightning_ckpt.restart import allow_restart
+        from lightning_ckpt.run import FitRun
+
         self._release()
         if stage != "fit":
             internals = LightningInternals(trainer)
@@ -174,6 +183,8 @@ class AdaptiveCheckpoint(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        from lightning_ckpt.restart import EarlierFit
+
         run, self._run = self._run, None
         self._release()
         if run is not None:
@@ -188,6 +199,8 @@ class AdaptiveCheckpoint(Callback):
             run.abort(exception)
 
     def _require_own_folder(self, trainer: pl.Trainer) -> None:
+        from lightning_ckpt.compat import callbacks_of
+
         others = [one for one in callbacks_of(trainer) if isinstance(one, AdaptiveCheckpoint) and one is not self]
         if self.config.root_url in [one.config.root_url for one in others]:
             raise ConfigError(
@@ -230,6 +243,8 @@ class AdaptiveCheckpoint(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        from lightning_ckpt.run_state import MARK, mark_of
+
         checkpoint[MARK] = mark_of(self.config.root_url)
 
     @override
@@ -249,6 +264,8 @@ def _is_fast_dev_run(trainer: Any) -> bool:
 
 def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
     """`ckpt_path="auto"` under `fast_dev_run`, which neither reads nor writes snapshots."""
+    from lightning_ckpt.restart import AUTO
+
     if path == AUTO:
         _log.info("fast_dev_run: AdaptiveCheckpoint is inactive, ckpt_path='auto' starts fresh")
     original(None if path == AUTO else path, *args, **kwargs)

@@ -225,6 +225,14 @@ def test_the_lazy_public_names_exist() -> None:
         _ = ckpt_engine.nothing  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("package", "most"), [("ckpt_engine", 1), ("lightning_ckpt", 11)])
+def test_a_package_imports_little_before_a_run_begins(package: str, most: int) -> None:
+    """Its own modules, in a process of its own: each takes about 2 ms, and there are some 200."""
+    code = f"import {package}, sys; print(*[one for one in sys.modules if one.split('.')[0] in {PACKAGES!r}])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert 1 <= len(done.stdout.split()) <= most, done.stdout
+
+
 def test_every_error_has_its_own_code_and_is_in_the_tree_of_the_docstring() -> None:
     """Codes are unique and documented."""
     from ckpt_engine import errors

@@ -32,9 +32,11 @@ test-oldest:
 	$(VENV)-oldest/bin/python -m pytest -n logical --dist loadfile tests/config tests/store tests/restore tests/lightning tests/accelerate tests/tracking
 
 # The wheel and the source, and the wheel tried in a fresh environment.
-wheel: $(STAMP)
-	rm -rf dist && $(BIN)/python -m pip wheel -q --no-deps -w dist .
-	$(PYTHON) -m venv dist/.venv && dist/.venv/bin/pip install -q dist/*.whl && dist/.venv/bin/pip check && dist/.venv/bin/ckpt --version
+wheel:
+	rm -rf dist && $(PYTHON) -m venv dist/.venv && dist/.venv/bin/pip install -q build && dist/.venv/bin/python -m build -q
+	rm -rf dist/.venv && $(PYTHON) -m venv dist/.venv
+	dist/.venv/bin/pip install -q -c requirements/constraints.txt "$$(echo dist/*.whl)[all]"
+	dist/.venv/bin/pip check && dist/.venv/bin/ckpt --version && dist/.venv/bin/python -c "import lightning_ckpt, accelerate_ckpt"
 	rm -rf dist/.venv
 
 lint: $(STAMP)

@@ -265,6 +265,7 @@ _ROUND_SECONDS = (
     *(3600.0 * many for many in (1, 2, 5, 12)),
     *(86400.0 * many * power for power in (1, 10, 100) for many in (1, 2, 5)),
 )
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960.0, 300.0, 70.0, 34.0, 12.0
 
 
@@ -296,12 +297,12 @@ class Axis:
     def ticks(self) -> list[tuple[float, str]]:
         """Pixels and texts of round values."""
         if self.log:
-            values: Sequence[float] = _ROUND_SECONDS
-        else:
-            step = _round_step((self.high - self.low) / 5.0, self.is_time)
-            values = [step * number for number in range(math.ceil(self.low / step), int(self.high / step) + 1)]
-        shown = [one for one in values if self.low <= one <= self.high]
-        return [(self.at(one), units.duration(one) if self.is_time else f"{one:,.0f}") for one in shown]
+            return [(self.at(one), units.duration(one)) for one in _ROUND_SECONDS if self.low <= one <= self.high]
+        step = _round_step((self.high - self.low) / (8.0 if self.is_time else 5.0), self.is_time)
+        values = [step * number for number in range(math.ceil(self.low / step), int(self.high / step) + 1)]
+        # One unit for all, so that distances can be read.
+        unit, name = next(one for one in _UNITS if step >= one[0]) if self.is_time else (1.0, "")
+        return [(self.at(one), f"{one / unit:,.10g} {name}".rstrip()) for one in values]
 
 
 def _round_step(least: float, is_time: bool) -> float:
@@ -351,6 +352,11 @@ def page(found: RunReport) -> str:
             )
             for one, later in pairwise(found.lives)
             if one.failed
+        ],
+        often=[
+            (since, steps, why.removeprefix(f"every {count(steps, 'step')}: "))
+            for one in found.lives
+            for since, steps, why in one.intervals
         ],
         meanings=MEANINGS,
         newest=found.snapshots[-1] if found.snapshots else None,

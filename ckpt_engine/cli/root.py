@@ -240,7 +240,9 @@ def _find(ids: Sequence[ParsedId], wanted: str, where: str, away: str = "") -> s
         return starting[0]
     if starting:
         shown = ", ".join(starting[:3]) + (", ..." if len(starting) > 3 else "")
-        raise StorageMissingError(f"{len(starting)} snapshots at {where} start with {wanted!r}: {shown}")
+        raise StorageMissingError(
+            f"{len(starting)} snapshots at {where} start with {wanted!r}: {shown}", hint="give more of the one you mean"
+        )
     raise StorageMissingError(
         f"no snapshot {wanted!r} at {where}{_nearest(ids, step)}{away}", hint="`ckpt ls` lists them"
     )

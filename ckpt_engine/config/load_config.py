@@ -110,9 +110,9 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         finally:
             loader.dispose()
     except _DuplicateKeyError as err:
-        raise ConfigError(f"{os.fspath(path)}, {err}") from err
+        raise ConfigError(f"{os.fspath(path)}, {err}", hint="leave one of them") from err
     except yaml.YAMLError as err:
-        raise ConfigError(f"{os.fspath(path)}{_where(err)}: not valid YAML: {_what(err)}") from err
+        raise ConfigError(f"{os.fspath(path)}{_where(err)}: not valid YAML: {_what(err)}", hint=_INIT) from err
 
 
 class _DuplicateKeyError(Exception):
@@ -347,6 +347,7 @@ def _shrinking(path: KeyPath) -> list[KeyPath]:
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+_INIT = "`ckpt init` writes a file that is right"
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -403,7 +404,9 @@ def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
         raise ConfigError(f"{text}: no such file", hint="paths are relative to the working directory")
     document = read_document(path)
     if document.value is not None and not isinstance(document.value, Mapping):
-        raise ConfigError(f"{text}: must contain a mapping such as 'tiers: /data/run1', not a bare value or list")
+        raise ConfigError(
+            f"{text}: must contain a mapping such as 'tiers: /data/run1', not a bare value or list", hint=_INIT
+        )
     return document.value or {}, OptionOrigin(text, document.lines)
 
 

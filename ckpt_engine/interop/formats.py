@@ -107,7 +107,9 @@ def read(path: Path, form: str | None, advance: Advance) -> Imported:
         CorruptError, StorageError: it cannot be read.
     """
     if not path.exists():
-        raise StorageMissingError(f"{path} does not exist")
+        raise StorageMissingError(
+            f"{path} does not exist", hint="check the path: it is relative to the working directory"
+        )
     if form is not None and path.is_dir() == (form in _FILES):
         kind, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ForeignError(f"{path} is a {kind}; --as {form} reads a {wanted}")

@@ -103,7 +103,9 @@ def load(path: Path, may_lose: MayLose | None = None) -> Opened:
             require_stored(path)
         return Opened(_load(path, mmap=zipped), {})
     except FileNotFoundError as err:
-        raise StorageMissingError(f"{path} does not exist") from err
+        raise StorageMissingError(
+            f"{path} does not exist", hint="check the path: it is relative to the working directory"
+        ) from err
     except OSError as err:
         raise translated(err, "read", str(path)) from err
     except UNREADABLE as err:

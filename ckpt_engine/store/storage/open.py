@@ -85,6 +85,9 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
     transport = given.pop("transport", "fsspec")
     if transport not in TRANSPORTS:
         raise StorageError(f"no transport {transport!r}", hint=f"there are {' and '.join(TRANSPORTS)}")
+    if scheme in ("http", "https"):
+        hint = "an S3 server is s3://bucket/run with the storage option endpoint_url"
+        raise StorageError(f"{scheme}:// has no listings and cannot be written", hint=hint)
     try:
         if transport == "obstore":
             from ckpt_engine.store.storage.objects_obstore import ObstoreStorage
@@ -102,7 +105,7 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
         return FsspecStorage(url, given)
     except ImportError as err:
         missing = err.name or str(err)
-        hint = "pip install 'ckpt-engine[s3]'" if scheme in S3_SCHEMES else f"install what fsspec needs for {scheme}://"
+        hint = "pip install 'ckpt-engine[s3]'" if scheme in S3_SCHEMES else f"install it ({missing})"
         if transport == "obstore":
             hint = "pip install 'ckpt-engine[s3-fast]'"
-        raise StorageError(f"storage on {scheme}:// needs {missing}, which is not installed", hint=hint) from err
+        raise StorageError(f"storage on {scheme}:// needs a package that is not installed", hint=hint) from err

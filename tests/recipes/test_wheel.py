@@ -1,0 +1,84 @@
+"""The quickstarts from the wheel: fresh environments, and the commands of the page as they are written there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.lives import PATIENCE_SECONDS, REPOSITORY, Life, until
+from tests.recipes.test_quickstart import ROLES, script, section
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel of this tree."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, REPOSITORY], check=True, timeout=600)
+    return folder
+
+
+class Machine:
+    """An environment that has only what Python brings, and an empty folder as working directory.
+
+    Packages are those of requirements/constraints.txt; ours is found in `wheels` as it would be on the index.
+    """
+
+    def __init__(self, folder: Path, wheels: Path) -> None:
+        self.folder, self.wheels = folder, wheels
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=300)
+
+    def life(self, command: str) -> Life:
+        """Start a line of a shell."""
+        links = f"{self.wheels} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
+        constraints = REPOSITORY / "requirements" / "constraints.txt"
+        path = f"{self.folder / 'venv' / 'bin'}:{os.environ['PATH']}"
+        variables = {"PATH": path, "PIP_FIND_LINKS": links, "PIP_CONSTRAINT": str(constraints), "PIP_QUIET": "1"}
+        shell = ["env", "-u", "PYTHONPATH", "-C", self.folder, "bash", "-c", f"exec {command}"]
+        return Life(shell, self.folder, **variables)
+
+    def does(self, command: str) -> str:
+        """Its log, of all commands up to here."""
+        life = self.life(command)
+        assert life.ends() == 0, life.log.read_text()
+        return life.log.read_text()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_quickstart_from_the_wheel_is_resumed(role: str, tmp_path: Path, wheels: Path) -> None:
+    """Its three commands, one after the other: installed, killed, and resumed in the same epoch."""
+    machine = Machine(tmp_path, wheels)
+    (commands,) = re.findall(r"```\n(.*?)```", section(role), re.DOTALL)
+    install, killed, again = commands.splitlines()
+    machine.does(install)
+    assert "No broken requirements" in machine.does("env -u PIP_QUIET pip check")
+    (tmp_path / "train.py").write_text(script(role))
+    first = machine.life(killed)
+    assert first.ends() == 137 or first.process.returncode == -9, first.log.read_text()
+    assert "starting fresh" in first.log.read_text()
+    second = machine.life(again)
+    until(lambda: second.process.poll() is not None or "resumed at step" in second.log.read_text(), second.log)
+    assert re.search(r"resumed at step [1-9][\d,]*, epoch 0 ", second.log.read_text()), second.log.read_text()
+
+
+def test_the_notebook_from_the_wheel_is_resumed(tmp_path: Path, wheels: Path) -> None:
+    """In a real kernel: its install cell, the cell of the page, a killed kernel, the same cell, the stop button."""
+    machine = Machine(tmp_path, wheels)
+    machine.does("pip install ipykernel jupyter_client")
+    (install,) = re.findall(r"`(%pip install [^`]*)`", section("Notebook"))
+    (tmp_path / "cell.py").write_text(script("Plain loop"))
+    driver = REPOSITORY / "tests" / "recipes" / "kernel_driver.py"
+    life = machine.life(f"python {driver} cell.py run1 '{install}'")
+    life.process.wait(2 * PATIENCE_SECONDS)
+    said = life.log.read_text()
+    before, _, after = said.partition("--- interrupted")
+    assert re.search(r"resumed at step [1-9][\d,]*, epoch 0 ", before), said
+    assert "KeyboardInterrupt" in after, said
+    assert "SystemExit" not in said and "is durable on" in after, said

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ckpt_engine.writer import launch
+from tests.support import forked_writers
+
 pytest.register_assert_rewrite("ckpt_engine.testing")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background: processes inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,6 +22,12 @@ _PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **_PATIENT)
 settings.register_profile("explore", derandomize=False, max_examples=400, print_blob=True, **_PATIENT)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def writers_are_forked() -> None:
+    """Those that this process starts."""
+    forked_writers.patch(launch)
 
 
 def pytest_collection_finish() -> None:

@@ -21,6 +21,7 @@ from ckpt_engine.store.codecs.codec import Codec, get_codec
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.testing import CodecContract, StorageContract
+from tests.support import interpreters
 
 PLUGINS = Path(__file__).parents[2] / "examples/plugins"
 
@@ -83,13 +84,9 @@ def test_a_run_keeps_its_snapshots_with_both(tmp_path: Path, writer: str) -> Non
 
 def _ignite(site: Path, *arguments: object) -> list[str]:
     script = Path(__file__).with_name("train_ignite.py")
-    done = subprocess.run(
-        [sys.executable, script, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, script, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = interpreters.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert done.returncode in (0, -signal.SIGKILL)
     return done.stdout.splitlines()
 

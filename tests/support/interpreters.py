@@ -8,6 +8,7 @@ What a process does when it imports torch for the first time is no matter of tes
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import json
 import os
@@ -28,7 +29,10 @@ from typing import IO, Any, Self
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
-ENGINE = ("numpy", "torch", "ckpt_engine.checkpointer", "ckpt_engine.writer.client", "ckpt_engine.loop.tracker")
+ENGINE = (
+    *("numpy", "torch", "torch._dynamo"),  # the last by the first optimizer of each process
+    *("ckpt_engine.checkpointer", "ckpt_engine.writer.client", "ckpt_engine.loop.tracker"),
+)
 LIGHTNING = (*ENGINE, "lightning.pytorch", "lightning_ckpt.run")
 ACCELERATE = (*ENGINE, "accelerate", "transformers.trainer", "accelerate_ckpt.transformers_callback")
 _MESSAGE_BYTES = 200_000
@@ -186,27 +190,36 @@ def _stream(given: _Stream, number: int, *, text: bool) -> tuple[IO[Any] | None,
 
 @cache
 def server(preload: tuple[str, ...]) -> socket.socket:
-    """The server with these imports, which is there as long as this process."""
+    """The server with these imports, which is there as long as this process: a fork of one that has the first."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        command = [sys.executable, "-W", "ignore", "-m", __name__, str(its.fileno()), *preload]
-        process = subprocess.Popen(command, pass_fds=[its.fileno()], cwd=REPOSITORY)
+        process = None
+        if preload == ENGINE:
+            command = [sys.executable, "-W", "ignore", "-m", __name__, str(its.fileno()), *preload]
+            process = subprocess.Popen(command, pass_fds=[its.fileno()], cwd=REPOSITORY)
+        else:
+            socket.send_fds(server(ENGINE), [json.dumps({"serve": preload}).encode()], [its.fileno()])
     ours.settimeout(PATIENCE_SECONDS)
     atexit.register(_end, ours, process)
     return ours
 
 
-def _end(server: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end(server: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
     server.shutdown(socket.SHUT_RDWR)  # a forked process may have this end too, so closing it here is not enough
     server.close()
-    process.wait(PATIENCE_SECONDS)
+    if process is not None:
+        process.wait(PATIENCE_SECONDS)
 
 
 # ---- in the server
 
 
-def _serve(requests: socket.socket) -> None:
+def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
     """Fork for each request until the other end is closed, and say how each fork ends."""
+    for name in imports:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # no fork looks through what it only shares
     waking, wake = socket.socketpair()
     wake.setblocking(False)
     waking.setblocking(False)
@@ -230,16 +243,25 @@ def _serve(requests: socket.socket) -> None:
             message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 4)
             if not message:
                 return
-            listener = socket.socket(fileno=descriptors[3])
+            job = json.loads(message)
+            listener = socket.socket(fileno=descriptors[-1])
             pid = os.fork()
             if pid == 0:
-                for one in (requests, waking, wake, listener, *running.values()):
+                for one in (requests, waking, wake, *running.values()):
                     one.close()
-                _live(json.loads(message), descriptors[:3])
-            for descriptor in descriptors[:3]:
+                inbox.close()
+                if "serve" in job:
+                    _serve(listener, job["serve"])
+                    os._exit(0)
+                listener.close()
+                _live(job, descriptors[:3])
+            for descriptor in descriptors[:-1]:
                 os.close(descriptor)
-            listener.send(str(pid).encode())
             running[pid] = listener
+            if "serve" in job:
+                listener.close()  # it answers by itself
+            else:
+                listener.send(str(pid).encode())
 
 
 def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
@@ -280,6 +302,7 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
         if not isinstance(status, int | None):
             print(status, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - the process ends with it
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         with suppress(BaseException):
@@ -293,6 +316,4 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        import_module(name)
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

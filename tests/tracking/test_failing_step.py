@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckpt_engine.loop import failing_loop
 from tests.accelerate import runs as accelerate_runs
 from tests.accelerate.hf import Text, train_hf
 from tests.accelerate.runs import train_accelerate
+from tests.support import interpreters
 from tests.tracking import runs
 from tests.tracking.failing_script import FAILS_AT, Failure, Net, Script, fail
 from tests.tracking.runs import (
@@ -381,13 +381,8 @@ def test_a_loop_that_trains_while_an_exception_is_handled_has_not_failed(
 @pytest.mark.parametrize(("how", "writer"), [("fail", "process"), ("exit", "thread")])
 def test_a_script_that_closes_nothing_leaves_the_step_before_durable(how: str, writer: str, tmp_path: Path) -> None:
     """The process ends by the exception, or by `sys.exit()`; a resume is the uninterrupted run, bit for bit."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tracking.failing_script", str(tmp_path), how, writer],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-m", "tests.tracking.failing_script", str(tmp_path), how, writer]
+    done = interpreters.run(command, capture_output=True, text=True)
     assert done.returncode == (1 if how == "fail" else 3)
     assert done.stderr.count("Failure: late") == (how == "fail")
     why = "Failure" if how == "fail" else "the process ends without close()"

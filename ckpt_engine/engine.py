@@ -40,7 +40,7 @@ from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.writer.client import WriterClient, open_client
+from ckpt_engine.writer.client import WriterClient
 
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
@@ -458,6 +458,8 @@ class Engine:
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
+        from ckpt_engine.writer.launch import open_client
+
         begin = partial(open_client, thread=not self._pipeline.process, emit=emit)
 
         def start(config: WriterConfig) -> WriterClient:

@@ -326,7 +326,7 @@ class Files:
 
     def __init__(self, manifest: Manifest, planned: WritePlan, rank: int = 0) -> None:
         self._rank = rank
-        self._source = manifest
+        self.source = manifest
         self.plan = planned
         self.new: list[DataFile] = []
         self._pieces: dict[Key, Piece] = {}
@@ -360,7 +360,7 @@ class Files:
 
         What may be interrupted is named by what it holds, so that the next attempt finds it.
         """
-        entries = self._source.entries
+        entries = self.source.entries
         runs = ((name, list(run)) for name, run in groupby(part, lambda one: one.work.name))
         whole = {
             name for name, run in runs if len(run) == len(entries[name].pieces) and all(one.codec == RAW for one in run)
@@ -386,7 +386,7 @@ class Files:
             text = b"".join([header, *(one.digest.encode() for one in part)])
             number = _PART_NUMBERS + int(digest(text).partition(":")[2], 16) % _PART_NUMBERS
         nbytes = len(header) + sum(len(one.stored) for one in part)
-        file = DataFile(names.data_name(self._source.info.id, self._rank, number), nbytes)
+        file = DataFile(names.data_name(self.source.info.id, self._rank, number), nbytes)
         offset = len(header)
         for one in part:
             self._pieces[one.work.key] = one.piece_at(len(self.new), offset)
@@ -426,12 +426,12 @@ class Files:
                 tuple([pieces[name, start] for start, _ in placed(entry.pieces)]),
                 entry.container_dtype,
             )
-            for name, entry in self._source.entries.items()
+            for name, entry in self.source.entries.items()
         }
         bases: dict[str, dict[str, dict[int, Piece]]] = {}
         for (snapshot, name, start), piece in self._needed.items():
             bases.setdefault(snapshot, {}).setdefault(name, {})[start] = _moved(piece, numbers[piece.file])
-        return replace(self._source, files=files, entries=entries, bases=bases)
+        return replace(self.source, files=files, entries=entries, bases=bases)
 
 
 def _moved(piece: Piece, file: int) -> Piece:

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
-from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
-from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, paired, placed, plan
+from ckpt_engine.copy.write_plan import ENCODED, PLAIN, ROWS, Bases, WritePlan, decide, paired, placed, plan
 from ckpt_engine.copy.write_snapshot import Staged
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -102,9 +101,7 @@ def copy_encoded(
         raise CopySourceError(err) from err
     planned = plan(manifest, target, differences=_takes_differences(manifest, pick))
     files = Files(manifest, planned)
-    bases = Bases(manifest, source, older_at(target, planned.before))
-    encoder = Encoder(manifest, planned, decoder_of(source.storage, manifest), bases, pick)
-    copied = _put_parts(files, encoder, target, put, tally)
+    copied = _put_parts(files, source, target, put, pick, tally)
     stored, old = files.manifest(), files.old_files()
     with committing():
         if planned.before is not None and old and not target.still_has(planned.before.info.id, old):
@@ -116,18 +113,34 @@ def copy_encoded(
     return copied
 
 
+def copy_part(
+    source: Repository, target: Repository, manifest: Manifest, pick: Pick, tally: Tally, sink: Storage
+) -> tuple[Manifest, Copied]:
+    """Copy the data of a manifest of some of several ranks, encoded, and without a reference to what the target has: of
+    its arrays that has other slices. What is stored, and what was sent; arguments and errors as above.
+    """
+    ranks = manifest.info.partial.ranks if manifest.info.partial is not None else (0,)
+    planned = decide(manifest, None, (), lambda _: False, ENCODED)
+    files = Files(manifest, planned, ranks[0])
+    copied = _put_parts(files, source, target, sink, pick, tally)
+    return files.manifest(), copied
+
+
 def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
     """Reads an older snapshot, where there is one and that is cheap."""
     return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
 
 
-def _put_parts(files: Files, encoder: Encoder, target: Repository, put: Storage, tally: Tally) -> Copied:
-    """Put all data files of a plan that are not there yet.
+def _put_parts(files: Files, source: Repository, target: Repository, put: Storage, pick: Pick, tally: Tally) -> Copied:
+    """Encode and put all data files of a plan that are not there yet.
 
     Raises:
         SourceError: what is copied cannot be read.
         StorageError: from the target.
     """
+    manifest, planned = files.source, files.plan
+    bases = Bases(manifest, source, older_at(target, planned.before))
+    encoder = Encoder(manifest, planned, decoder_of(source.storage, manifest), bases, pick)
     sent = present = 0
     for file, blocks, done in files.encoded(encoder):
         for one in done:
@@ -245,6 +258,24 @@ class Encoded:
         self.cpu_seconds += sum(tally.seconds.values())
 
 
+def encoded(
+    staged: Staged, repository: Repository, codec: str, make_plan: Callable[[Manifest], WritePlan] | None = None
+) -> Encoded:
+    """A staged snapshot as a tier with a codec stores it.
+
+    Args:
+        make_plan: given the manifest of the image; None: as `write_plan.plan` does at the tier.
+
+    Raises:
+        WriterError: the image cannot be read.
+        StorageError: what is there cannot be read.
+    """
+    digests, seconds = staged.timed_digest()
+    source = staged.manifest(repository.run_id, digests)
+    planned = plan(source, repository, codec == DELTA) if make_plan is None else make_plan(source)
+    return Encoded(staged, repository, source, planned, codec, older_at(repository, planned.before), seconds)
+
+
 SMALL_BYTES = 64 << 20
 """Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
 SAMPLES = 8
@@ -279,7 +310,7 @@ class DedupBaseline:
             WriterError: the image cannot be read.
             StorageError: what is there cannot be read, or that hangs; nothing has come of it.
         """
-        bounds = write_plan.PLAIN
+        bounds = PLAIN
         if staged.cut_layout.nbytes < bounds.least_bytes:
             return None
         before = self._before()
@@ -290,12 +321,26 @@ class DedupBaseline:
         manifest = staged.manifest(self._repository.run_id, digests)
         with staged.slot.image(staged.nbytes) as image:
             differs = partial(self._seems_in_few_rows, manifest, before, image)
-            planned = write_plan.decide(manifest, before, {file.name for file in before.files}, differs, bounds)
+            planned = decide(manifest, before, {file.name for file in before.files}, differs, bounds)
         self._expects = planned.pays
         if not planned.pays or not self._repository.still_has(before.info.id, before.files):
             return None
         seconds = time.thread_time() - began + digest_seconds
         return Encoded(staged, self._repository, manifest, planned, ROWS, self._older(before), seconds)
+
+    def plan_share(self, manifest: Manifest) -> WritePlan:
+        """How the share of one of several ranks is stored encoded: it may refer to the share before.
+
+        Without differences: the manifest of all ranks would not say what they are made against.
+
+        Raises:
+            StorageError: what is there cannot be found out.
+        """
+        before = self._newest
+        if before is not None and not self._repository.still_has(before.info.id, before.files):
+            before = None
+        usable = {file.name for file in before.files} if before is not None else set[str]()
+        return decide(manifest, before, usable, lambda _: False, ENCODED)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""

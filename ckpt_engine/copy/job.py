@@ -2,9 +2,9 @@
 
 Everything here is JSON-able (`to_json`, `from_json`) except the arena itself, which crosses as file descriptors.
 
-A job refers to what rarely changes by number. A *layout* describes the bytes of an arena slot: it already is the
-data file, header included. A *skeleton* is the JSON tree of one top-level key of the state in which every
-`{"$": "v", "i": n}` stands for `values[n]` of the job. Both are sent once, before the first job that names them.
+What rarely changes is said when it does, for all jobs from there on. A *layout* describes the bytes of an arena slot:
+it already is the data file, header included. A *skeleton* is the JSON tree of one top-level key of the state, in which
+every `{"$": "v", "i": n}` stands for `values[n]` of the job.
 """
 
 from __future__ import annotations
@@ -48,17 +48,35 @@ class EntryLayout:
 class Layout:
     """What an arena slot holds: a whole data file of `nbytes` bytes, of which the first `header_nbytes` are its header.
 
-    The header bytes MUST be in the slot before a job names this layout.
+    The header bytes MUST be in the slot before a job of this layout.
 
     Args:
         structure: what all ranks must have in common to make one snapshot; "" for one rank.
     """
 
-    id: int
     header_nbytes: int
     nbytes: int
     entries: tuple[EntryLayout, ...]
     structure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaNews:
+    """What is new to the writer of what the jobs from here on refer to.
+
+    Args:
+        slot: number, descriptor and bytes of one, which takes the place of one with this number; None: all are known.
+        gone: slots that no later job names.
+        layout: of the bytes in all slots; None: as before.
+        keys: the top-level keys, in the state's order; empty: as before.
+        trees: the skeletons of some of them; those of the others are as before.
+    """
+
+    slot: tuple[int, int, int] | None = None
+    gone: tuple[int, ...] = ()
+    layout: Layout | None = None
+    keys: tuple[str, ...] = ()
+    trees: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +86,6 @@ class PersistJob:
     Args:
         job: unique number within one trainer process.
         slot: arena slot holding the bytes.
-        layout: id of the layout of those bytes.
-        tree: (top-level key, skeleton id) in the state's order.
         values: per top-level key, what its skeleton's placeholders stand for (JSON nodes).
         created: wall-clock seconds since the epoch.
         instant_monotonic: `time.monotonic()` at the snapshot instant; that clock is the machine's, not the process's.
@@ -85,8 +101,6 @@ class PersistJob:
 
     job: int
     slot: int
-    layout: int
-    tree: tuple[tuple[str, int], ...]
     values: Mapping[str, list[Any]]
     step: int
     epoch: int | None
@@ -308,7 +322,6 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         for e in layout.entries
     ]
     return {
-        "id": layout.id,
         "header_nbytes": layout.header_nbytes,
         "nbytes": layout.nbytes,
         "entries": rows,
@@ -322,7 +335,7 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
         EntryLayout(n, d, tuple(s), c, o, b, None if w is None else tuple(w), a)
         for n, d, s, c, o, b, w, a in data["entries"]
     )
-    return Layout(data["id"], data["header_nbytes"], data["nbytes"], entries, data["structure"])
+    return Layout(data["header_nbytes"], data["nbytes"], entries, data["structure"])
 
 
 def job_to_json(job: PersistJob) -> dict[str, Any]:
@@ -333,8 +346,7 @@ def job_to_json(job: PersistJob) -> dict[str, Any]:
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    tree = tuple([(key, skeleton) for key, skeleton in data["tree"]])
-    return PersistJob(**{**data, "tree": tree, "line": line_from_json(data["line"])})
+    return PersistJob(**{**data, "line": line_from_json(data["line"])})
 
 
 def done_to_json(done: JobDone) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A job with what its numbers stand for, and the id that the snapshot gets.
+    """A job with what it refers to, and the id that the snapshot gets.
 
     `unchanged` is asked once the slot was read: whether it cannot have been filled again meanwhile.
     """

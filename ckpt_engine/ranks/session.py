@@ -406,17 +406,12 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """The session of a run with these options; None: there is one process.
 
     Raises:
-        ConfigError: replication or parity, in one process; or a codec of the nearest tier, with several.
+        ConfigError: replication or parity, in one process.
     """
     memory = config.memory
     replicate = memory is not None and memory.replicate is not None
     parity = memory.parity or 0 if memory is not None else 0
     if ranks is not None and ranks.size > 1:
-        if config.tiers[0].codec != "raw":
-            raise ConfigError(
-                "several ranks write their shares to the nearest tier as they are: remove its codec",
-                hint="give the codec to a further tier",
-            )
         limit = memory.bandwidth if memory is not None else None
         nearest = config.tiers[0]
         root = open_storage(nearest.url, nearest.for_storage()).capabilities.folder if nearest.is_folder else None

@@ -148,13 +148,13 @@ def _gather(
         request = {"what": control.PARITY, "snapshot": wanted.snapshot}
         local = any(one.writer == keeper and wanted.snapshot in one.parity for one in here)
         reply = _ask(root_url, request, keeper, deadline) if local else None
-        return reply or _fetch(wanted.parity[str(keeper)], {**request, "what": "parity"}, beside, deadline)
+        return reply or _fetch(wanted.parity[str(keeper)], request, beside, deadline)
 
     def share_of(rank: int) -> Received:
         request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot, "rank": rank}
         local = next((one for one in here if wanted.snapshot in one.shares.get(str(rank), ())), None)
         reply = _ask(root_url, request, local.writer, deadline) if local is not None else None
-        return reply or _fetch(wanted.remote[str(rank)], {**request, "what": "give"}, beside, deadline)
+        return reply or _fetch(wanted.remote[str(rank)], request, beside, deadline)
 
     for rank in range(size):
         if str(rank) not in wanted.lost:

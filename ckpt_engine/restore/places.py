@@ -309,9 +309,11 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     Args:
         answers: to a question that has `look_up_run` among it: nothing is asked here any more.
     """
+    if len(answers) == 1:
+        return answers
     answers = _without_memory_of_other_runs(answers)
     ours: str | None = None
-    for answer in answers if len(answers) > 1 else ():
+    for answer in answers:
         if not answer.value:
             continue  # away, or a record that was never used: such a place joins the run
         found = _run_of(answer.place)

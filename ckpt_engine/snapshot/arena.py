@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt_engine.copy.job import Layout
 from ckpt_engine.copy.staged import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot import host_memory
@@ -30,7 +31,7 @@ _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would wast
 class _Bound:
     """Views of a slot for one plan."""
 
-    layout: int
+    layout: Layout
     views: list[torch.Tensor]
 
 
@@ -89,14 +90,14 @@ class SharedSlot:
 
     def views(self, plan: StatePlan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
-        if self._bound is None or self._bound.layout != plan.layout.id:
+        if self._bound is None or self._bound.layout is not plan.layout:
             self._bytes[: len(plan.header)] = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
             views = []
             for entry in plan.layout.entries:
                 raw = self._bytes[entry.offset : entry.offset + entry.nbytes]
                 dtype = getattr(torch, entry.dtype)
                 views.append(raw.view(torch.uint8 if dtype in WITHOUT_COPY else dtype).view(entry.shape))
-            self._bound = _Bound(plan.layout.id, views)
+            self._bound = _Bound(plan.layout, views)
         return self._bound.views
 
     def close(self) -> None:

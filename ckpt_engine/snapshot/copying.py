@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ckpt_engine.copy.job import Layout
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.layout import CapturedState, StatePlan
@@ -250,7 +251,7 @@ class Claims:
 class _Held:
     """The tags of what one slot holds, by index of the source."""
 
-    layout: int
+    layout: Layout | None
     tags: dict[int, _Tag]
 
 
@@ -262,7 +263,7 @@ class Unchanged:
         self._last: dict[str, _Tag] = {}
         self._found_right: Counter[str] = Counter()
         self._changing: set[str] = set()
-        self._layout = -1
+        self._layout: Layout | None = None
         self._large: Sequence[int] = ()
 
     def claim(self, slot: int, known: Sequence[int], capture: CapturedState) -> Claims:
@@ -272,11 +273,11 @@ class Unchanged:
             known: all slots that exist.
         """
         plan = capture.plan
-        if plan.layout.id != self._layout:
-            self._layout, self._large = plan.layout.id, _large(plan)
+        if plan.layout is not self._layout:
+            self._layout, self._large = plan.layout, _large(plan)
         held = self._held.pop(slot, None)
         self._held = {index: one for index, one in self._held.items() if index in known}
-        there = held.tags if held is not None and held.layout == self._layout else {}
+        there = held.tags if held is not None and held.layout is self._layout else {}
         claims = Claims(slot)
         for index in self._large:
             name, source = plan.layout.entries[index].name, plan.sources[index]

@@ -359,7 +359,7 @@ class Pipeline:
     def wait_for(self, handle: SaveHandle, timeout: float | None) -> bool:
         """Wait until the outcome of `handle` is known; False if the time was not enough. An error counts as shown."""
         self.before_update()
-        if not (self._hand_over(wait_seconds(timeout)) and self._wait(lambda: handle.done(), timeout)):
+        if not (self._hand_over(wait_seconds(timeout)) and self._wait(lambda: handle.settled, timeout)):
             return False
         if handle.error is not None and handle.error in self._failures:
             self._failures.remove(handle.error)

@@ -88,8 +88,6 @@ class Request:
         return PersistJob(
             job=number,
             slot=slot,
-            layout=capture.plan.layout.id,
-            tree=tuple([(ref.key, ref.id) for ref in capture.plan.skeletons]),
             values=capture.values,
             step=self.step,
             epoch=self.epoch,
@@ -142,7 +140,7 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the outcome is known: durable, in memory, failed or skipped. Never blocks."""
         self._pipeline.poll()
-        return self._settled
+        return self.settled
 
     def wait(self, timeout: float | None = None) -> str:
         """Return the snapshot's id once it is durable; one that only stays in memory has none: "" once it is there.
@@ -170,7 +168,8 @@ class SaveHandle:
         return self.snapshot or ""
 
     @property
-    def _settled(self) -> bool:
+    def settled(self) -> bool:
+        """Whether the outcome was known at the last look."""
         return self.held or self.skipped is not None or self.snapshot is not None or self.error is not None
 
     def __repr__(self) -> str:

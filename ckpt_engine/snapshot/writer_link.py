@@ -3,7 +3,7 @@ know.
 
 A writer that is being started on a thread of its own, because its lease may have to wait for another one.
 
-What a running writer knows of slots, layouts and skeletons, and sending it what the next job refers to.
+What a running writer knows of the arena, and sending it what the next job refers to.
 
 Which arena slots the writer may still need to rescue: the newest complete snapshots, until it surely has newer ones.
 
@@ -20,13 +20,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_engine.config import Config, Tier
-from ckpt_engine.copy.job import ErrorRecord, History, JobDone, Layout, PersistJob, TierConfig, WriterConfig
+from ckpt_engine.copy.job import ArenaNews, ErrorRecord, History, JobDone, PersistJob, TierConfig, WriterConfig
 from ckpt_engine.errors import CkptError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.snapshot.arena import SharedSlot
@@ -69,26 +69,18 @@ class Coming:
     def meet(self, others: Mapping[str, Any]) -> None:
         self._tell(lambda client: client.meet(others))
 
-    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+    def describe(self, news: ArenaNews) -> None:
         with self._lock:
-            if self._client is None:
-                fd = self._kept(fd)
-        self._tell(lambda client: client.attach_slot(slot, fd, nbytes))
+            if self._client is None and news.slot is not None:
+                slot, fd, nbytes = news.slot
+                news = replace(news, slot=(slot, self._kept(fd), nbytes))
+        self._tell(lambda client: client.describe(news))
 
     def attach_pulse(self, fd: int) -> None:
         with self._lock:
             if self._client is None:
                 fd = self._kept(fd)
         self._tell(lambda client: client.attach_pulse(fd))
-
-    def define_layout(self, layout: Layout) -> None:
-        self._tell(lambda client: client.define_layout(layout))
-
-    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
-        self._tell(lambda client: client.define_skeleton(skeleton_id, tree))
-
-    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
-        self._tell(lambda client: client.forget(slots=slots, layouts=layouts, skeletons=skeletons))
 
     def cancel(self, snapshot: str, why: str) -> None:
         self._tell(lambda client: client.cancel(snapshot, why))
@@ -259,34 +251,30 @@ class Handover:
     def __init__(self, client: WriterClient | Coming) -> None:
         self.client = client
         self._slots: set[int] = set()
-        self._layout: int | None = None
-        self._skeletons: dict[str, int] = {}
+        self._plan: StatePlan | None = None
         self._lock = threading.Lock()
 
     def announce(self, slot: SharedSlot, known: Iterable[SharedSlot], plan: StatePlan) -> None:
-        """Send what the next job refers to, unless the writer has it, and let it free what is no longer used.
+        """Send what the next job refers to, unless the writer knows it, and let it free what is no longer used.
 
         Every earlier job has been submitted by then: the fence comes before the next snapshot.
         """
         with self._lock:
-            gone = self._slots - {s.index for s in known}
-            self._slots -= gone
-            if slot.index not in self._slots:
-                self.client.attach_slot(slot.index, slot.fd, slot.nbytes)
-                self._slots.add(slot.index)
-            layouts = []
-            if plan.layout.id != self._layout:
-                self.client.define_layout(plan.layout)
-                layouts = [self._layout] if self._layout is not None else []
-                self._layout = plan.layout.id
-            new = {ref.key: ref.id for ref in plan.skeletons}
-            for ref in plan.skeletons:
-                if self._skeletons.get(ref.key) != ref.id:
-                    self.client.define_skeleton(ref.id, ref.tree)
-            skeletons = [number for key, number in self._skeletons.items() if new.get(key) != number]
-            self._skeletons = new
-            if gone or layouts or skeletons:
-                self.client.forget(slots=sorted(gone), layouts=layouts, skeletons=skeletons)
+            gone = self._slots - {one.index for one in known}
+            is_new = slot.index not in self._slots
+            self._slots = self._slots - gone | {slot.index}
+            before, self._plan = self._plan, plan
+            if not (gone or is_new or plan is not before):
+                return
+            trees = {} if before is None else before.trees
+            news = ArenaNews(
+                (slot.index, slot.fd, slot.nbytes) if is_new else None,
+                tuple(sorted(gone)),
+                None if before is not None and plan.layout is before.layout else plan.layout,
+                () if plan is before else tuple(plan.trees),
+                {key: tree for key, tree in plan.trees.items() if key not in trees or trees[key] is not tree},
+            )
+            self.client.describe(news)
 
     def send(self, job: PersistJob, *, durable: bool) -> None:
         """Hand over a staged snapshot.
@@ -343,6 +331,8 @@ class Newest:
         Args:
             flushed: whether everything sent so far is with the kernel, and the writer alive.
         """
+        if not self._told:
+            return
         while self._told and self._told[0].writer != self.writer:
             self._give_up(self._told.popleft())
         # Count first: what is sent after the question is not part of the answer.

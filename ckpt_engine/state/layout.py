@@ -62,25 +62,17 @@ class EntrySource:
 
 
 @dataclass(frozen=True, slots=True)
-class SkeletonRef:
-    """One component's skeleton with the number it is sent under."""
-
-    key: str
-    id: int
-    tree: Any
-
-
-@dataclass(frozen=True, slots=True)
 class StatePlan:
     """The container layout of one structure. `sources[i]` fills `layout.entries[i]`.
 
     Args:
+        trees: the skeletons by component; one that is as in the plan before is the same object.
         devices: GPUs that some of the sources are on.
     """
 
     layout: Layout
     header: bytes
-    skeletons: tuple[SkeletonRef, ...]
+    trees: Mapping[str, Any]
     sources: tuple[EntrySource, ...]
     nbytes: int
     devices: tuple[torch.device, ...]
@@ -113,8 +105,6 @@ class Planner:
     def __init__(self, flattener: Flattener, session: Session | None = None) -> None:
         self._flattener = flattener
         self._session = session
-        self._skeletons = 0
-        self._layouts = 0
         self._known: _Known | None = None
 
     def capture(self, state: Any, lazy: LazyPredicate | None = None) -> CapturedState:
@@ -153,17 +143,11 @@ class Planner:
         drafts = drafting.drafts_of(leaves, arrays, lazy)
         shares.require_all(drafts, self._session.ranks if self._session is not None else None)
         layout, header, sources = self._lay_out(drafts)
-        old = {s.key: s for s in self._known.plan.skeletons} if self._known else {}
-        refs = []
-        for key, tree in trees.items():
-            if key in old and old[key].tree == tree:
-                refs.append(old[key])
-            else:
-                self._skeletons += 1
-                refs.append(SkeletonRef(key, self._skeletons, tree))
+        old = self._known.plan.trees if self._known else {}
+        trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
         nbytes = sum(e.nbytes for e in layout.entries)
         gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
-        plan = StatePlan(layout, header, tuple(refs), sources, nbytes, gpus)
+        plan = StatePlan(layout, header, trees, sources, nbytes, gpus)
         views = any(d.storage_bytes is not None for d in drafts)
         # A private copy has a new address every time, which means nothing.
         metas = [
@@ -206,8 +190,7 @@ class Planner:
         is_known = known and known.entries == tuple(entries) and known.header_nbytes == len(header)
         if known and is_known and known.structure == structure:
             return known, header, sources
-        self._layouts += 1
-        return Layout(self._layouts, len(header), offset, tuple(entries), structure), header, sources
+        return Layout(len(header), offset, tuple(entries), structure), header, sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,12 @@ To the writer, in this order:
 | kind       | carries                                   | meaning |
 |---|---|---|
 | `start`    | `config`, `path`                          | first message; answered by `started` or `refused` |
-| `slot`     | `slot`, `nbytes`, one file descriptor     | an arena slot; the same number again replaces it |
-| `layout`   | `layout`                                  | see `job.Layout` |
-| `skeleton` | `id`, `tree`                              | see `tree.KeySkeleton` |
-| `persist`  | `job`                                     | a job whose slot, layout and skeletons were sent before |
+| `arena`    | `slot`, `gone`, `layout`, `keys`, `trees`, perhaps one file descriptor | see `job.ArenaNews` |
+| `persist`  | `job`                                     | a job in a slot that was sent before |
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
 | `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
 | `partner`  | `addresses`, `keepers`, `senders`, `moved` | the writers of other machines, see `peers.Peers.meet` |
-| `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
 | `leave`    |                                           | the same, but for ranks that failed: see `process` |
 
@@ -63,9 +60,10 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -285,15 +283,12 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 START = "start"
-SLOT = "slot"
-LAYOUT = "layout"
-SKELETON = "skeleton"
+ARENA = "arena"
 PERSIST = "persist"
 HOLD = "hold"
 CANCEL = "cancel"
 PULSE = "pulse"
 PARTNER = "partner"
-FORGET = "forget"
 CLOSE = "close"
 LEAVE = "leave"
 
@@ -307,6 +302,18 @@ MIRRORED = "mirrored"
 COPYING = "copying"
 CLOSED = "closed"
 REQUEST = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply to a request of `control`, and the descriptors that go with it, which are closed when it is sent."""
+
+    body: Body
+    fds: Sequence[int] = ()
+
+
+Answer = Callable[[Body], Reply | None]
+"""What to reply to a request; None: not known yet, to be asked again. Must return at once."""
 
 
 def event(found: events.Event) -> Body:
@@ -561,7 +568,7 @@ class Pulse:
             return
         self._count, self._spent_at = self._count + 1, now
         measured = times.measured()
-        values = (*times.seconds.values(), *(measured.get(name, 0.0) for name in MEASURED))
+        values = (*times.seconds.values(), *map(measured.get, MEASURED, repeat(0.0)))
         _SPENT.pack_into(
             self._page, _SPENT_OFFSET, self._count, times.started, times.step, *map(float, values), self._count
         )

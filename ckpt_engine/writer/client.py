@@ -1,4 +1,4 @@
-"""The trainer's side of the writer: what a client promises, what all clients share, and how one is opened.
+"""The trainer's side of the writer: what a client promises, and what all clients share.
 
 What the writer has said and the trainer has not yet taken in, and which jobs are still open.
 """
@@ -6,23 +6,19 @@ What the writer has said and the trainer has not yet taken in, and which jobs ar
 from __future__ import annotations
 
 import abc
-import dataclasses
 import logging
 import os
-import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ckpt_engine.copy.job import (
+    ArenaNews,
     ErrorRecord,
     History,
     JobDone,
-    Layout,
     Mirrored,
     PersistJob,
     SlotFreed,
@@ -50,7 +46,7 @@ def never() -> bool:
 
 
 class WriterClient(abc.ABC):
-    """A started writer. Slots, layouts and skeletons MUST be sent before the first job that names them.
+    """A started writer. What jobs refer to MUST be sent before the first of them.
 
     Sending never waits for storage and may be done by one thread at a time; the rest belongs to the training thread.
     When the writer dies, every open job fails, one `WriterLost` follows, and the client is of no more use: open a new
@@ -188,23 +184,18 @@ class WriterClient(abc.ABC):
         """Whether jobs are still taken."""
         return not self._foreign and self._mailbox.lost is None
 
-    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
-        """Share an arena slot; the writer keeps its memory alive. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.SLOT, "slot": slot, "nbytes": nbytes}, [fd])
+    def describe(self, news: ArenaNews) -> None:
+        """Say what the jobs from here on refer to; the writer keeps the memory of slots alive.
 
-    def define_layout(self, layout: Layout) -> None:
-        """Send a layout. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.LAYOUT, "layout": layout_to_json(layout)})
-
-    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
-        """Send a skeleton. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.SKELETON, "id": skeleton_id, "tree": tree})
-
-    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
-        """Let the writer free what no later job names; jobs submitted before are not affected."""
-        self._tell(
-            {"kind": channel.FORGET, "slots": list(slots), "layouts": list(layouts), "skeletons": list(skeletons)}
-        )
+        Jobs submitted before are not affected. Sent to a dead writer this does nothing.
+        """
+        body: Body = {"kind": channel.ARENA, "slot": None, "gone": news.gone, "keys": news.keys, "trees": news.trees}
+        body["layout"] = None if news.layout is None else layout_to_json(news.layout)
+        if news.slot is None:
+            self._tell(body)
+            return
+        number, fd, nbytes = news.slot
+        self._tell({**body, "slot": [number, nbytes]}, [fd])
 
     def submit(self, job: PersistJob) -> None:
         """Queue a job; its `JobDone` will come.
@@ -278,43 +269,6 @@ class WriterClient(abc.ABC):
     def _lost(self) -> WriterError:
         lost = self._mailbox.lost
         return WriterError(lost.message if lost else "the writer is closed")
-
-
-def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], None]) -> WriterClient:
-    """Start a writer: a process, or a thread if asked for or where a process cannot be started (`emit` then says so).
-
-    Raises:
-        LeaseHeldError: another writer holds the run's lease; names it.
-        ForeignError, CorruptError, NewerFormatError: the folder is not one to write into.
-        StorageError: it cannot be written.
-        WriterError: the configuration is impossible, or the writer does not answer.
-    """
-    from ckpt_engine.writer.launch import CannotSpawnError, ProcessWriter, ThreadWriter
-
-    config = completed(config)
-    if thread:
-        return ThreadWriter.start(config, emit)
-    try:
-        return ProcessWriter.start(config, emit)
-    except CannotSpawnError as err:
-        emit(Notice("WARNING", f"snapshots are written by a thread of the trainer: {err.message}"))
-        return ThreadWriter.start(config, emit)
-
-
-def completed(config: WriterConfig) -> WriterConfig:
-    """`config` with the trainer as the holder, and with a path that means the same from every working directory."""
-    me = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started": time.time(),
-        "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
-    }
-    tiers = tuple(dataclasses.replace(tier, url=_absolute(tier.url)) for tier in config.tiers)
-    return dataclasses.replace(config, url=_absolute(config.url), tiers=tiers, holder={**me, **config.holder})
-
-
-def _absolute(url: str) -> str:
-    return url if "://" in url else str(Path(url).expanduser().absolute())
 
 
 Message = JobDone | SlotFreed | Mirrored | Event

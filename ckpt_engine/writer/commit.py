@@ -195,6 +195,10 @@ GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
 """Between two looks at the tier for what others have left."""
 
 
+Give = Callable[[Repository, Repository, str], tuple[Manifest, Copied]]
+"""Copies what this node has of a snapshot, and says so at the target; its manifest there."""
+
+
 class Gather:
     """Rank 0's side, for one tier.
 
@@ -217,8 +221,11 @@ class Gather:
         _forget_questions(target.storage, ())
         return found.completed
 
-    def copy(self, source: Repository, target: Repository, snapshot: str, sink: Storage, scratch: str | None) -> Copied:
+    def copy(self, source: Repository, target: Repository, snapshot: str, give: Give) -> Copied:
         """Copy a snapshot of which each node has a part. Needs the target's lease. What was copied is of this node.
+
+        Args:
+            give: copies the part of this node; raises as this.
 
         Raises:
             SourceError: this node's part is missing or damaged, or cannot be read.
@@ -231,7 +238,7 @@ class Gather:
         self._ask(storage, snapshot)
         began = time.monotonic()
         try:
-            manifest, copied = give(source, target, snapshot, sink, scratch)
+            manifest, copied = give(source, target, snapshot)
             seconds = time.monotonic() - began
             mine = part_records.of_manifest(manifest)
             whole = part_records.merge(
@@ -291,9 +298,17 @@ class Gather:
 
 
 def give(
-    source: Repository, target: Repository, snapshot: str, sink: Storage, scratch: str | None
+    source: Repository,
+    target: Repository,
+    snapshot: str,
+    sink: Storage,
+    scratch: str | None,
+    encode: Callable[[Manifest], tuple[Manifest, Copied]] | None = None,
 ) -> tuple[Manifest, Copied]:
-    """Copy what this node has of a snapshot to a further tier, and say so there.
+    """Copy what this node has of a snapshot to a further tier, and say so there; its manifest there.
+
+    Args:
+        encode: copies the data in another form, and says what is stored then; None: as it is.
 
     Raises:
         SourceError: it is missing or damaged at the source, or that cannot be read.
@@ -303,8 +318,11 @@ def give(
         manifest = source.read(snapshot)
     except CkptError as err:
         raise CopySourceError(err) from err
-    copied = copy_data(source, target, manifest, sink=sink, scratch=scratch)
-    with suppress(StorageExistsError):  # of an earlier attempt, which could not say other things
+    if encode is None:
+        copied = copy_data(source, target, manifest, sink=sink, scratch=scratch)
+    else:
+        manifest, copied = encode(manifest)
+    with suppress(StorageExistsError):  # of an earlier attempt: what that says is there, too
         part_records.put(target.storage, part_records.of_manifest(manifest))
     return manifest, copied
 

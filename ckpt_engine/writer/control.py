@@ -29,13 +29,13 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.writer import channel as sockets
-from ckpt_engine.writer.channel import Body, Channel, Received, SocketListener
+from ckpt_engine.writer.channel import Answer, Body, Channel, Received, Reply, SocketListener
 
 if TYPE_CHECKING:
     from ckpt_engine.copy.job import RankConfig
@@ -112,18 +112,6 @@ def _reply(channel: Channel, root_url: str, deadline: float, timeout: float) -> 
 
 def _silent(root_url: str, timeout: float) -> WaitTimeoutError:
     return WaitTimeoutError(f"the writer of {root_url} did not answer within {timeout:.0f} s")
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A reply and the descriptors that go with it, which are closed when it is sent."""
-
-    body: Body
-    fds: Sequence[int] = ()
-
-
-Answer = Callable[[Body], Reply | None]
-"""What to reply to a request; None: not known yet, to be asked again. Must return at once; on the control thread."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,4 @@
-"""The writer as a process of its own, and as a thread of the trainer where no process can be started.
-
-The writer as a thread of the trainer: where no process can be started, or when asked for.
-"""
+"""Starts a writer: as a process of its own, or as a thread of the trainer where that is impossible, or asked for."""
 
 from __future__ import annotations
 
@@ -12,13 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from ckpt_engine.copy.job import ErrorRecord, WriterConfig, config_to_json
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
-from ckpt_engine.observe.events import Event
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer import channel as protocol
 from ckpt_engine.writer.channel import Body, Channel, decode, encode
@@ -101,7 +100,7 @@ class ThreadWriter(WriterClient):
                     self._mailbox.hear(channel.event(unfinished(body, self._goes_on_with_copies)))
                     self._closed.set()
             case _:
-                self._mailbox.hear(decode(encode(body)))
+                self._mailbox.hear(body)
         self._news.set()
 
     def _ended(self, broken: str | None) -> None:
@@ -361,3 +360,38 @@ def _describe(status: int | None) -> str:
         except ValueError:
             return f"was killed by signal {-status}"
     return f"ended with status {status}" if status else "has ended"
+
+
+def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], None]) -> WriterClient:
+    """Start a writer: a process, or a thread if asked for or where a process cannot be started (`emit` then says so).
+
+    Raises:
+        LeaseHeldError: another writer holds the run's lease; names it.
+        ForeignError, CorruptError, NewerFormatError: the folder is not one to write into.
+        StorageError: it cannot be written.
+        WriterError: the configuration is impossible, or the writer does not answer.
+    """
+    config = completed(config)
+    if thread:
+        return ThreadWriter.start(config, emit)
+    try:
+        return ProcessWriter.start(config, emit)
+    except CannotSpawnError as err:
+        emit(Notice("WARNING", f"snapshots are written by a thread of the trainer: {err.message}"))
+        return ThreadWriter.start(config, emit)
+
+
+def completed(config: WriterConfig) -> WriterConfig:
+    """`config` with the trainer as the holder, and with a path that means the same from every working directory."""
+    me = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.time(),
+        "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
+    }
+    tiers = tuple(replace(tier, url=_absolute(tier.url)) for tier in config.tiers)
+    return replace(config, url=_absolute(config.url), tiers=tiers, holder={**me, **config.holder})
+
+
+def _absolute(url: str) -> str:
+    return url if "://" in url else str(Path(url).expanduser().absolute())

@@ -1,6 +1,7 @@
-"""The newest complete snapshots of the trainer: kept in memory, and offered to the restarted one.
+"""The snapshots that the trainer has sent: resolved as they arrive, numbered, and the newest complete ones kept.
 
-Which arena slots abandoned calls still read: the trainer gets those back later.
+A job keeps what was said of the arena before it arrived. What is kept in memory is offered to the restarted trainer.
+Which slots abandoned calls still read is counted here, too: the trainer gets those back later.
 """
 
 from __future__ import annotations
@@ -8,19 +9,195 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
-from ckpt_engine.copy.job import ErrorRecord, RankConfig
+from ckpt_engine.copy import job as values
+from ckpt_engine.copy.job import ErrorRecord, PersistJob, RankConfig
+from ckpt_engine.copy.staged import ArenaSlot, CutLayout
 from ckpt_engine.copy.transfer import RunText
-from ckpt_engine.copy.write_snapshot import Staged
-from ckpt_engine.errors import CkptError
-from ckpt_engine.store import manifest_codec
+from ckpt_engine.copy.write_snapshot import Digests, Staged
+from ckpt_engine.errors import CkptError, WriterError
+from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.manifest import DataFile
-from ckpt_engine.writer import part_records
-from ckpt_engine.writer.channel import Beat, SpentTimes, read_fill, read_pulse, read_spent
-from ckpt_engine.writer.message_decoder import Ids, StagedJob
+from ckpt_engine.store.tree import KeySkeleton
+from ckpt_engine.writer import channel, part_records
+from ckpt_engine.writer.channel import Beat, Body, SpentTimes, read_fill, read_pulse, read_spent
+
+
+def stays() -> bool:
+    """The slot stays as it is until the trainer may fill it again."""
+    return True
+
+
+class StagedJob:
+    """A job with what it refers to. It keeps its slot until it is released as often as it was retained.
+
+    It is made with one reference.
+
+    Attributes:
+        snapshot: the id it has got, see `Ids`.
+        durable: whether it has become durable under that id.
+        failed: whether it has failed to do so.
+        problem: why the job cannot be done at all; None: it can.
+        unchanged: see `Staged`; to be set where the trainer lives and may use the slot.
+    """
+
+    def __init__(
+        self,
+        job: PersistJob,
+        slot: ArenaSlot | None,
+        layout: Callable[[], CutLayout] | None,
+        skeletons: Mapping[str, Callable[[], KeySkeleton]],
+        problem: str | None,
+    ) -> None:
+        self.job = job
+        self.problem = problem
+        self.snapshot: str | None = job.snapshot
+        self.durable = False
+        self.failed = False
+        self.unchanged: Callable[[], bool] = stays
+        self._slot = slot
+        self._layout = layout
+        self._skeletons = skeletons
+        self._digests = Digests()
+        if slot is not None:
+            slot.retain()
+
+    @property
+    def known(self) -> bool:
+        """Whether the job can be done: everything that it refers to was sent, and its step is one."""
+        return self.problem is None
+
+    @property
+    def digested(self) -> bool:
+        """Whether the digests of its bytes are known."""
+        return self._digests.known is not None
+
+    def staged(self, snapshot: str) -> Staged:
+        """What is to be written as `snapshot`.
+
+        Raises:
+            WriterError: the job cannot be done, see `problem`.
+            ValueError: it names a layout that is impossible.
+        """
+        if self._slot is None or self._layout is None or self.problem is not None:
+            raise WriterError(f"job {self.job.job} cannot be done: {self.problem}")
+        skeletons = {key: skeleton() for key, skeleton in self._skeletons.items()}
+        return Staged(self.job, snapshot, self._slot, self._layout(), skeletons, self._digests, self.unchanged)
+
+    def retain(self) -> None:
+        """Keep the slot until one more `release`."""
+        if self._slot is not None:
+            self._slot.retain()
+
+    def release(self) -> None:
+        """Let go of the slot."""
+        if self._slot is not None:
+            self._slot.release()
+
+
+class MessageDecoder:
+    """Takes the messages of one trainer, in their order, by one thread at a time. Cheap: what is sent of layouts and
+    skeletons is worked out by the thread that first needs it.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, ArenaSlot] = {}
+        self._layout: Callable[[], CutLayout] | None = None
+        self._skeletons: dict[str, Callable[[], KeySkeleton]] = {}
+
+    def take(self, body: Body, fds: Sequence[int] = ()) -> StagedJob | None:
+        """Do what a message says. The order of a `persist` or a `hold`; the caller owns it.
+
+        Args:
+            fds: what came with it; owned from now on.
+
+        Raises:
+            WriterError: a message that is not of the protocol.
+        """
+        kind = body["kind"]
+        if kind in (channel.PERSIST, channel.HOLD):
+            return self._resolve(values.job_from_json(body["job"]))
+        if kind != channel.ARENA:
+            for fd in fds:
+                os.close(fd)
+            raise WriterError(f"the writer does not know the message {kind!r}")
+        if body["slot"] is not None:
+            number, nbytes = body["slot"]
+            self._forget_slots([number])
+            self._slots[number] = ArenaSlot(fds[0], nbytes)
+        self._forget_slots(body["gone"])
+        if (layout := body["layout"]) is not None:
+            self._layout = cache(lambda: CutLayout.of(values.layout_from_json(layout)))
+        if keys := body["keys"]:
+            new = {key: cache(partial(KeySkeleton, tree)) for key, tree in body["trees"].items()}
+            self._skeletons = {key: new.get(key) or self._skeletons[key] for key in keys}
+        return None
+
+    def close(self) -> None:
+        """Let go of all slots that no order keeps. Idempotent."""
+        self._forget_slots(list(self._slots))
+
+    def _resolve(self, job: PersistJob) -> StagedJob:
+        problem: str | None = None
+        if job.slot not in self._slots:
+            problem = f"slot {job.slot} was never sent"
+        elif self._layout is None:
+            problem = "no layout was sent"
+        elif type(job.step) is not int or job.step < 0:
+            problem = f"{job.step!r:.40} is no step"
+        return StagedJob(job, self._slots.get(job.slot), self._layout, self._skeletons, problem)
+
+    def _forget_slots(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            slot = self._slots.pop(number, None)
+            if slot is not None:
+                slot.release()
+
+
+class Ids:
+    """Numbers orders. Thread safe.
+
+    `begin` MUST come before the first id: until then further tiers may still say that they have higher numbers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._begun = threading.Event()
+
+    def begin(self, seq: int) -> None:
+        """Snapshots get `seq` and higher numbers."""
+        with self._lock:
+            self._seq = max(self._seq, seq)
+        self._begun.set()
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._begun.is_set()
+
+    def of(self, order: StagedJob) -> str:
+        """The id of `order`: the one it has, or a new one, higher than all before."""
+        with self._lock:
+            if order.snapshot is None:
+                parent = names.parse_id(order.job.parent) if order.job.parent is not None else None
+                if parent is not None:
+                    # It may come from a tier that did not answer at the start.
+                    self._seq = max(self._seq, parent.seq + 1)
+                order.snapshot = names.snapshot_id(self._seq, order.job.step)
+                self._seq += 1
+            return order.snapshot
+
+    def renew(self, order: StagedJob) -> str:
+        """A new id for an order that failed: something may be left of the attempt, or even still be at work."""
+        with self._lock:
+            order.snapshot = None
+        return self.of(order)
+
 
 SHARES = 3
 """Orders that one of several ranks keeps; see `held_share`."""

@@ -10,7 +10,7 @@ its direction, its length, its kind and its bytes, with a key of that connection
 |---|---|---|
 | `keep`     | `rank`, `snapshot`, `part`, `record`, `file`, `nbytes`, the file | `ok` when it is whole; else `why` |
 | `add`      | the same but the file; `digest` of a chunk of it, and the chunk  | `ok` when it is whole; else `why` |
-| `give`     | `rank`, `snapshot`                                               | as `control.SNAPSHOT`, and the file |
+| `snapshot` | `rank`, `snapshot`                                               | as `control.SNAPSHOT`, and the file |
 | `parity`   | `snapshot`                                                       | as `control.PARITY`, and the parity |
 | `mirrored` | `rank`, `snapshot`                                               | `ok` |
 | `moved`    | `rank`, `host`, `port`: of the writer that has taken its place   | `ok` |

@@ -24,10 +24,9 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.storage.wrappers import Throttle
-from ckpt_engine.writer import channel, control, part_records
-from ckpt_engine.writer.channel import Body
-from ckpt_engine.writer.control import Answer, Reply
-from ckpt_engine.writer.message_decoder import StagedJob
+from ckpt_engine.writer import channel, part_records
+from ckpt_engine.writer.channel import Answer, Body, Reply
+from ckpt_engine.writer.memory_snapshots import StagedJob
 from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, Guests, PeerConnection, PeerShare, Server, connect, memory_file
 
@@ -135,10 +134,8 @@ class Peers:
                     line.send({"why": err.message})
                     raise  # what is left of the file is on the line
                 line.send({"ok": True})
-            case "give":
-                self._give({**request, "what": control.SNAPSHOT}, line)
-            case "parity":
-                self._give({**request, "what": control.PARITY}, line)
+            case "snapshot" | "parity":
+                self._give(request, line)
             case "mirrored":
                 self._count(str(request["snapshot"]), int(request["rank"]))
                 line.send({"ok": True})

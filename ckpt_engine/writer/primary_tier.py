@@ -16,12 +16,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_engine.copy.encode_pieces import DELTA
-from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, older_at
+from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_plan import plan
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
@@ -189,14 +187,10 @@ class PrimaryTier:
                 part_records.put(self._repository.storage, part)
 
     def _contents(self, staged: Staged) -> Plain | Encoded:
-        repository = self._repository
         if self._codec != RAW:
-            digests, seconds = staged.timed_digest()
-            source = staged.manifest(repository.run_id, digests)
-            planned = plan(source, repository, self._codec == DELTA)
-            there = older_at(repository, planned.before)
-            return Encoded(staged, repository, source, planned, self._codec, there, seconds)
-        return self._shared(staged) or Plain(staged, repository)
+            make_plan = None if self._ranks is None else self._known.plan_share
+            return encoded(staged, self._repository, self._codec, make_plan)
+        return self._shared(staged) or Plain(staged, self._repository)
 
     def _shared(self, staged: Staged) -> Encoded | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
@@ -303,8 +297,8 @@ class PrimaryTier:
         """Say to the trainer what retention did."""
         if pruned is None:
             return
-        if pruned.forgotten:
-            self._emit(SnapshotsForgotten(pruned.forgotten, pruned.collected.freed_bytes))
+        if forgotten := pruned.forgotten:
+            self._emit(SnapshotsForgotten(forgotten, pruned.collected.freed_bytes))
         for snapshot, why in pruned.not_slimmed.items():
             self._notice(f"snapshot {snapshot} keeps all its components: {why}")
         self._report(pruned.collected)

@@ -26,7 +26,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit import LOOKS, Contributing, SessionSnapshots
-from ckpt_engine.writer.message_decoder import StagedJob
+from ckpt_engine.writer.memory_snapshots import StagedJob
 
 PATIENCE_SECONDS = 5.0
 """How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import AUTO, Encoding, Tally, copy_encoded, copy_part, encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune
 from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
 from ckpt_engine.copy.write_plan import plan
-from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import Contents, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -31,13 +32,13 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
-from ckpt_engine.store.manifest import Line, SnapshotInfo
+from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, branch_id
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
-from ckpt_engine.writer.commit import Gather
+from ckpt_engine.writer.commit import Gather, give
 from ckpt_engine.writer.primary_tier import LEASE_SECONDS
 
 GUARD_SECONDS = 60.0
@@ -187,43 +188,37 @@ class SecondaryTier:
         return None
 
     def write(self, staged: Staged) -> SnapshotCommitted:
-        """Make a snapshot durable here that no nearer tier takes.
+        """Make a snapshot durable here that no nearer tier takes, as this tier stores it.
 
         Raises:
-            CkptError: it is not.
-        """
-        with self.writing(staged.cut_layout.layout.nbytes) as repository:
-            contents = Plain(staged, repository)
-            return write_snapshot(contents, self.url, self.direct.progress, self._not_undone(staged))[0]
-
-    @contextmanager
-    def writing(self, nbytes: int) -> Iterator[Repository]:
-        """The tier's repository, to write a snapshot of `nbytes` bytes into it that no nearer tier takes.
-
-        Raises:
-            WaitTimeoutError: it is not open, or busy for too long.
+            WaitTimeoutError: the tier is not open, or busy for too long.
             StorageFullError: it does not fit within the limits of the tier.
-            LeaseHeldError: the lease is lost.
+            CkptError: it is not durable.
         """
-        lease = self._lease
-        self.direct.progress.moved(GUARD_SECONDS)
+        lease, progress = self._lease, self.direct.progress
+        progress.moved(GUARD_SECONDS)
         if self._repository is None or lease is None or not self._guard.acquire(timeout=GUARD_SECONDS):
             raise WaitTimeoutError(f"{self.url} is not ready")
         try:
-            self.direct.progress.moved(LEASE_SECONDS)
+            progress.moved(LEASE_SECONDS)
             lease.check()
-            self.direct.progress.moved()
+            progress.moved()
+            codec = self.config.codec  # of `auto` nothing is known of what was not copied
+            plain = Plain(staged, self._direct)
+            contents: Contents = plain if codec in (RAW, AUTO) else encoded(staged, self._direct, codec)
             if not isinstance(self._policy, KeepAll):
                 make_room(
                     self._direct,
                     lease,
                     self._policy,
-                    nbytes,
+                    contents.new_bytes,
                     line=self.line or _NO_LINE,
                     in_flight=[info.id for info in self.waiting],
                 )
-            yield self._direct
+            kept = contents if contents.stands() else plain  # what it was to refer to may have gone for room
+            committed = write_snapshot(kept, self.url, progress, self._not_undone(staged))[0]
             self._unpruned = True
+            return committed
         finally:
             self._guard.release()
 
@@ -341,11 +336,11 @@ class SecondaryTier:
     def _transfer(self, found: CopySource, repository: Repository) -> Copied:
         """Copy it as the tier stores it. Raises as `copy_snapshot`."""
         snapshot, sink, tally = found.info.id, self._places.sink, Tally()
-        pick = self.encoding.pick(found.source, snapshot)
         if found.info.partial is not None:
             assert self._gather is not None
-            copied = self._gather.copy(found.source, repository, snapshot, sink, self._scratch())
-        elif pick is not None:
+            return self._gather.copy(found.source, repository, snapshot, self._give)
+        pick = self.encoding.pick(found.source, snapshot)
+        if pick is not None:
             copied = copy_encoded(found.source, repository, snapshot, pick, tally, sink=sink, committing=self._guarded)
         else:
             began = time.monotonic()
@@ -353,6 +348,16 @@ class SecondaryTier:
             tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
         self.encoding.done(tally)
         return copied
+
+    def _give(self, source: Repository, target: Repository, snapshot: str) -> tuple[Manifest, Copied]:
+        """See `commit.give`; as the tier stores it."""
+        sink, tally, pick, began = self._places.sink, Tally(), self.encoding.pick(source, snapshot), time.monotonic()
+        encode = None if pick is None else partial(copy_part, source, target, pick=pick, tally=tally, sink=sink)
+        manifest, copied = give(source, target, snapshot, sink, self._scratch(), encode)
+        if pick is None:
+            tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
+        self.encoding.done(tally)
+        return manifest, copied
 
     def _not_readable(self, found: CopySource, err: CopySourceError) -> None:
         """A snapshot that is gone was forgotten meanwhile; a damaged one is not asked for again there."""

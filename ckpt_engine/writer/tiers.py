@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ckpt_engine.copy.job import ErrorRecord, RankConfig, TierConfig, WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, RankConfig, WriterConfig
 from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run
 from ckpt_engine.errors import (
     CkptError,
@@ -24,7 +24,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, read_holder
-from ckpt_engine.store.manifest import RAW, Line, SnapshotInfo
+from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.base import Storage
@@ -33,7 +33,7 @@ from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
 from ckpt_engine.store.storage.wrappers import Throttle, metered
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, give, questions
+from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, questions
 from ckpt_engine.writer.replicate import PAUSES, Gate, Replicator
 from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
 from ckpt_engine.writer.tier_status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
@@ -98,7 +98,7 @@ class SecondaryTiers:
         copies = Lane(url, keeps=False)
         direct = Lane(url, ended=lambda: replicator.wake())
         gate = Gate(throttle)
-        gather = self._gather(config, gate, copies.progress)
+        gather = self._gather(gate, copies.progress)
         # Storages of their own: what stops a copy does not stop direct writes.
         places = Places(
             self._storages[number],
@@ -126,15 +126,10 @@ class SecondaryTiers:
         replicator = Replicator(tier, gate, self._emit, self._note, PAUSES)
         return replicator
 
-    def _gather(self, config: TierConfig, gate: Gate, progress: CallProgress) -> Gather | None:
+    def _gather(self, gate: Gate, progress: CallProgress) -> Gather | None:
         ranks = self._config.ranks
         if ranks is None or not ranks.places:
             return None
-        if config.codec != RAW:
-            raise WriterError(
-                f"{len(ranks.places)} nodes copy what each has to {config.url}, as it is: no codec is possible there",
-                hint="remove the codec of that tier, or let all ranks share the nearest one",
-            )
 
         def pause(seconds: float) -> None:
             progress.moved(seconds)
@@ -481,7 +476,7 @@ class NodeMemberTier(SecondaryTier):
             return False
         self.copying = info
         try:
-            give(self._nearer[0].repository, target, asked.id, self._places.sink, self._scratch())
+            self._give(self._nearer[0].repository, target, asked.id)
         except CopySourceError as err:
             if not isinstance(err.error, FormatError | StorageMissingError):
                 raise

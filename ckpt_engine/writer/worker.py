@@ -18,8 +18,7 @@ from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Noti
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.commit import Cancelled
-from ckpt_engine.writer.memory_snapshots import MemorySnapshots, held_share
-from ckpt_engine.writer.message_decoder import Ids, MessageDecoder, StagedJob, stays
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob, held_share, stays
 from ckpt_engine.writer.writer import Emit, Writer
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body, SpentTimes
 from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
-from ckpt_engine.writer.memory_snapshots import SlotReaders
-from ckpt_engine.writer.message_decoder import Ids, StagedJob
+from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
 from ckpt_engine.writer.recovery import CrashRecovery, NearestTier

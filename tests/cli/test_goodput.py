@@ -16,7 +16,8 @@ from ckpt_engine.observe.events import CLOSED, FAILED, GONE, AttemptsFound
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.store import names
 from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
-from ckpt_engine.writer.control import Control, Reply
+from ckpt_engine.writer.channel import Reply
+from ckpt_engine.writer.control import Control
 from tests.support import interpreters
 
 Ckpt = Callable[..., Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -10,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy.job import WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.copy.job import WriterConfig, job_to_json
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
-from ckpt_engine.writer.message_decoder import Ids, MessageDecoder
+from ckpt_engine.writer.memory_snapshots import Ids, MessageDecoder
 from ckpt_engine.writer.writer import Writer
 from tests.crash.explorer import Explorer
 from tests.crash.life import check
 from tests.crash.powerloss import Killed, RecordingDisk
-from tests.persist.staged import NONE, Stage, check_one
+from tests.persist.staged import Stage, check_one
 
 KEEP = 2
 
@@ -56,11 +55,7 @@ class _Session:
 
     def _drive(self, writer: Writer, intake: MessageDecoder, steps: range) -> None:
         writer.open()
-        intake.take({"kind": channel.SLOT, "slot": 0, "nbytes": self._stage.nbytes}, [os.dup(self._stage.fd)])
-        intake.take({"kind": channel.LAYOUT, "layout": layout_to_json(self._stage.layout)})
-        trees = ({"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}, {"epoch": {"$": "v", "i": 0}})
-        for number, tree in enumerate(trees, 1):
-            intake.take({"kind": channel.SKELETON, "id": number, "tree": tree})
+        intake.take(*self._stage.message())
         for step in steps:
             order = intake.take({"kind": channel.PERSIST, "job": job_to_json(self._stage.job(step))})
             assert order is not None

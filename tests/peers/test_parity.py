@@ -21,8 +21,7 @@ from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.names import session_id
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import control, part_records
-from ckpt_engine.writer.channel import Body, Received
-from ckpt_engine.writer.control import Reply
+from ckpt_engine.writer.channel import Body, Received, Reply
 from ckpt_engine.writer.parity import chunk, number_of, restore_chunk, xor_into
 from ckpt_engine.writer.peer_service import PeerConnection, connect
 from tests.peers.writers import RUN, SECRET, Writer, meet, until

@@ -204,7 +204,7 @@ def test_a_request_that_is_none_ends_its_connection_and_nothing_else(echo: Echo,
 def random_message(chance: random.Random) -> bytes:
     values: list[Any] = [None, -1, 0, 1 << 70, 1e308, "x" * 999, [], {}, True, [[[[]]]], {"nbytes": 1 << 62}]
     keys = ["what", "nbytes", "rank", "snapshot", "part", "file", "digest", "record", "name", "start", "host", "port"]
-    whats = ["keep", "add", "give", "parity", "mirrored", "moved", "read", "manifest", "?"]
+    whats = ["keep", "add", "snapshot", "parity", "mirrored", "moved", "read", "manifest", "?"]
     body = {key: chance.choice(values) for key in chance.sample(keys, chance.randrange(len(keys)))}
     if chance.random() < 0.8:
         body["what"] = chance.choice(whats)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from typing import Any
 
-from ckpt_engine.copy.job import RankConfig, job_to_json, layout_to_json
+from ckpt_engine.copy.job import RankConfig, job_to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.ranks.world import neighbours
 from ckpt_engine.store.names import session_id
 from ckpt_engine.writer import channel
-from ckpt_engine.writer.message_decoder import MessageDecoder, StagedJob
+from ckpt_engine.writer.memory_snapshots import MessageDecoder, StagedJob
 from ckpt_engine.writer.peers import Peers
-from tests.persist.staged import NONE, WAIT_SECONDS, Stage
+from tests.persist.staged import WAIT_SECONDS, Stage
 
 RUN = RunText("0" * 32, b"{}")
 SECRET = "session"
@@ -44,11 +43,7 @@ class Writer:
         self.stage = Stage(nbytes)
         self.intake = MessageDecoder()
         self.orders: list[StagedJob] = []
-        self.intake.take({"kind": channel.SLOT, "slot": 0, "nbytes": self.stage.nbytes}, [os.dup(self.stage.fd)])
-        self.intake.take({"kind": channel.LAYOUT, "layout": layout_to_json(self.stage.layout)})
-        weight = {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}
-        self.intake.take({"kind": channel.SKELETON, "id": 1, "tree": weight})
-        self.intake.take({"kind": channel.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+        self.intake.take(*self.stage.message())
 
     def _intact(self, order: StagedJob) -> bool:
         intact = not self.changes

@@ -12,8 +12,8 @@ import pytest
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.store.storage.object_requests import GrowingPauses
 from ckpt_engine.writer import tiers, writer
-from ckpt_engine.writer.client import WriterClient, completed
-from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
+from ckpt_engine.writer.client import WriterClient
+from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.tiered import Run
 from tests.support import interpreters

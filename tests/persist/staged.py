@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.copy.job import EntryLayout, JobDone, Layout, PersistJob
+from ckpt_engine.copy.job import ArenaNews, EntryLayout, JobDone, Layout, PersistJob, layout_to_json
 from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.client import Message, WriterClient
 
 WAIT_SECONDS = 60.0
@@ -37,7 +39,7 @@ class Stage:
         for name, dtype, code, shape, size in rows:
             entries.append(EntryLayout(name, dtype, shape, code, offset, size))
             offset += size
-        self.layout = Layout(1, len(header), offset, tuple(entries))
+        self.layout = Layout(len(header), offset, tuple(entries))
         self.nbytes = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create("test-arena", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.nbytes)
@@ -47,10 +49,25 @@ class Stage:
 
     def share(self, client: WriterClient) -> None:
         """Send the client everything jobs refer to."""
-        client.attach_slot(self.slot, self.fd, self.nbytes)
-        client.define_layout(self.layout)
-        client.define_skeleton(1, {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE, "also": NONE})
-        client.define_skeleton(2, {"step": {"$": "tensor", "entry": "step"}, "epoch": {"$": "v", "i": 0}})
+        client.describe(self.news())
+
+    def news(self) -> ArenaNews:
+        """What says all that jobs refer to."""
+        trees = {
+            "model": {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE, "also": NONE},
+            "loop": {"step": {"$": "tensor", "entry": "step"}, "epoch": {"$": "v", "i": 0}},
+        }
+        return ArenaNews((self.slot, self.fd, self.nbytes), (), self.layout, tuple(trees), trees)
+
+    def attach(self, client: WriterClient) -> None:
+        """Send the client this slot only."""
+        client.describe(ArenaNews((self.slot, self.fd, self.nbytes)))
+
+    def message(self, slot: int | None = None) -> tuple[Body, list[int]]:
+        """What `share` sends, perhaps under another number, and its descriptors."""
+        news, number = self.news(), self.slot if slot is None else slot
+        said = {"gone": (), "layout": layout_to_json(self.layout), "keys": news.keys, "trees": news.trees}
+        return {"kind": channel.ARENA, "slot": [number, self.nbytes], **said}, [os.dup(self.fd)]
 
     def fill(self, step: int) -> None:
         """Put the state of `step` into the slot."""
@@ -65,8 +82,6 @@ class Stage:
         fields: dict[str, Any] = {
             "job": self.jobs,
             "slot": self.slot,
-            "layout": 1,
-            "tree": (("model", 1), ("loop", 2)),
             "values": {"loop": [step // 10], "model": []},
             "step": step,
             "epoch": step // 10,

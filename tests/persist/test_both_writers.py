@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.copy.job import JobDone
+from ckpt_engine.copy.job import ArenaNews, JobDone
 from ckpt_engine.errors import ForeignError, LeaseHeldError, NotAFolderError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten, WriterLost
 from ckpt_engine.store.repository import Repository
@@ -76,7 +76,7 @@ def test_a_failed_job_is_told_and_the_next_one_works(writers: Writers, stage: St
     """An error inside a job fails that job only, with its cause."""
     client = writers.start()
     stage.share(client)
-    bad = [stage.job(1, layout=99), stage.job(2, values={}), stage.job(3, notes={"x": float("nan")})]
+    bad = [stage.job(1, slot=99), stage.job(2, values={}), stage.job(3, notes={"x": float("nan")})]
     heard: list[Message] = []
     for job in bad:
         client.submit(job)
@@ -224,7 +224,7 @@ def test_a_slot_can_be_replaced_and_forgotten(writers: Writers, stage: Stage) ->
     second = bigger.job(2)
     client.submit(second)
     assert outcome(client, second.job).ok
-    client.forget(slots=[0], layouts=[1], skeletons=[1, 2])
+    client.describe(ArenaNews(gone=(0,)))
     third = bigger.job(3)
     client.submit(third)
     done = outcome(client, third.job)
@@ -238,7 +238,7 @@ def test_a_slot_smaller_than_promised_fails_the_job(writers: Writers, stage: Sta
     """Mapping beyond the end of a file would kill the writer; it looks at the file first."""
     client = writers.start()
     stage.share(client)
-    client.attach_slot(0, stage.fd, stage.nbytes * 2)
+    client.describe(ArenaNews((0, stage.fd, stage.nbytes * 2)))
     job = stage.job(1)
     client.submit(job)
     done = outcome(client, job.job)
@@ -252,7 +252,7 @@ def test_closing_finishes_what_is_queued(writers: Writers, stage: Stage) -> None
     client = writers.start(keep={"last": 1})
     stage.share(client)
     other = Stage(slot=1)
-    client.attach_slot(1, other.fd, other.nbytes)
+    other.attach(client)
     client.submit(stage.job(1))
     other.jobs = 1
     client.submit(other.job(2))

@@ -20,10 +20,9 @@ import pytest
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import WaitTimeoutError, WriterError
 from ckpt_engine.writer import channel, control
-from ckpt_engine.writer.channel import Body, name_of
-from ckpt_engine.writer.control import Control, ControlHandlers, Reply, ask
-from ckpt_engine.writer.memory_snapshots import MemorySnapshots
-from ckpt_engine.writer.message_decoder import Ids
+from ckpt_engine.writer.channel import Body, Reply, name_of
+from ckpt_engine.writer.control import Control, ControlHandlers, ask
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots
 from tests.persist.staged import WAIT_SECONDS
 
 NOBODY = 65534

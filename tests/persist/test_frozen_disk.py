@@ -67,7 +67,7 @@ def test_a_frozen_first_tier_stops_nobody(
     client.submit(jobs[0])
     done = outcome(client, jobs[0].job, heard)
     assert done.ok and done.slot_held
-    client.attach_slot(second.slot, second.fd, second.nbytes)
+    second.attach(client)
     for step in (3, 4):
         job = second.job(step)
         client.submit(job)

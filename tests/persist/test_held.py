@@ -6,13 +6,13 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_engine.copy.job import RankConfig, WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.copy.job import RankConfig, WriterConfig, job_to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import GONE, Requested
@@ -22,8 +22,7 @@ from ckpt_engine.writer import channel, control, part_records
 from ckpt_engine.writer.channel import Pulse, read_pulse
 from ckpt_engine.writer.client import Mailbox
 from ckpt_engine.writer.control import ControlHandlers
-from ckpt_engine.writer.memory_snapshots import MemorySnapshots, Offer, held_share
-from ckpt_engine.writer.message_decoder import Ids, Lazy, MessageDecoder, StagedJob
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, Offer, StagedJob, held_share
 from ckpt_engine.writer.worker import Worker
 from ckpt_engine.writer.writer import Writer
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
@@ -38,19 +37,16 @@ class Trainer:
         self.stage = stage
         self.intake = MessageDecoder()
         self.orders: list[StagedJob] = []
-        self.share()
+        self.intake.take(*stage.message())
 
-    def share(self) -> None:
-        self.take(channel.SLOT, [os.dup(self.stage.fd)], slot=0, nbytes=self.stage.nbytes)
-        self.take(channel.LAYOUT, layout=layout_to_json(self.stage.layout))
-        self.take(channel.SKELETON, id=1, tree={"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE})
-        self.take(channel.SKELETON, id=2, tree={"epoch": {"$": "v", "i": 0}})
-
-    def take(self, kind: str, fds: list[int] | None = None, **body: Any) -> StagedJob | None:
-        return self.intake.take({"kind": kind, **body}, fds or ())
+    def say(self, fds: Sequence[int] = (), **changes: Any) -> None:
+        """What is new of the arena: nothing but these changes."""
+        same: dict[str, Any] = {"slot": None, "gone": [], "layout": None, "keys": [], "trees": {}}
+        self.intake.take({"kind": channel.ARENA, **same, **changes}, fds)
 
     def hold(self, step: int, **changes: Any) -> StagedJob:
-        order = self.take(channel.HOLD, job=job_to_json(dataclasses.replace(self.stage.job(step), **changes)))
+        job = dataclasses.replace(self.stage.job(step), **changes)
+        order = self.intake.take({"kind": channel.HOLD, "job": job_to_json(job)})
         assert order is not None
         self.orders.append(order)
         return order
@@ -95,33 +91,47 @@ def offered(held: MemorySnapshots) -> Offer:
     return offer
 
 
-def test_an_order_keeps_what_its_numbers_stood_for(sending: Trainer) -> None:
-    """Whatever is forgotten or replaced afterwards, under the same numbers."""
+def test_an_order_keeps_what_it_was_sent_with(sending: Trainer) -> None:
+    """Whatever is forgotten or replaced afterwards."""
     order = sending.hold(3)
-    sending.take(channel.LAYOUT, layout={"id": 1, "header_nbytes": 0, "nbytes": 0, "entries": []})
-    sending.take(channel.SKELETON, id=1, tree={"other": {"$": "v", "i": 0}})
-    sending.take(channel.SLOT, [os.memfd_create("other")], slot=0, nbytes=1)
-    sending.take(channel.FORGET, slots=[0], layouts=[1], skeletons=[1, 2])
+    layout = {"header_nbytes": 0, "nbytes": 0, "entries": [], "structure": ""}
+    sending.say([os.memfd_create("other")], slot=[0, 1], layout=layout, keys=["x"], trees={"x": {"$": "v", "i": 0}})
+    sending.say(gone=[0])
     staged = order.staged("00000001-s0000000003-00000000")
     assert list(staged.manifest("run", staged.digest()).entries) == ["model.weight", "step", "model.none"]
     with staged.slot.image(staged.data.nbytes) as image:
         assert bytes(image[-16:-8]) == weight_bytes(3, 8)
 
 
-def test_an_order_that_names_nothing_says_so(sending: Trainer) -> None:
-    """Slot, layout or skeleton: none of them becomes a snapshot."""
-    for changes in ({"slot": 9}, {"layout": 9}, {"tree": (("model", 9),)}):
-        order = sending.hold(1, **changes)
-        assert not order.known
-        with pytest.raises(WriterError, match="9 was never sent"):
-            order.staged("x")
+def test_what_is_not_sent_again_is_as_before(sending: Trainer) -> None:
+    """A key that is new, in the order that is said; the skeletons of the others stay, and so does the layout."""
+    sending.say(keys=["loop", "more", "model"], trees={"more": [NONE]})
+    staged = sending.hold(30, values={"loop": [3]}).staged("00000001-s0000000030-00000000")
+    manifest = staged.manifest("run", staged.digest())
+    assert list(manifest.tree) == ["loop", "more", "model"]
+    assert (manifest.tree["loop"]["epoch"], manifest.tree["more"]) == (3, [NONE])
+    sending.say(keys=["loop"])
+    assert list(sending.hold(40).staged("00000002-s0000000040-00000000").skeletons) == ["loop"]
+
+
+def test_an_order_that_names_nothing_says_so(sending: Trainer, stage: Stage) -> None:
+    """A slot that was not sent, or the slot alone: neither becomes a snapshot."""
+    order = sending.hold(1, slot=9)
+    assert not order.known
+    with pytest.raises(WriterError, match="9 was never sent"):
+        order.staged("x")
+    sending.intake.close()
+    sending.intake = MessageDecoder()
+    sending.say([os.dup(stage.fd)], slot=[0, stage.nbytes])
+    with pytest.raises(WriterError, match="no layout was sent"):
+        sending.hold(1).staged("x")
 
 
 def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
     """The descriptor of a slot is open as long as an order of it is, and no longer."""
     before = files()
     order = sending.hold(1)
-    sending.take(channel.FORGET, slots=[0], layouts=[], skeletons=[])
+    sending.say(gone=[0])
     assert files() == before
     sending.orders.remove(order)
     order.retain()
@@ -129,18 +139,6 @@ def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
     assert files() == before
     order.release()
     assert files() == before - 1
-
-
-def test_a_lazy_value_is_made_once_when_it_is_needed() -> None:
-    """And raises each time what making it raises."""
-    made: list[int] = []
-    lazy = Lazy(lambda: made.append(1) or 7)  # type: ignore[func-returns-value]
-    assert made == []
-    assert (lazy.get(), lazy.get(), made) == (7, 7, [1])
-    broken = Lazy(lambda: 1 // 0)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            broken.get()
 
 
 def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
@@ -157,7 +155,7 @@ def test_what_is_held_is_replaced_by_what_is_newer(sending: Trainer, held: Memor
     """What was held before is let go."""
     first, second = sending.hold(1), sending.hold(2)
     held.hold(first)
-    sending.take(channel.FORGET, slots=[0], layouts=[], skeletons=[])
+    sending.say(gone=[0])
     sending.orders.remove(first)
     first.release()
     held.hold(second)
@@ -358,10 +356,7 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     worker.start()
     second = Stage(slot=1)
     for each in (stage, second):
-        worker.put({"kind": channel.SLOT, "slot": each.slot, "nbytes": each.nbytes}, [os.dup(each.fd)])
-    worker.put({"kind": channel.LAYOUT, "layout": layout_to_json(stage.layout)})
-    worker.put({"kind": channel.SKELETON, "id": 1, "tree": {"a": NONE}})
-    worker.put({"kind": channel.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+        worker.put(*each.message())
     worker.put({"kind": channel.PERSIST, "job": job_to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
     worker.put({"kind": channel.HOLD, "job": job_to_json(second.job(2))})
@@ -387,7 +382,7 @@ def share(ids: Ids) -> Iterator[MemorySnapshots]:
 def hold_in(sending: Trainer, share: MemorySnapshots, slot: int, step: int) -> str:
     """Hold a snapshot of `step` in a slot; its id, which the ranks have given it."""
     snapshot = session_id("session", step, step)
-    sending.take(channel.SLOT, [os.dup(sending.stage.fd)], slot=slot, nbytes=sending.stage.nbytes)
+    sending.intake.take(*sending.stage.message(slot))
     share.hold(sending.hold(step, slot=slot, job=step, snapshot=snapshot))
     return snapshot
 

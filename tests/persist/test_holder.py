@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ckpt_engine.copy.job import WriterConfig
-from ckpt_engine.writer.client import completed
+from ckpt_engine.writer.launch import completed
 
 
 def test_the_lease_names_the_script_but_none_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_digests_are_those_of_the_pieces() -> None:
     rows = PIECE_BYTES // 1000 + 5
     big = EntryLayout("big", "uint8", (rows, 1000), "U8", 16, rows * 1000)
     small = EntryLayout("small", "uint8", (3,), "U8", 16 + big.nbytes, 3)
-    layout = Layout(1, 16, small.offset + 3, (big, small))
+    layout = Layout(16, small.offset + 3, (big, small))
     image = memoryview(bytes(range(251)) * (layout.nbytes // 251 + 1))[: layout.nbytes]
     cut_layout = CutLayout.of(layout)
     entries = cut_layout.entries(Digesting(image, cut_layout).result())
@@ -118,7 +118,7 @@ def test_digests_are_those_of_the_pieces() -> None:
 
 def test_abandoned_digesting_lets_go_of_the_memory() -> None:
     """After `abandon` the image can be released, which the next mapping of a slot needs."""
-    layout = Layout(1, 0, 1 << 20, (EntryLayout("x", "uint8", (1 << 20,), "U8", 0, 1 << 20),))
+    layout = Layout(0, 1 << 20, (EntryLayout("x", "uint8", (1 << 20,), "U8", 0, 1 << 20),))
     buffer = bytearray(1 << 20)
     image = memoryview(buffer)
     Digesting(image, CutLayout.of(layout)).abandon()
@@ -138,15 +138,15 @@ def test_abandoned_digesting_lets_go_of_the_memory() -> None:
 def test_a_layout_that_contradicts_itself_is_refused(entry: EntryLayout) -> None:
     """Instead of reading outside the slot."""
     with pytest.raises(ValueError, match="entry 'x'"):
-        CutLayout.of(Layout(1, 8, 32, (entry,)))
+        CutLayout.of(Layout(8, 32, (entry,)))
 
 
-JOB = PersistJob(7, 0, 1, (("m", 1), ("l", 2)), {"m": [1, None]}, 5, None, "end", {"l": 0.5}, 1.5, 2.5, "p", {"n": []})
+JOB = PersistJob(7, 0, {"m": [1, None]}, 5, None, "end", {"l": 0.5}, 1.5, 2.5, "p", {"n": []})
 
 
 def test_values_survive_the_wire() -> None:
     """Every value is equal to itself after JSON."""
-    layout = Layout(3, 8, 32, (EntryLayout("a", "float32", (1, 2), "F32", 8, 8),))
+    layout = Layout(8, 32, (EntryLayout("a", "float32", (1, 2), "F32", 8, 8),))
     done = JobDone(4, None, ErrorRecord("CKPT301", "full", "free space"))
     config = WriterConfig("/x", keep={"last": 2}, holder={"pid": 1})
     assert layout_from_json(decode(encode(layout_to_json(layout)))) == layout
@@ -173,7 +173,7 @@ def test_a_lost_writer_fails_its_open_jobs_once() -> None:
     """Acknowledged jobs keep their outcome; each open one fails; `WriterLost` comes last and once."""
     mailbox = Mailbox("tier")
     for number in (1, 2):
-        assert mailbox.expect(PersistJob(number, 0, 1, (), {}, 5, None, "x", {}, 0.0, 0.0))
+        assert mailbox.expect(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
     mailbox.hear({"kind": channel.DONE, "done": done_to_json(JobDone(1, "a"))})
     assert not mailbox.drain(0.0)
     mailbox.lose(ErrorRecord("CKPT600", "gone"), expected=False)

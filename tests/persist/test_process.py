@@ -23,8 +23,8 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.client import Message, open_client
-from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.client import Message
+from ckpt_engine.writer.launch import ThreadWriter, open_client
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.support import interpreters
@@ -300,7 +300,7 @@ SCRIPT = """
     with open(COUNT, "a") as file: file.write("run\\n")
     sys.path[:0] = [REPOSITORY, *PACKAGES]
     from ckpt_engine.copy.job import WriterConfig
-    from ckpt_engine.writer.client import open_client
+    from ckpt_engine.writer.launch import open_client
     from tests.persist.staged import Stage, outcome
     stage = Stage()
     client = open_client(WriterConfig(ROOT), thread=False, emit=lambda event: sys.exit(str(event)))

@@ -19,8 +19,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.client import completed
-from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.launch import ThreadWriter, completed
 from tests.persist.passing import until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, sent, steps

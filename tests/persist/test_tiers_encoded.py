@@ -13,7 +13,7 @@ from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.errors import StorageFullError
-from ckpt_engine.observe.events import SnapshotReplicated, TierDegraded
+from ckpt_engine.observe.events import SnapshotCommitted, SnapshotReplicated, TierDegraded
 from ckpt_engine.store import names
 from ckpt_engine.store.codecs.codec import get_codec
 from ckpt_engine.store.container import build_header, digest
@@ -48,6 +48,26 @@ def used_bytes(root: Path) -> int:
         with suppress(FileNotFoundError):  # retention goes on behind what was copied
             found += path.stat().st_size if path.is_file() else 0
     return found
+
+
+@pytest.mark.parametrize("codec", ["zstd", "delta"])
+def test_what_the_nearest_tier_does_not_take_is_stored_encoded_by_the_next_one(run: Run, codec: str) -> None:
+    """As its copies are, with what it has already; and the nearest one goes on when it works."""
+    run.start(run.tier(codec=codec, keep={"last": 9}))
+    run.save(1)
+    run.until_copied(1)
+    run.weather[run.near].down("put")
+    for step in (2, 3):
+        run.save(step)
+    committed = [event for event in run.all(SnapshotCommitted) if event.tier == f"file://{run.far}"]
+    assert [event.step for event in committed] == [2, 3]
+    assert all(event.written_bytes < 24 << 10 for event in committed)
+    run.weather[run.near].up()
+    run.save(4)
+    run.until_copied(4)
+    run.close()
+    assert decoded_steps(run.far) == [1, 2, 3, 4]
+    assert steps(run.near) == [1, 4]
 
 
 def test_a_tier_stores_its_copies_encoded(run: Run) -> None:

@@ -46,7 +46,7 @@ def second(run: Run) -> Iterator[Stage]:
 def use(run: Run, stage: Stage) -> None:
     """From now on snapshots are staged in this slot."""
     assert run.client is not None
-    run.client.attach_slot(stage.slot, stage.fd, stage.nbytes)
+    stage.attach(run.client)
     run.stage = stage
 
 

@@ -11,8 +11,8 @@ from ckpt_engine.observe.events import SnapshotCommitted, TierDegraded, TierReco
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import watchdog
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.writer.client import Message, completed
-from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.client import Message
+from ckpt_engine.writer.launch import ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
@@ -42,7 +42,7 @@ def test_a_store_that_accepts_and_never_answers_stops_nobody(
     stage.share(client)
     second = Stage(slot=1)
     second.jobs = 100
-    client.attach_slot(second.slot, second.fd, second.nbytes)
+    second.attach(client)
     heard: list[Message] = []
     first = stage.job(1)
     client.submit(first)

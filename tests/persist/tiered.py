@@ -14,8 +14,8 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.writer.client import Message, completed
-from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.client import Message
+from ckpt_engine.writer.launch import ThreadWriter, completed
 from ckpt_engine.writer.tier_status import TierStatus, read_status
 from tests.persist.faulty import Faulty, Weather
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome

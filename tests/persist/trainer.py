@@ -26,7 +26,8 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.errors import WriterError
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.client import WriterClient, completed
+from ckpt_engine.writer.client import WriterClient
+from ckpt_engine.writer.launch import completed
 from tests.persist.staged import Stage
 
 STORM_KEEP = 5

@@ -13,9 +13,9 @@ import pytest
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Notice, SnapshotReplicated, TierDegraded
 from ckpt_engine.store import names
+from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
@@ -197,16 +197,23 @@ def test_a_part_whose_data_is_gone_is_asked_for_again(tmp_path: Path) -> None:
     nothing_left(tmp_path)
 
 
-def test_a_codec_of_a_further_tier_is_refused(tmp_path: Path) -> None:
-    """At the start, on all ranks."""
-    nodes = Nodes(tmp_path, (0, 1), tiers=[{"url": str(tmp_path / "far"), "codec": "zstd"}])
-
-    def start(rank: int) -> None:
-        with pytest.raises(WriterError, match="no codec is possible there"):
-            nodes.ranks[rank].engine.start()
-
-    on_all(start, 2)
+@pytest.mark.parametrize("codec", ["byteplane-zstd", "delta"])
+def test_a_shared_tier_encodes_what_nodes_send(tmp_path: Path, codec: str) -> None:
+    """Each node encodes its part by itself; the whole comes back as it was saved."""
+    nodes = Nodes(tmp_path, NODES, tiers=[{"url": str(tmp_path / "far"), "codec": codec}])
+    for step in (1, 2):
+        nodes.save(step)
+        until(lambda step=step: far(tmp_path).ids()[-1:] and far(tmp_path).ids()[-1].step == step)
     nodes.close()
+    repository = far(tmp_path)
+    newest = repository.read(repository.ids()[-1].id)
+    assert (newest.info.step, newest.info.partial) == (2, None)
+    assert newest.info == nodes.whole(2).info
+    used = {(piece.codec, names.data_rank(newest.files[piece.file].name)) for _, piece in stored_pieces(newest)}
+    assert {rank for kind, rank in used if kind != "raw"} == {0, 2}, used
+    nothing_left(tmp_path)
+    with Checkpointer(tmp_path / "far") as alone:
+        check(alone.load(), 2, 0)
 
 
 def test_who_starts_alone_where_a_node_was_copies_nothing_of_its_part(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, Snapsho
 from ckpt_engine.snapshot import writer_link
 from ckpt_engine.state.compatibility import require_size
 from ckpt_engine.store import names
+from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -86,6 +87,30 @@ def test_every_rank_gets_back_what_it_saved(tmp_path: Path, size: int) -> None:
     assert [info.step for info in again[0].snapshots()] == [1, 2]
     assert not list((tmp_path / "run" / "parts").iterdir())
     close_all(again)
+
+
+@pytest.mark.parametrize("codec", ["byteplane-zstd", "delta"])
+def test_the_nearest_tier_encodes_every_share(tmp_path: Path, codec: str) -> None:
+    """Each rank refers to what it has stored before, and all get back what they saved, one process alone too."""
+    tiers = [{"url": str(tmp_path / "run"), "codec": codec}]
+    ranks = open_ranks(None, 2, tiers=tiers, keep={"last": 1})
+    for step, of in ((1, 1), (2, 2), (3, 2)):
+        handles = on_all(lambda rank, step=step, of=of: ranks[rank].save(state_of(of, rank), step=step), 2)
+        for handle in handles:
+            handle.wait(60)
+    close_all(ranks)
+    repository = Repository(LocalStorage(str(tmp_path / "run")))
+    manifest = repository.read(repository.ids()[-1].id)
+    stored = {(piece.codec, manifest.files[piece.file].name) for _, piece in stored_pieces(manifest)}
+    assert {names.data_rank(name) for kind, name in stored if kind != "raw"} == {0, 1}
+    owners = {(names.data_rank(name), owner.seq) for _, name in stored if (owner := names.data_owner(name))}
+    assert owners >= {(0, 2), (1, 2)}
+    assert all(seq >= 2 for _, seq in owners)
+    for size in (2, 1):
+        again = open_ranks(tmp_path / "run", size)
+        for rank, state in enumerate(on_all(lambda rank, again=again: again[rank].load(), size)):
+            check(state, 2, rank)
+        close_all(again)
 
 
 def test_a_share_is_its_part_of_the_bytes_and_a_safetensors_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.client import completed
+from ckpt_engine.writer.launch import completed
 from tests.persist.staged import Stage
 from tests.store.samples import save
 

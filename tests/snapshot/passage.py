@@ -24,7 +24,7 @@ def filled_tree(capture: CapturedState) -> dict[str, Any]:
             return values[node["i"]] if node.get("$") == "v" else {k: fill(v, values) for k, v in node.items()}
         return node
 
-    tree = {ref.key: fill(ref.tree, list(capture.values[ref.key])) for ref in capture.plan.skeletons}
+    tree = {key: fill(one, list(capture.values[key])) for key, one in capture.plan.trees.items()}
     return json.loads(json.dumps(tree))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob
+from ckpt_engine.copy.job import ArenaNews, ErrorRecord, JobDone, PersistJob
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.snapshot import pipeline
@@ -45,19 +45,14 @@ class FakeWriter:
         self.lock = threading.RLock()
         """Jobs come from the copier's threads: a writer has one or has not when it dies."""
 
-    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
-        self.slots[slot] = os.dup(fd)
+    def describe(self, news: ArenaNews) -> None:
+        if news.slot is not None:
+            slot, fd, _ = news.slot
+            self.slots[slot] = os.dup(fd)
+        if news.layout is not None:
+            self.nbytes = news.layout.nbytes
 
     def attach_pulse(self, fd: int) -> None: ...
-
-    def define_layout(self, layout: Layout) -> None:
-        self.nbytes = layout.nbytes
-
-    def define_skeleton(self, skeleton_id: int, tree: Any) -> None: ...
-
-    def forget(
-        self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()
-    ) -> None: ...
 
     def content(self, slot: int) -> bytes:
         return os.pread(self.slots[slot], self.nbytes, 0)

@@ -12,8 +12,7 @@ from ckpt_engine.config import load_config
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe.events import Notice, SnapshotFailed, SnapshotsForgotten
 from ckpt_engine.store.retention import policy_from, preflight
-from ckpt_engine.writer.client import completed
-from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.launch import ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
 PAGE = (Path(__file__).parents[2] / "docs/retention.md").read_text()

@@ -62,6 +62,7 @@ def require_room(manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _memory(nbytes: int) -> mmap.mmap:
+    """Private: of shared memory the pages are small, and reading around the page cache takes twice as long."""
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as err:
@@ -316,7 +317,9 @@ class _Filler:
         """Of this thread."""
         kept: mmap.mmap | None = getattr(self._buffers, use, None)
         if kept is None or len(kept) < nbytes:
-            kept = mmap.mmap(-1, max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            kept = _memory(max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            host_memory.advise(kept)
+            host_memory.populate(address_of(memoryview(kept)), len(kept))
             setattr(self._buffers, use, kept)
         # Views are never released by hand: frames of an error that was caught may still hold parts of them.
         return memoryview(kept)[:nbytes]
@@ -390,7 +393,8 @@ class Memory:
                     return found
                 spare.append(found)
         except IndexError:
-            made = mmap.mmap(-1, -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
+            made = _memory(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
+            host_memory.advise(made)
             host_memory.populate(address_of(memoryview(made)), len(made))
             return made
         finally:

@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Every process of a test or of the demo would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow test-oldest lint docs bench wheel clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt

@@ -123,7 +123,7 @@ class AdaptiveCheckpoint(Tracker):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A run belongs to one accelerator and one process, so a copy has not begun."""
-        return UnstartedCheckpoint, (self._config, self.epoch, self.global_step, self.resumed_batches)
+        return UnstartedCheckpoint, (self._run.config, self.epoch, self.global_step, self.resumed_batches)
 
     def release(self) -> None:
         """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""

@@ -14,8 +14,7 @@ from ckpt_engine.config.sections import Log
 from ckpt_engine.errors import CkptError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.curves import Curves
-from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotStaged
-from ckpt_engine.observe.metrics import RunMetrics, RunTimes
+from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.places import place_of
@@ -28,47 +27,18 @@ BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_a
 
 
 class Telemetry:
-    """Keeps the newest numbers of one run; an event sink, used on the training thread only.
+    """Shows the numbers of one run. Training thread only.
 
     Args:
-        cadence: where the interval, the overhead and the age of the last durable snapshot come from.
-        times: where goodput comes from.
+        metrics: the numbers.
+        cadence: where the interval and the age of the last durable snapshot come from.
         options: what is shown.
     """
 
-    def __init__(self, cadence: Cadence, times: RunTimes, options: Log) -> None:
+    def __init__(self, metrics: RunMetrics, cadence: Cadence, options: Log) -> None:
+        self._metrics = metrics
         self._cadence = cadence
         self._options = options
-        self._durable_step: int | None = None
-        self._metrics = RunMetrics(cadence, times)
-        self._nbytes = 0
-        self._stall_seconds = 0.0
-
-    def emit(self, event: Event) -> None:
-        self._metrics.emit(event)
-        if isinstance(event, SnapshotStaged):
-            self._nbytes = event.nbytes
-        elif isinstance(event, SnapshotCommitted):
-            self._durable_step = event.step
-
-    def took(self, stall_seconds: float) -> None:
-        """A snapshot blocked training for so long; the fence comes on top."""
-        self._stall_seconds = stall_seconds
-
-    def fenced(self, seconds: float) -> None:
-        """The newest snapshot's fence blocked training for so long."""
-        self._stall_seconds += seconds
-
-    def plain_numbers(self) -> dict[str, float]:
-        """Everything known. Any thread: each number is right, all of them together may be of two moments."""
-        return self._metrics.numbers() | {
-            "stall_seconds": self._stall_seconds,
-            "snapshot_bytes": float(self._nbytes),
-        }
-
-    def numbers(self) -> dict[str, float]:
-        """Everything known, by logger name."""
-        return {f"ckpt/{name}": value for name, value in self.plain_numbers().items()}
 
     def batch_ended(self, trainer: pl.Trainer, internals: LightningInternals) -> None:
         """The progress bar shows the newest numbers, and loggers get them when they get all others."""
@@ -82,21 +52,22 @@ class Telemetry:
         Args:
             step: on the loggers' own axis.
         """
-        numbers = self.numbers()
+        numbers = {f"ckpt/{name}": value for name, value in self._metrics.numbers().items()}
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=step)
 
     def show(self, bar: dict[str, Any]) -> None:
         """Put the step of the newest durable snapshot into the progress bar's table, and what else the options ask."""
-        if self._options.bar != "off" and self._durable_step is not None:
-            bar["ckpt"] = str(self._durable_step)  # of a number the bar shows but three digits
-        if self._options.bar != "full" or not self._nbytes:
+        metrics = self._metrics
+        if self._options.bar != "off" and metrics.durable_step is not None:
+            bar["ckpt"] = str(metrics.durable_step)  # of a number the bar shows but three digits
+        if self._options.bar != "full" or not metrics.snapshot_bytes:
             return
-        bar["ckpt_stall_ms"] = round(1e3 * self._stall_seconds, 1)
-        bar["ckpt_MB"] = round(self._nbytes / 1e6, 1)
+        bar["ckpt_stall_ms"] = round(1e3 * metrics.stall_seconds, 1)
+        bar["ckpt_MB"] = round(metrics.snapshot_bytes / 1e6, 1)
         if (interval := self._cadence.interval_steps) is not None:
             bar["ckpt_every"] = float(interval)
-        if self._metrics.committed:
+        if metrics.committed:
             bar["ckpt_age_s"] = float(round(self._cadence.age_of_last_durable()))
 
     def hide(self, bar: dict[str, Any]) -> None:

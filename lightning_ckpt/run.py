@@ -18,18 +18,15 @@ from ckpt_engine.config.live import LiveFile
 from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
-from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
+from ckpt_engine.loop.boundary import RunInstant, TrainingRun
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.loop.loops import Taker
-from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, ended_by, prepare_share
-from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, losses_of
-from ckpt_engine.observe.events import SystemClock
-from ckpt_engine.observe.log import FanOutSink, LogSink
+from ckpt_engine.loop.stopping import losses_of
+from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.stage import StepFence, copies_lazily
+from ckpt_engine.snapshot.stage import StepFence
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.failing_fit import FailingFit, FenceGuard, FitStepStart, StopWatch, finish_again
@@ -62,16 +59,10 @@ class FitRun:
         self._owner = owner
         self._internals = LightningInternals(trainer)
         self._internals.probe()
-        sinks, clock = FanOutSink(LogSink()), SystemClock()
         ranks = ranks_of(trainer, module)
         self.engine = Engine(config, ranks=ranks)
         self.engine.live = live
         require_alike(self.engine)
-        self.engine.events = sinks
-        self.cadence = cadence_of(cadence_settings(config), clock, self.engine)
-        self.telemetry = Telemetry(self.cadence, self.engine.times, config.log)
-        sinks.add(self.cadence)
-        sinks.add(self.telemetry)
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
@@ -81,22 +72,21 @@ class FitRun:
         self._begun = self._validated = self._announced_optimizers = self._end_taken = self._report_due = False
         self._skip_batches = 0
         self._capture = FitCapture(self._internals, trainer, module, ranks)
-        self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
-        self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._losses = losses_of(config)
-        self.stopping = Stopping(
+        self._run = TrainingRun(
             self.engine,
-            self.cadence,
-            sinks,
+            "lightning",
+            trainer.strategy.root_device,
+            self._capture.is_lazy,
             _log,
-            numbers=self.telemetry.plain_numbers,
             ends_with=SIGTERMException,
             losses=self._losses,
             rollbacks=rollbacks,
         )
-        self._taker = Taker(self.engine, self.cadence, _log)
+        self.cadence, self.stopping = self._run.cadence, self._run.stopping
+        self.telemetry = Telemetry(self._run.metrics, self.cadence, config.log)
         self._halt = self.stopping.halt
         self._shared = self._halt.shared
         self._given: Any = None
@@ -107,7 +97,6 @@ class FitRun:
         self._failing = FailingFit(
             trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit
         )
-        self._saved: SaveHandle | None = None
         self._not_saved = ""
 
     # ---- connecting
@@ -167,7 +156,7 @@ class FitRun:
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
-                self.cadence.restore(learned, failure=ended_by(self.engine))
+                self._run.resume(learned)
         self._announce()
         self.cadence.start(self.step)
         self.engine.times.begin()
@@ -185,11 +174,8 @@ class FitRun:
         self._validated = True
         self._stop.after()
         if self._validation_began is not None:
-            seconds = time.monotonic() - self._validation_began
-            self.cadence.exclude(seconds)
-            self.engine.times.waited("validation", seconds)
+            self._run.evaluated(time.monotonic() - self._validation_began)
             self._validation_began = None
-        self.cadence.validation_ended()
 
     def batch_started(self) -> None:
         """The first batch of a resumed run was fetched: its report is final."""
@@ -235,11 +221,8 @@ class FitRun:
 
     def fence(self) -> None:
         """Wait until lazily copied tensors may change."""
-        seconds = self.engine.before_update()
         self._failing.last.changes()
-        if seconds:
-            self.cadence.fence(seconds)
-            self.telemetry.fenced(seconds)
+        self._run.complete_copies()
 
     # ---- the loops
 
@@ -275,36 +258,26 @@ class FitRun:
             self.resume.at_first_fetch()
         if self._skip_batches:
             self._skip_batches -= self._internals.skip_batches(self._skip_batches)
-        self.engine.poll()
-        if self._prepare_share is not None:
-            self.cadence.background(self.engine.prepare_seconds)
-        step = self.step
-        if (stop := self.stopping.boundary(step)) is not None:
-            raise self.stopping.end(stop, self._take_here)
         self._given = self._internals.combined_position
-        self._config = self.stopping.edited(self._config)
-        self.engine.begin_step(step + 1)
-        reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
-        vetoed = self.stopping.vetoed(due=reason is not None)
-        if reason is None:
-            self._announce()
-        else:
-            position = self._position()
-            obstacle = "loss spike" if vetoed else run_state.postponed(position)
-            if obstacle is None and not self.engine.ready():
-                obstacle = "busy"
-            if obstacle is None:
-                self._take(kind_of(position), reason, step)
-                return
-            self.cadence.skipped(step, obstacle)
-        if self.engine.memory and self.cadence.memory_due(step):
-            self._take_into_memory(step)
-            self.cadence.memory_over(step)
+        self._run.boundary(self.step, self)
 
-    def _take_into_memory(self, step: int) -> None:
-        position = self._position()
-        if run_state.postponed(position) is None and self.engine.ready(durable=False):
-            self._take(kind_of(position), MEMORY, step, durable=False)
+    # ---- boundary.Here
+
+    def end(self, stop: Stop) -> BaseException:
+        return self.stopping.end(stop, self._take_here)
+
+    def decided(self, *, due: bool) -> None:
+        if not due:
+            self._announce()
+
+    def obstacle(self) -> str | None:
+        return run_state.postponed(self._position())
+
+    def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
+        handle = self._run.take(self._instant(kind_of(self._position())), reason, durable=durable)
+        if handle is not None and durable:
+            self._announced_optimizers |= self._optimizers_have_state
+        return handle
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
@@ -334,7 +307,7 @@ class FitRun:
         self._stop.before()
         if self._active and self._internals.ends_mid_epoch:
             self.stopping.training_over(self.step)
-            if self._config.at_end:
+            if self._run.config.at_end:
                 # A longer run would go on in this epoch, so this must be captured before anything sees its end.
                 self._take_at_end(BoundaryKind.STOPPED)
 
@@ -343,7 +316,7 @@ class FitRun:
         if not self._active:
             return
         self.stopping.training_over(self.step)
-        if self._config.at_end and not self._end_taken:
+        if self._run.config.at_end and not self._end_taken:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(BoundaryKind.FINISHED)
 
@@ -357,9 +330,7 @@ class FitRun:
             return
         self._halt.fail()
         try:
-            self._not_saved = save_last(
-                self._failing.step, self._last_boundary, self._saved, self.engine, self.stopping
-            )
+            self._not_saved = save_last(self._failing.step, self._last_boundary, self._run)
         except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
             self._not_saved = f"the last step is not saved: {type(err).__name__}: {err}"
 
@@ -370,17 +341,12 @@ class FitRun:
         before = self._failing.before()
         if self.stopping.suspicious():
             raise ImpossibleError(f"the loss of step {before.step} is far above the usual ones")
-        return lambda: self._take(before.kind, "exception", before.step, before=before)
+        return lambda: self._run.take(self._instant(before.kind, before), "exception")
 
     def _take_at_end(self, kind: BoundaryKind) -> None:
         self._end_taken = True
         reason = self.cadence.ended(self.step) or "end"
-        if not self.engine.ready() and not self.engine.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
-            _log.error("the final state was not saved: earlier snapshots are still being written")
-            self.engine.miss(self.step, "busy")
-            return
-        self._take(kind, reason, self.step)
-        self.fence()  # other callbacks may replace the weights right after this hook
+        self._run.take_at_end(self._instant(kind), reason)  # other callbacks may replace the weights right after this
 
     def _take_on_signal(self) -> None:
         # Lightning also raises in the middle of a validation, where averaged weights may stand in for the real ones.
@@ -389,8 +355,8 @@ class FitRun:
         if not self.engine.ready() and not self.engine.wait(0.0):
             return
         kind = kind_of(self._position()) if self._internals.in_epoch else BoundaryKind.FINISHED
-        self._take(kind, "signal", self.step)
-        self.fence()
+        self._run.take(self._instant(kind), "signal")
+        self._run.complete_copies()
 
     def _take_here(self, reason: str) -> SaveHandle | None:
         """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
@@ -398,47 +364,22 @@ class FitRun:
             _log.error("no snapshot of step %d: FSDP1 keeps the gradients of an accumulation to itself", self.step)
             self.engine.miss(self.step, "accumulating")
             return None
-        return self._take(kind_of(self._position()), reason, self.step)
+        return self.take(reason, durable=True)
 
-    def _take(
-        self, kind: BoundaryKind, reason: str, step: int, *, durable: bool = True, before: FitStepStart | None = None
-    ) -> SaveHandle | None:
-        if self.stopping.vetoed(due=True):
-            if durable:
-                _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
-                self.engine.miss(step, "loss spike")
-                self.cadence.skipped(step, "loss spike")
-            return None
-        began = time.perf_counter()
-        notes = {
-            "trainer": "lightning",
-            "kind": kind.value,
-            "batch": self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch,
-            **sharded.notes(self._trainer),
-        }
-
-        def state() -> dict[str, Any]:
-            notes.update(self.resume.curves())  # the time it takes is part of the stall
-            return self._state(kind, before)
-
-        handle = self._taker.take(
-            state,
-            step=step,
-            durable=durable,
+    def _instant(self, kind: BoundaryKind, before: FitStepStart | None = None) -> RunInstant:
+        batch = self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch
+        return RunInstant(
+            step=self.step if before is None else before.step,
             epoch=self._trainer.current_epoch,
-            reason=reason,
+            state=lambda: self._state(kind, before),
             metrics=run_state.numbers(self._internals),
-            lazy=self._lazy,
-            notes=notes,
+            notes=lambda: {
+                "kind": kind.value,
+                "batch": batch,
+                **sharded.notes(self._trainer),
+                **self.resume.curves(),
+            },
         )
-        if handle is None:
-            return None
-        self.telemetry.took(time.perf_counter() - began)
-        if durable:
-            self.stopping.taken()
-            self._saved = handle
-            self._announced_optimizers |= self._optimizers_have_state
-        return handle
 
     def _state(self, kind: BoundaryKind, before: FitStepStart | None = None) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals
@@ -477,9 +418,7 @@ class FitRun:
             return
         if self._optimizers_have_state or self._internals.batches_in_total == 1 or self.resume.pending:
             self._announced_optimizers = self._optimizers_have_state
-            state = self._state(BoundaryKind.PLAIN)
-            self.engine.prepare(state, lazy=self._lazy, share=self._prepare_share)
-            self.cadence.announce(self.engine.snapshot_bytes)
+            self._run.prepare(self._state(BoundaryKind.PLAIN))
 
     @property
     def _optimizers_have_state(self) -> bool:

@@ -34,7 +34,7 @@ from ckpt_engine.audit.source import of_framework
 from ckpt_engine.data import rng
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Packer, own_values
-from ckpt_engine.loop.components import OWN_KEY
+from ckpt_engine.loop.components import OWN_KEY, managed
 from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.world import Ranks
@@ -156,20 +156,21 @@ class FitCapture:
         self._managed = None
         return state
 
-    def lazy(self) -> LazyLeaves:
-        """A predicate for the engine; one object for the whole run."""
-        return LazyLeaves(self)
+    def is_lazy(self, path: tuple[Any, ...]) -> bool:
+        """Whether this leaf changes in an optimizer step only: an optimizer's parameter or state.
 
-    def managed(self) -> frozenset[int]:
-        """Addresses of the parameters that optimizers manage, as of the last `state`."""
+        Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever
+        their owner likes (momentum encoders do it in forward), so these are not lazy.
+        """
+        if path[0] == "optimizer_states":
+            return len(path) > 2 and path[2] == "state"
+        weights = self._weights.get(path[0])
+        if weights is None or len(path) != 2:
+            return False
         if self._managed is None:
-            self._managed = frozenset(
-                sharding.here(parameter).data_ptr()
-                for optimizer in self._trainer.optimizers
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            )
-        return self._managed
+            self._managed = frozenset(sharding.here(one).data_ptr() for one in managed(self._trainer.optimizers))
+        live = sharding.here(weights[path[1]])
+        return live.numel() > 0 and live.data_ptr() in self._managed
 
     def _order(self) -> GradientOrder:
         """Lightning wraps the model after this object was made."""
@@ -212,27 +213,6 @@ def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind, *, accumulating:
     elif kind is BoundaryKind.STOPPED:
         for span in ("total", "current"):
             fit_loop["epoch_progress"][span]["processed"] -= 1
-
-
-class LazyLeaves:
-    """True for leaves that change in an optimizer step only: its parameters and its state.
-
-    Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever their
-    owner likes (momentum encoders do it in forward), so these are not lazy.
-    """
-
-    def __init__(self, capture: FitCapture) -> None:
-        self._capture = capture
-
-    def __call__(self, path: tuple[Any, ...]) -> bool:
-        if path[0] == "optimizer_states":
-            return len(path) > 2 and path[2] == "state"
-        weights = self._capture._weights.get(path[0])
-        if weights is None or len(path) != 2:
-            return False
-        tensor = weights[path[1]]
-        live = sharding.here(tensor)
-        return live.numel() > 0 and live.data_ptr() in self._capture.managed()
 
 
 _META_FIELDS = (

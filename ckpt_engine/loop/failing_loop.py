@@ -21,17 +21,13 @@ from ckpt_engine.audit.attributes import Frozen
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.audit.source import of_framework
 from ckpt_engine.data import rng
-from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, WaitTimeoutError
-from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop import components
+from ckpt_engine.loop.boundary import RunInstant, TrainingRun
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, Counters, Surroundings, managed
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.loop.loops import Taker
-from ckpt_engine.loop.stopping import Stopping
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.sharding import here
 
 _EACH_ELEMENTS = 16
@@ -66,71 +62,22 @@ class StepStart:
     attributes: Mapping[str, Frozen]
 
 
-class Saver:
-    """Takes the snapshot of a loop that ends by an exception.
-
-    Args:
-        engine: of the run.
-        taker: takes its snapshots.
-        stopping: knows how long may be waited.
-        cadence: of the run.
-        lazy: what changes in optimizer steps only.
-        trainer: for the snapshot's notes.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        taker: Taker,
-        stopping: Stopping,
-        cadence: Cadence,
-        lazy: LazyPredicate | None,
-        trainer: str,
-    ) -> None:
-        self.engine, self.stopping = engine, stopping
-        self._taker, self._cadence, self._lazy, self._trainer = taker, cadence, lazy, trainer
-
-    def take(self, state: Callable[[Mapping[str, Any]], dict[str, Any]], before: StepStart) -> SaveHandle | None:
-        """Take it.
-
-        Args:
-            state: makes the tree, with these of our own entries.
-            before: the boundary.
-        """
-        return self._taker.take(
-            lambda: state({"cadence": self._cadence.state()}),
-            step=int(before.own["step"]),
-            durable=True,
-            epoch=before.own["epoch"],
-            reason="exception",
-            metrics=before.own["metrics"],
-            lazy=self._lazy,
-            notes={"trainer": self._trainer, "batch": before.own["batch"], **before.counters.notes()},
-        )
-
-
-def save_last(
-    step: int,
-    find: Callable[[], Callable[[], SaveHandle | None]],
-    saved: SaveHandle | None,
-    engine: Engine,
-    stopping: Stopping,
-) -> str:
+def save_last(step: int, find: Callable[[], Callable[[], SaveHandle | None]], run: TrainingRun) -> str:
     """Save the last boundary unless that is done; what came of it. Of several ranks each saves its part.
 
     Args:
         step: of that boundary.
         find: returns what takes the snapshot; both raise ImpossibleError where that boundary cannot be had.
-        saved: the newest snapshot that was taken to be durable.
-        engine, stopping: of the run.
+        run: of the loop.
     """
+    engine, saved = run.engine, run.saved
     try:
         take = find()
         if saved is not None and saved.step == step:
-            found = _outcome(saved, engine, stopping)
+            found = _outcome(saved, run)
             if saved.error is None:
                 return found
-        if not engine.ready() and not engine.wait(stopping.seconds_left(EXCEPTION_WAIT_SECONDS)):
+        if not engine.ready() and not engine.wait(run.stopping.seconds_left(EXCEPTION_WAIT_SECONDS)):
             engine.miss(step, "busy")
             return f"step {step} is not saved: earlier snapshots are still being written"
         handle = take()
@@ -138,18 +85,18 @@ def save_last(
         engine.miss(step, str(err))
         return f"the last boundary is not saved: {err}"
     engine.before_update()
-    return f"step {step} is not saved" if handle is None else _outcome(handle, engine, stopping)
+    return f"step {step} is not saved" if handle is None else _outcome(handle, run)
 
 
-def _outcome(handle: SaveHandle, engine: Engine, stopping: Stopping) -> str:
+def _outcome(handle: SaveHandle, run: TrainingRun) -> str:
     """What comes of the snapshot of the last boundary, which is waited for as long as there is time.
 
     A snapshot of several ranks exists once the writer of one of them has found the parts of all. That one may find the
     last of them when its trainer is gone; and what it does not find in time is found at the next start.
     """
-    step, ranks = handle.step, engine.ranks
+    step, ranks = handle.step, run.engine.ranks
     try:
-        handle.wait(stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
+        handle.wait(run.stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
     except CkptError as err:
         if ranks is None or not isinstance(err, WaitTimeoutError):
             return str(err)
@@ -167,17 +114,15 @@ class FailingLoop:
         capture: makes the state tree.
         audit: of the run.
         surroundings: what runs the loop.
-        saver: takes the snapshot.
+        run: takes the snapshot.
     """
 
     def __init__(
-        self, parts: Components, capture: LoopCapture, audit: Audit, surroundings: Surroundings, saver: Saver
+        self, parts: Components, capture: LoopCapture, audit: Audit, surroundings: Surroundings, run: TrainingRun
     ) -> None:
         self._parts, self._capture = parts, capture
-        self._audit, self._surroundings, self._saver = audit, surroundings, saver
-        self.last: LastBoundary[StepStart] = LastBoundary(self._make, saver.engine.config.overhead)
-        self.saved: SaveHandle | None = None
-        """Of the newest snapshot that was taken to be durable."""
+        self._audit, self._surroundings, self._run = audit, surroundings, run
+        self.last: LastBoundary[StepStart] = LastBoundary(self._make, run.config.overhead)
         self._step = 0
         self._around = sys.exception()
         """Being handled while all of this trains: it does not end the loop."""
@@ -218,22 +163,29 @@ class FailingLoop:
         Args:
             error: None: the process ends, and the loop was not closed.
         """
-        saver, expected = self._saver, error is not None and error is self._around
-        if self._ended or expected or isinstance(error, CkptError) or saver.stopping.halt.over:
+        stopping, expected = self._run.stopping, error is not None and error is self._around
+        if self._ended or expected or isinstance(error, CkptError) or stopping.halt.over:
             return
         self._ended = True
-        saver.stopping.halt.fail()
+        stopping.halt.fail()
         try:
-            found = save_last(self._step, self._find, self.saved, saver.engine, saver.stopping)
+            found = save_last(self._step, self._find, self._run)
         except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
             found = f"the last boundary is not saved: {type(err).__name__}: {err}"
         self.last.missed("an exception has ended the loop")
-        saver.stopping.failed(error, found)
+        stopping.failed(error, found)
 
     def _find(self) -> Callable[[], SaveHandle | None]:
         """Raises ImpossibleError where the last boundary cannot be had."""
         before = self._before()
-        return lambda: self._saver.take(lambda more: self._state(before, more), before)
+        instant = RunInstant(
+            step=int(before.own["step"]),
+            epoch=before.own["epoch"],
+            state=lambda: self._state(before),
+            metrics=before.own["metrics"],
+            notes=lambda: {"batch": before.own["batch"], **before.counters.notes()},
+        )
+        return lambda: self._run.take(instant, "exception")
 
     def _before(self) -> StepStart:
         before, tensors = self.last.record(), self._tensors
@@ -249,10 +201,10 @@ class FailingLoop:
         require_finite(self._parts.optimizers.values())
         return before
 
-    def _state(self, before: StepStart, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, before: StepStart) -> dict[str, Any]:
         own = {
             **before.own,
-            **more,
+            "cadence": self._run.cadence.state(),
             "rng": before.streams(),
             "surroundings": before.counters.dump(),
             "flags": self._tensors.flags(before.modes),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
-from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.errors import CkptError
+from ckpt_engine.loop.boundary import TrainingRun
 from ckpt_engine.loop.components import managed
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.shape import (
@@ -29,7 +28,6 @@ from ckpt_engine.loop.shape import (
     place_of,
 )
 from ckpt_engine.snapshot import arguments
-from ckpt_engine.snapshot.save_request import SaveHandle
 
 _MOST_LOOKS = 64
 _MANY_STEPS = 50
@@ -274,7 +272,7 @@ class LoopProgress:
 
     _engine: Engine
     _log: logging.Logger
-    _cadence: Cadence
+    _run: TrainingRun
     _feeds: list[Feed]
     _training: Feed | None
     _resumed: Feed | None
@@ -315,9 +313,7 @@ class LoopProgress:
 
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
-        self._cadence.exclude(seconds)
-        self._engine.times.waited("validation", seconds)
-        self._cadence.validation_ended()
+        self._run.evaluated(seconds)
 
     def close(self) -> None:
         """`finish`, then wait until everything is durable.
@@ -351,57 +347,3 @@ class LoopProgress:
         """Numbers that a loop may count along with the tracker."""
         delivered = 0 if feed is None else feed.delivered
         return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
-
-
-class Taker:
-    """Takes the snapshots of one loop. Training thread only.
-
-    Args:
-        engine: takes them.
-        cadence: hears of each.
-        log: of the adapter.
-    """
-
-    def __init__(self, engine: Engine, cadence: Cadence, log: logging.Logger) -> None:
-        self._engine = engine
-        self._cadence = cadence
-        self._log = log
-        self._took = False
-
-    def take(self, state: Callable[[], Any], *, step: int, durable: bool, **options: Any) -> SaveHandle | None:
-        """A snapshot of `step`; None: there is none, and that was said.
-
-        Args:
-            state: makes the state; its time counts as part of the stall.
-            step: of the run.
-            durable: False: into memory only.
-            options: more of `Checkpointer.save`.
-
-        Raises:
-            LeaseHeldError: another process writes this run.
-            StorageError, WriterError: with `on_error: raise`, as `Checkpointer.save`.
-            UnstorableLeafError: the same, and if it is the first one: then it is for the user to mend now.
-        """
-        began = time.perf_counter()
-        try:
-            captured = state()
-            self._engine.times.waited("stall", time.perf_counter() - began)
-            handle = self._engine.save(captured, step=step, durable=durable, **options)
-        except (StorageError, WriterError, UnstorableLeafError) as err:
-            wrong = isinstance(err, UnstorableLeafError) and not self._took
-            if wrong or isinstance(err, LeaseHeldError) or self._engine.config.on_error == "raise":
-                raise
-            self._log.error("no snapshot of step %d: %s", step, err)
-            self._cadence.skipped(step, "error")
-            return None
-        stall = time.perf_counter() - began
-        if handle.skipped is not None:
-            if durable:
-                self._cadence.skipped(step, "busy")
-            return None
-        self._took = True
-        if durable:
-            self._cadence.taken(step, stall)
-        else:
-            self._cadence.held(step, stall)
-        return handle

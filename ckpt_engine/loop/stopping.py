@@ -23,7 +23,6 @@ from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_settings
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink
-from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.divergence import Divergence, LossGuard, On, StaleWatch
 from ckpt_engine.preempt.stop_plan import Board
 from ckpt_engine.preempt.stop_requests import Stop
@@ -51,13 +50,12 @@ class Stopping:
         cadence: of the run.
         sinks: gets this run's events, and takes those of what watches it.
         log: of the adapter.
-        numbers: for the status page; called on threads. None: those of `RunMetrics`.
+        numbers: for the status page; called on threads.
         ends_with: makes of an exit code the exception that ends the run.
         losses: judges the losses that the adapter gives; None: it gives none.
         rollbacks: where a run that has diverged goes back, if it may.
 
     Attributes:
-        numbers: as given, or those of `RunMetrics`.
         watch: knows of requests to stop, and of what is durable.
         halt: ends the run.
 
@@ -71,21 +69,17 @@ class Stopping:
         cadence: Cadence,
         sinks: FanOutSink,
         log: logging.Logger,
+        numbers: Callable[[], Mapping[str, float]],
+        ends_with: Callable[[int], BaseException],
         *,
-        numbers: Callable[[], Mapping[str, float]] | None = None,
-        ends_with: Callable[[int], BaseException] = SystemExit,
-        losses: Losses | None = None,
-        rollbacks: Rollbacks | None = None,
+        losses: Losses | None,
+        rollbacks: Rollbacks | None,
     ) -> None:
         self._engine, self._sinks, self._log, self._losses = engine, sinks, log, losses
         self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks)
         self._rank = None if engine.ranks is None else engine.ranks.rank
         if losses_of(engine.config) is not None and losses is None:
             log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")
-        if numbers is None:
-            sinks.add(metrics := RunMetrics(cadence, engine.times))
-            numbers = metrics.numbers
-        self.numbers = numbers
         self._board = Board(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
         self._edits = Edits(engine.live, cadence, self.watch, log)
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)

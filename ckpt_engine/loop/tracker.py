@@ -15,21 +15,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt_engine.audit.audit import Audit, read_by_loading, roots_of_loader
 from ckpt_engine.audit.carried import calls_now, objects_used
 from ckpt_engine.engine import Engine
-from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
+from ckpt_engine.loop.boundary import RunInstant, TrainingRun
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, GradientWatch, Surroundings, device_of
-from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError, Saver
+from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
-from ckpt_engine.loop.loops import LoopProgress, Loops, Taker
-from ckpt_engine.loop.rank_decisions import Take, cadence_of, cadence_settings, ended_by, prepare_share
+from ckpt_engine.loop.loops import LoopProgress, Loops
+from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
-from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, uncaught
-from ckpt_engine.observe.events import SystemClock
-from ckpt_engine.observe.log import FanOutSink
+from ckpt_engine.loop.stopping import uncaught
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.stage import StepFence, copies_lazily
+from ckpt_engine.snapshot.stage import StepFence
 
 _UNSEEN_STEPS = 100
 _UNSEEN = (
@@ -70,24 +68,16 @@ class Tracker(LoopProgress):
         begins_at: int | None = None,
     ) -> None:
         self._engine = engine
-        self._config = engine.config
         self._parts = parts
         self._surroundings = surroundings
-        self._trainer = trainer
         self._log = logging.getLogger(f"ckpt_engine.{trainer}")
         self.metrics = {}
-        self._cadence = cadence_of(cadence_settings(self._config), SystemClock(), engine)
-        engine.events = sinks = FanOutSink(engine.events, self._cadence)
-        self._stopping = Stopping(engine, self._cadence, sinks, self._log)
-        self._taker = Taker(engine, self._cadence, self._log)
-        device = device_of(parts)
         self._capture = LoopCapture(parts, engine.ranks)
+        self._run = TrainingRun(engine, trainer, device_of(parts), self._capture.is_lazy, self._log)
+        self._stopping = self._run.stopping
         self._outside = calls_now()
-        self._audit = Audit(self._config.hidden, self._audited, self._log, ahead=self._ahead)
-        self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
-        self._share = prepare_share(self._config, device)
-        saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
-        self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, saver)
+        self._audit = Audit(engine.config.hidden, self._audited, self._log, ahead=self._ahead)
+        self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, self._run)
         self._steps, self._boundaries_missed = begins_at or 0, 0
         self._counted = self._dirty = False
         self._stepped: set[int] = set()
@@ -112,7 +102,7 @@ class Tracker(LoopProgress):
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
         engine.tenure.release = self._abandoned
-        self._cadence.start(self._steps)
+        self._run.cadence.start(self._steps)
         self._stopping.start(self._steps)
 
     # ---- what the loop reads and calls
@@ -140,7 +130,7 @@ class Tracker(LoopProgress):
         """
         self._failing.last.changes()
         self._say_what_is_skipped()
-        self._complete_copies()
+        self._run.complete_copies()
 
     def finish(self, *, complete: bool | None = None) -> None:
         """Take the final snapshot if training is complete, and leave the loop's objects as they were found.
@@ -164,7 +154,7 @@ class Tracker(LoopProgress):
                 self._log.error(
                     "resumed at step %d, and the loop asked for batches and has trained on none", self._steps
                 )
-            if complete and self._config.at_end:
+            if complete and self._run.config.at_end:
                 self._take_at_end()
             elif not complete and error is not None:
                 self.failed_with(error)
@@ -200,7 +190,7 @@ class Tracker(LoopProgress):
 
     def numbers(self) -> dict[str, float]:
         """What snapshots have cost so far, as loggers get it: `ckpt/stall_seconds` and so on. Any thread."""
-        return {f"ckpt/{name}": value for name, value in self._stopping.numbers().items()}
+        return {f"ckpt/{name}": value for name, value in self._run.metrics.numbers().items()}
 
     def failed_with(self, error: BaseException | None) -> None:
         """See `FailingLoop.end`. Never raises."""
@@ -234,7 +224,7 @@ class Tracker(LoopProgress):
             self._audit.begin("batch")
             self._resume.at_first_fetch()
             self._gradients.install()  # a pass that sees none does not use up the saved position
-            self._cadence.start(self._steps)
+            self._run.cadence.start(self._steps)
             self._arrive(feed)
         elif self._restoring and feed is self._training:
             self._arrive(feed)
@@ -271,7 +261,7 @@ class Tracker(LoopProgress):
         if feed is self._resumed:
             self._resumed = None
         if feed.trained:
-            self._complete_copies()  # averaged weights may be swapped in for an evaluation
+            self._run.complete_copies()  # averaged weights may be swapped in for an evaluation
             self._failing.left()
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
@@ -302,9 +292,6 @@ class Tracker(LoopProgress):
     # ---- boundaries
 
     def _boundary(self, feed: Feed | None) -> None:
-        self._engine.poll()
-        if self._share is not None:
-            self._cadence.background(self._engine.prepare_seconds)
         self._counted = False
         self._boundaries_missed = 0
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
@@ -313,20 +300,8 @@ class Tracker(LoopProgress):
         if obstacle is None:
             for one in self._due:
                 one.interior = one.delivered > 0
-        self._engine.begin_step(self._steps + 1)
-        stop = self._stopping.boundary(self._steps)
-        if stop is not None and obstacle is None and not (feed is not None and is_at_end(feed.state())):
-            raise self._end(stop, lambda reason: self._take(reason, feed, self._positions()))
-        self._config = self._stopping.edited(self._config)
-        reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
         self._audit.stepped()
-        self._audit.boundary(self._counters(feed), taking=reason is not None)
-        if reason is None:
-            self._announce(feed)
-        taken = reason is not None and self._take_unless(obstacle, reason, feed)
-        if not taken and obstacle is None and self._engine.memory and self._cadence.memory_due(self._steps):
-            self._take_unless(None, MEMORY, feed, durable=False)
-            self._cadence.memory_over(self._steps)
+        self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
         if obstacle is None:
             self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped)
         else:
@@ -339,21 +314,6 @@ class Tracker(LoopProgress):
             self._due.add(around)
             self._recent.add(around)
 
-    def _take_unless(self, obstacle: str | None, reason: str, feed: Feed | None, *, durable: bool = True) -> bool:
-        """Take a snapshot, for good or into memory only, unless there is an obstacle; whether that was tried."""
-        if obstacle is None and not self._engine.ready(durable=durable):
-            obstacle = "busy"
-        if obstacle is None:
-            states = self._positions()
-            if feed is not None and is_at_end(states[feed.name]):
-                obstacle = "end of an epoch"
-            else:
-                self._take(reason, feed, states, durable=durable)
-                return True
-        if durable:
-            self._cadence.skipped(self._steps, obstacle)
-        return False
-
     def _end(self, stop: Stop, take: Take) -> BaseException:
         """See `Stopping.end`; after it signals are the script's again, which may not end with the exception."""
         try:
@@ -362,44 +322,20 @@ class Tracker(LoopProgress):
             self._stopping.close()
 
     def _take_at_end(self) -> None:
-        if (reason := self._cadence.ended(self._steps)) is None:
-            return
-        if not self._engine.ready() and not self._engine.wait(self._stopping.seconds_left(END_WAIT_SECONDS)):
-            self._log.error("the final state was not saved: earlier snapshots are still being written")
-            return
-        states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
-        self._take(reason, self._training, states, finished=True)
-        self.before_update()
+        if (reason := self._run.cadence.ended(self._steps)) is not None:
+            states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
+            self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
 
-    def _take(
-        self,
-        reason: str,
-        feed: Feed | None,
-        states: Mapping[str, Any],
-        *,
-        finished: bool = False,
-        durable: bool = True,
-    ) -> SaveHandle | None:
+    def _instant(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> RunInstant:
         self._announced = True
         batch = 0 if feed is None else feed.trained_on
-        handle = self._taker.take(
-            lambda: self._state(feed, states, finished=finished),
+        return RunInstant(
             step=self._steps,
-            durable=durable,
             epoch=self.epoch,
-            reason=reason,
+            state=lambda: self._state(feed, states, finished=finished),
             metrics=self.metrics,
-            lazy=self._lazy,
-            notes={"trainer": self._trainer, "batch": batch, **self._surroundings.now().notes()},
+            notes=lambda: {"batch": batch, **self._surroundings.now().notes()},
         )
-        if handle is not None and durable:
-            self._stopping.taken()
-            self._failing.saved = handle
-        return handle
-
-    def _complete_copies(self) -> None:
-        if seconds := self._engine.before_update():
-            self._cadence.fence(seconds)
 
     def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
@@ -407,14 +343,16 @@ class Tracker(LoopProgress):
             return None
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         states = self._positions()
-        return None if obstacle or is_at_end(states[feed.name]) else self._take(reason, feed, states)
+        if obstacle or is_at_end(states[feed.name]):
+            return None
+        return self._run.take(self._instant(feed, states), reason)
 
     def _positions(self) -> dict[str, Any]:
         return self._resume.waiting | self._loops.positions()
 
     def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         own = self._own(feed, states, finished=finished) | {
-            "cadence": self._cadence.state(),
+            "cadence": self._run.cadence.state(),
             "surroundings": self._surroundings.now().dump(),
             "flags": {name: components.dump_flags(module) for name, module in self._parts.modules.items()},
         }
@@ -458,8 +396,7 @@ class Tracker(LoopProgress):
             return
         self._announced = True
         state = self._state(feed, self._positions())
-        self._engine.prepare(state, lazy=self._lazy, share=self._share)
-        self._cadence.announce(self._engine.snapshot_bytes)
+        self._run.prepare(state)
 
     # ---- resuming
 
@@ -472,7 +409,7 @@ class Tracker(LoopProgress):
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
         if own["cadence"] is not None:
-            self._cadence.restore(own["cadence"], failure=ended_by(self._engine))
+            self._run.resume(own["cadence"])
         if own["training"] is not None:
             self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
             self._resumed_batches = self._training.delivered
@@ -511,3 +448,36 @@ class Tracker(LoopProgress):
         for feed in self._feeds:
             feed.release()
         self._sources.clear()
+
+
+class _LoopBoundary:
+    """A boundary of a tracked loop: what `TrainingRun` asks there.
+
+    Args:
+        feed: the loader that is asked for the next batch; None: the loop announces the boundary itself.
+        obstacle: why no snapshot can be taken, as far as that is known already.
+    """
+
+    def __init__(self, tracker: Tracker, feed: Feed | None, obstacle: str | None) -> None:
+        self._tracker, self._feed, self._obstacle = tracker, feed, obstacle
+        self._states: Mapping[str, Any] = {}
+
+    def end(self, stop: Stop) -> BaseException | None:
+        if self.obstacle() is not None:
+            return None
+        return self._tracker._end(stop, lambda reason: self.take(reason, durable=True))
+
+    def decided(self, *, due: bool) -> None:
+        self._tracker._audit.boundary(self._tracker._counters(self._feed), taking=due)
+        if not due:
+            self._tracker._announce(self._feed)
+
+    def obstacle(self) -> str | None:
+        if self._obstacle is None:
+            self._states = self._tracker._positions()
+            if self._feed is not None and is_at_end(self._states[self._feed.name]):
+                self._obstacle = "end of an epoch"
+        return self._obstacle
+
+    def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
+        return self._tracker._run.take(self._tracker._instant(self._feed, self._states), reason, durable=durable)

@@ -250,6 +250,9 @@ class RunMetrics:
         self._cadence = cadence
         self._times = times
         self.stall_seconds = 0.0
+        self.snapshot_bytes = 0
+        self.durable_step: int | None = None
+        """Of the newest durable snapshot."""
         self.latency_seconds = 0.0
         self.written_bytes = 0
         self.committed = 0
@@ -263,9 +266,10 @@ class RunMetrics:
     def emit(self, event: Event) -> None:
         match event:
             case SnapshotStaged():
-                self.stall_seconds = event.stall_seconds
+                self.snapshot_bytes = event.nbytes
             case SnapshotCommitted():
                 self.committed += 1
+                self.durable_step = event.step
                 self.written_bytes += event.written_bytes
                 self.latency_seconds = event.latency_seconds
             case SnapshotFailed():
@@ -283,15 +287,20 @@ class RunMetrics:
             case _:
                 pass
 
-    def numbers(self) -> dict[str, float]:
-        """The current values, without a prefix.
+    def stalled(self, seconds: float) -> None:
+        """The newest snapshot has blocked training for so long until now, its fence included."""
+        self.stall_seconds = seconds
 
-        `stall_seconds` and `latency_seconds` are those of the newest snapshot; `written_bytes`, `committed`,
-        `skipped` and `failed` count since the start; `interval_steps` is missing while there is none. `replicated`,
-        `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
+    def numbers(self) -> dict[str, float]:
+        """The current values, without a prefix. Any thread: each is right, all of them may be of two moments.
+
+        `stall_seconds`, `snapshot_bytes` and `latency_seconds` are those of the newest snapshot; `written_bytes`,
+        `committed`, `skipped` and `failed` count since the start; `interval_steps` is missing while there is none.
+        `replicated`, `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
         """
         numbers: dict[str, float] = {
             "stall_seconds": self.stall_seconds,
+            "snapshot_bytes": float(self.snapshot_bytes),
             "latency_seconds": self.latency_seconds,
             "written_bytes": float(self.written_bytes),
             "committed": float(self.committed),

@@ -76,9 +76,9 @@ def train_accelerate(case: Case, options: Mapping[str, Any] | None, *, seed: int
 
 def durable(ckpt: AdaptiveCheckpoint | None) -> None:
     """Wait for the last snapshot, so that none is skipped because the writer is busy."""
-    if ckpt is not None and ckpt._config.every_n_steps == 1:
+    if ckpt is not None and ckpt._run.config.every_n_steps == 1:
         ckpt.before_update()
         assert ckpt._engine.wait(30)
-    elif ckpt is not None and ckpt._config.memory is not None:
+    elif ckpt is not None and ckpt._run.config.memory is not None:
         assert isinstance(ckpt._engine, Checkpointer)
         patient(ckpt._engine)

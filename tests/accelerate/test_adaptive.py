@@ -133,7 +133,7 @@ def test_a_copy_has_not_begun(tmp_path: Path) -> None:
     ckpt = script.track(every_boundary(tmp_path))
     script.train(3)
     for copied in (copy.deepcopy(ckpt), pickle.loads(pickle.dumps(ckpt))):
-        assert copied.config == ckpt._config
+        assert copied.config == ckpt._run.config
         assert (copied.epoch, copied.global_step, copied.resumed_batches) == (ckpt.epoch, ckpt.global_step, 0)
         copied.step()
         copied.close()

@@ -130,7 +130,7 @@ def test_gradients_accumulated_by_hand_are_saved(tmp_path: Path, monkeypatch: py
     boundaries = iter(range(1000))
     ready = Engine.ready
     # Asked at every boundary while a snapshot is due: the even ones are those right after an optimizer step.
-    monkeypatch.setattr(Engine, "ready", lambda self: next(boundaries) % 2 == 1 and ready(self))
+    monkeypatch.setattr(Engine, "ready", lambda self, **kind: next(boundaries) % 2 == 1 and ready(self, **kind))
     reference, snapshots = taken(case, tmp_path / "run")
     monkeypatch.setattr(Engine, "ready", ready)
     halves = [s for s in snapshots if s.batch % 2 == 1]

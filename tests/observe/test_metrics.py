@@ -26,13 +26,15 @@ def test_numbers_follow_events_and_cadence() -> None:
     metrics = RunMetrics(Reading())
     for step in (1, 2, 3):
         metrics.emit(SnapshotStaged("id", step, 0.1 * step, 10))
+        metrics.stalled(0.2 * step)
         metrics.emit(SnapshotCommitted("id", step, "t", 100, 60, 9.0 + step, 8.0, 0.1, 0.0))
     metrics.emit(SnapshotFailed("id", 4, "t", "CKPT301", "full"))
     metrics.emit(SnapshotSkipped(5, "busy"))
     metrics.emit(SnapshotSkipped(6, "busy"))
     metrics.emit(IntervalChanged(6, 38, "why"))
     assert metrics.numbers() == {
-        "stall_seconds": 0.1 * 3,
+        "stall_seconds": 0.2 * 3,
+        "snapshot_bytes": 10.0,
         "latency_seconds": 12.0,
         "written_bytes": 180.0,
         "committed": 3.0,
@@ -52,6 +54,7 @@ def test_unknown_interval_is_left_out() -> None:
     assert all(isinstance(value, float) for value in RunMetrics(reading).numbers().values())
     assert set(RunMetrics().numbers()) == {
         "stall_seconds",
+        "snapshot_bytes",
         "latency_seconds",
         "written_bytes",
         "committed",

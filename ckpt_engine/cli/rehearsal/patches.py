@@ -1,4 +1,6 @@
-"""Changes what our own classes do in a process that rehearses a script; nothing of the user's or of a trainer's.
+"""Runs a script as `python` would, with other behaviour of our own classes; the user's and a trainer's stay the same.
+
+`python -m ckpt_engine.cli.rehearsal.patches SPEC script|module NAME ARGUMENTS...`
 
 The parts of ckpt_engine are changed right after they are imported, when the script imports them, so that a script that
 sets up its surroundings before it imports torch finds them as it always does.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -258,3 +261,20 @@ def _absorb(node: Any, seen: xxhash.xxh3_128) -> None:
     else:
         has_value = node is None or isinstance(node, bool | int | float | str | bytes)
         seen.update((repr(node) if has_value else type(node).__qualname__).encode())
+
+
+def main() -> None:
+    """Set up this process as the script finds it in a plain run, and run it."""
+    _, spec, kind, name, *arguments = sys.argv
+    Rehearsal(Spec.read(Path(spec))).install()
+    sys.argv = [name, *arguments]
+    if kind == "module":
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - what `python -m` puts there
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(name).resolve().parent)
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

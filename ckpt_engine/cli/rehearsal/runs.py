@@ -355,7 +355,7 @@ class PythonCommand:
 
     def rehearsed(self, spec: Path) -> list[str]:
         """The command that runs it in a rehearsal."""
-        wrapper = ("-m", "ckpt_engine.cli.rehearsal", str(spec), self.kind, self.name)
+        wrapper = ("-m", "ckpt_engine.cli.rehearsal.patches", str(spec), self.kind, self.name)
         return [*self.interpreter, *wrapper, *self.arguments]
 
     @classmethod

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from ckpt_engine.copy.job import PersistJob
 from ckpt_engine.engine import Engine
 from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.loop import boundary
 from ckpt_engine.writer.launch import ProcessWriter
-from lightning_ckpt import AdaptiveCheckpoint, run
+from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit, saved
 
@@ -96,8 +97,8 @@ class Steps(Callback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        make, tell, take = run.cadence_of, Cadence.held, Cadence.taken
-        monkeypatch.setattr(run, "cadence_of", lambda settings, clock, engine: make(settings, self, engine))
+        make, tell, take = boundary.cadence_of, Cadence.held, Cadence.taken
+        monkeypatch.setattr(boundary, "cadence_of", lambda settings, clock, engine: make(settings, self, engine))
         monkeypatch.setattr(Cadence, "held", lambda cadence, step, stall_seconds: tell(cadence, step, 0.1))
         monkeypatch.setattr(Cadence, "taken", lambda cadence, step, stall_seconds: take(cadence, step, 5.0))
         monkeypatch.setattr(Cadence, "fence", lambda cadence, seconds: None)

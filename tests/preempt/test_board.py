@@ -220,7 +220,8 @@ def test_of_several_ranks_the_first_shows_how_the_run_stands(rank: int, shows: b
     file = tmp_path / "status.json"
     engine = open_ranks(tmp_path / "run", 2, status={"file": str(file)})[rank].engine
     cadence = cadence_of(cadence_settings(engine.config), SystemClock(), engine)
-    stopping = Stopping(engine, cadence, FanOutSink(), logging.getLogger(__name__))
+    log = logging.getLogger(__name__)
+    stopping = Stopping(engine, cadence, FanOutSink(), log, dict, SystemExit, losses=None, rollbacks=None)
     stopping.start(0)
     stopping.close()
     assert file.exists() == shows

@@ -168,7 +168,7 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         seen = sum(one.failure != "" for one in rows)
         what = f"what {count(seen, 'failure')} of this run make likely" if rows else "assumed of a run on one machine"
         shares = {one: rate / belief.per_second for one, rate in belief.rates.items()}
-        return _poisson(belief.mtbf_seconds, what, shares)
+        return _poisson(belief.typical_seconds, what, shares)
     if name == "llama3":
         return _poisson(LLAMA3_SECONDS, "Llama 3, 16,384 GPUs (Meta 2024)", {PROCESS: 0.75, MACHINE: 0.25})
     if name == "spot":

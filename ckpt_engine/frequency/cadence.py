@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_engine.frequency.failures import Evidence, prior_of
+from ckpt_engine.frequency.failures import Evidence, FailureBelief, prior_of
 from ckpt_engine.frequency.measure import (
     CLEAN_WINDOW,
     ENOUGH_STEPS,
@@ -132,10 +132,15 @@ class Cadence:
         """
         self._begin(step, self._now())
 
+    def assume(self, prior: FailureBelief) -> None:
+        """What is believed of failures before there is evidence; else the settings say that."""
+        self._evidence = replace(self._evidence, prior=prior)
+
     def retune(self, settings: FrequencySettings) -> None:
         """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
+        if settings.mtbf_seconds != self._settings.mtbf_seconds:
+            self.assume(prior_of(settings.mtbf_seconds, self._ranks))
         self._settings = settings
-        self._evidence = replace(self._evidence, prior=prior_of(settings.mtbf_seconds, self._ranks))
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
         self._policy = self.policy_of(settings)
@@ -351,8 +356,8 @@ class Cadence:
         """The step and the time before which nothing is due if nothing is reported until then."""
         if self._memory is None:
             return self._wake_step, self._wake_time
-        memory = self._memory.quiet(self._step_seconds)
-        return min(self._wake_step, self._memory_review), min(self._wake_time, memory)
+        step, time = self._memory.quiet(self._step_seconds)
+        return min(self._wake_step, self._memory_review, step), min(self._wake_time, time)
 
     def age_of_last_durable(self) -> float:
         """Seconds since the instant of the newest durable snapshot, or since `start`: the work at risk."""
@@ -431,9 +436,13 @@ class Cadence:
         count = step - self._next + 1
         self._next = step + 1
         self._account.training_seconds += seconds
-        add, each = self._steps.add_disturbed if self._disturbed else self._add_clean, seconds / count
-        for _ in range(min(count, CLEAN_WINDOW)):
-            add(each)
+        each, many = seconds / count, min(count, CLEAN_WINDOW)
+        if self._warm_up > 0 or self._disturbed:
+            add = self._steps.add_disturbed if self._disturbed else self._add_clean
+            for _ in range(many):
+                add(each)
+        else:
+            self._steps.clean.extend([each] * many)
         return None if step < self._wake_step and now < self._wake_time else self._wake(step, now)
 
     def _settle(self, snapshot: UnsettledSnapshot | None, latency: float | None, busy: float, written: float) -> None:

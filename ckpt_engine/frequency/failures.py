@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
@@ -27,6 +27,10 @@ RANK_SECONDS = 86400.0 * 8 / 6.5e-3
 """Between hardware failures of one rank: 6.5 in 1,000 days of a machine with eight of them."""
 STATED_WEIGHT = 2.0
 """What an `mtbf` of the user weighs, in failures; an assumption weighs one."""
+DOUBT = 0.5
+"""That an assumption is wrong; of one that weighs as much as several failures, as often as that in a row."""
+SCALE, SCALES = 4.0, 6
+"""Then the truth is so many steps of this factor away at most, up or down, each as likely: 4,096 times."""
 DISCOUNT, SHARES_DISCOUNT = 0.9, 0.98
 SHARES_WEIGHT = 2.0
 """What the usual shares weigh, in failures."""
@@ -46,17 +50,24 @@ def assumed_mtbf(ranks: int = 1) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FailureBelief:
-    """The rate of all failures ~ Gamma(`events`, `exposure_seconds`), the shares of the classes ~ Dirichlet.
+    """The rate of all failures ~ a mixture of Gammas, the shares of the classes ~ Dirichlet.
 
     The cost of an interval is linear in the rates, so the posterior means are the Bayes-optimal values to plan with.
     At each failure all older evidence of the rate loses a tenth of its weight: a regime that has changed is believed
     after a few. What share each class has changes less: evidence of that loses a fiftieth, or the rate of a class that
     is rare would be known from two failures.
 
+    What is assumed may be wrong by orders of magnitude, and a Gamma alone does not give way then: its tail is too
+    thin. So it is contaminated (Berger and Berliner 1986): with a probability of `DOUBT` the truth is of another scale.
+    Each scale predicts what was seen, and counts by how well it did. Of three lives of 15 s, where half a day was
+    assumed, a single Gamma makes 3 h, this one 15 s; and of a new run it says what is true of new runs, that many die
+    soon, and fewer the older they get.
+
     Args:
-        process, machine, site: prior plus observed failures of each class, discounted (concentrations).
-        exposure_seconds: prior plus observed running time, discounted (inverse scale).
-        events: prior plus observed failures, discounted (shape).
+        process, machine, site: usual shares plus observed failures of each class, discounted (concentrations).
+        exposure_seconds, events: observed running time and failures, discounted.
+        assumed_seconds: between failures, before anything was observed.
+        weight: what that weighs, in failures.
     """
 
     process: float
@@ -64,12 +75,14 @@ class FailureBelief:
     site: float
     exposure_seconds: float
     events: float
+    assumed_seconds: float
+    weight: float
 
     @classmethod
     def prior(cls, mtbf_seconds: float, weight: float = 1.0) -> Self:
         """A belief in `mtbf_seconds` and the usual `SHARES` that weighs as much as `weight` observed failures."""
         process, machine, site = (SHARES_WEIGHT * SHARES[one] for one in CLASSES)
-        return cls(process, machine, site, weight * mtbf_seconds, weight)
+        return cls(process, machine, site, 0.0, 0.0, mtbf_seconds, weight)
 
     @property
     def rates(self) -> Mapping[str, float]:
@@ -80,32 +93,49 @@ class FailureBelief:
     @property
     def per_second(self) -> float:
         """Failures of all classes per second."""
-        return self.events / self.exposure_seconds
+        return sum(share * rate for share, rate in self._scales())
 
     @property
     def mtbf_seconds(self) -> float:
         """Between failures of whatever class."""
         return 1.0 / self.per_second
 
+    @property
+    def typical_seconds(self) -> float:
+        """The same as a geometric mean: of a usual job, where `mtbf_seconds` is that of few which fail at once."""
+        return math.exp(-sum(share * math.log(rate) for share, rate in self._scales()))
+
+    def _scales(self) -> list[tuple[float, float]]:
+        """How likely each scale is by now, and failures per second if it is true."""
+        exposure, known = self.exposure_seconds, self.weight + self.events
+        found = []
+        for before, seconds in _scales_before(self.assumed_seconds, self.weight):
+            after = seconds + exposure
+            found.append((before - known * math.log(after), known / after))
+        most = max([log for log, _ in found])
+        shares = [math.exp(log - most) for log, _ in found]
+        total = sum(shares)
+        return [(share / total, rate) for share, (_, rate) in zip(shares, found, strict=True)]
+
     def survived(self, seconds: float) -> FailureBelief:
         """The belief after `seconds` of running (negative or not finite: no evidence)."""
-        if not (math.isfinite(seconds) and seconds > 0.0):
-            return self
-        return replace(self, exposure_seconds=self.exposure_seconds + seconds)
+        return self.after((seconds,), ("",))
 
     def failed(self, kind: str) -> FailureBelief:
         """The belief after one failure; if its class is not known it counts for each by the usual share."""
-        new = {kind: 1.0} if kind in CLASSES else SHARES
-        process, machine, site = (SHARES_DISCOUNT * was + new.get(one, 0.0) for one, was in self._counts.items())
-        return FailureBelief(process, machine, site, DISCOUNT * self.exposure_seconds, DISCOUNT * self.events + 1.0)
+        return self.after((0.0,), (kind,))
 
     def after(self, lasted: Sequence[float], failures: Sequence[str]) -> FailureBelief:
         """The belief after attempts that lasted so long, each ended by a failure of that class ("": by none)."""
-        belief = self
+        exposure, events, counts = self.exposure_seconds, self.events, [self.process, self.machine, self.site]
         for seconds, kind in zip(lasted, failures, strict=True):
-            belief = belief.survived(seconds)
-            belief = belief if kind == "" else belief.failed(kind)
-        return belief
+            if 0.0 < seconds < math.inf:
+                exposure += seconds
+            if kind != "":
+                exposure, events = DISCOUNT * exposure, DISCOUNT * events + 1.0
+                new = {kind: 1.0} if kind in CLASSES else SHARES
+                counts = [SHARES_DISCOUNT * was + new.get(one, 0.0) for one, was in zip(CLASSES, counts, strict=True)]
+        return FailureBelief(*counts, exposure, events, self.assumed_seconds, self.weight)
 
     @property
     def _counts(self) -> Mapping[str, float]:
@@ -119,14 +149,34 @@ class FailureBelief:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError: numbers that no sequence of observations can produce.
+            ValueError, ZeroDivisionError: numbers that no sequence of observations can produce.
             KeyError, TypeError: not such a document at all.
         """
-        values = [float(data[key]) for key in (*CLASSES, "exposure_seconds")]
-        values.append(float(data.get("events", sum(values[:-1]))))
-        if not all(0.0 < value < math.inf for value in values):
+        classes = [float(data[key]) for key in CLASSES]
+        exposure = float(data["exposure_seconds"])
+        events = float(data.get("events", sum(classes)))
+        if "weight" in data:
+            assumed, weight = float(data["assumed_seconds"]), float(data["weight"])
+        else:  # before 0057 what was assumed was part of what was observed
+            assumed, weight, exposure, events = exposure / events, events, 0.0, 0.0
+        positive = all(0.0 < value < math.inf for value in (*classes, assumed, weight))
+        if not (positive and 0.0 <= exposure < math.inf and 0.0 <= events < math.inf):
             raise ValueError(f"not a belief about failures: {dict(data)!r}")
-        return cls(*values)
+        return cls(*classes, exposure, events, assumed, weight)
+
+
+@lru_cache
+def _scales_before(assumed_seconds: float, weight: float) -> list[tuple[float, float]]:
+    """Of each scale: the logarithm of its density where nothing was observed, but for what all have in common, and
+    the seconds of observation that the assumption is worth there."""
+    doubt = DOUBT**weight
+    found = []
+    for step in range(-SCALES, SCALES + 1):
+        share = doubt / (2 * SCALES + 1) + (1.0 - doubt if step == 0 else 0.0)
+        seconds = weight * assumed_seconds * SCALE**step
+        if share > 0.0:
+            found.append((math.log(share) + weight * math.log(seconds), seconds))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +244,6 @@ def believed_shape(lasted: Sequence[float], failures: Sequence[str]) -> float:
 def hazard_factor(shape: float, seconds: float, mtbf_seconds: float) -> float:
     """By what the rate of failures so long after the last one differs from its mean: the hazard of a Weibull
     distribution with that mean by its rate, within `MOST_FACTOR` and its inverse."""
-    if shape == 1.0:
-        return 1.0
     scale = mtbf_seconds / math.gamma(1.0 + 1.0 / shape)
     factor: float = shape * (max(seconds, LEAST_SECONDS) / scale) ** (shape - 1.0) * mtbf_seconds / scale
     return max(1.0 / MOST_FACTOR, min(factor, MOST_FACTOR))
@@ -246,8 +294,11 @@ class Evidence:
     def rates(self, seconds: float) -> Mapping[str, float]:
         """Failures per second of each class then, from there on."""
         belief = self.after(seconds)
+        rates = belief.rates
+        if self._shape == 1.0:
+            return rates
         factor = hazard_factor(self._shape, seconds, belief.mtbf_seconds)
-        return {one: factor * rate for one, rate in belief.rates.items()}
+        return {one: factor * rate for one, rate in rates.items()}
 
 
 Failures = Iterator[tuple[float, str]]

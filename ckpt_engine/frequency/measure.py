@@ -63,7 +63,9 @@ class Usual:
         self._values.append(value)
         every = list(self._values)
         risen, fallen = every[-self.RISEN :], every[-self.FALLEN :]
-        if len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
+        if min(every) == max(every):
+            pass  # nothing has changed: the look at quantiles below costs more than all else
+        elif len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)

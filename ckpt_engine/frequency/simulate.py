@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
-from ckpt_engine.frequency.failures import Failures
+from ckpt_engine.frequency.failures import FailureBelief, Failures, assumed_mtbf
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.observe.events import (
     CLOSED,
@@ -55,8 +55,9 @@ class VirtualClock:
         return 1.7e9 + self.now
 
 
-# Said at each step: an attempt that has just begun, so that what is assumed of failures is what is believed.
-NOT_LASTED = AttemptsFound((), ())
+def certain(mtbf_seconds: float) -> FailureBelief:
+    """How often a run fails, where no evidence corrects that."""
+    return FailureBelief.prior(mtbf_seconds, weight=1e9)
 
 
 @dataclass
@@ -256,6 +257,8 @@ class Training:
         made = None if self.rhythm is None else self.rhythm(self.clock, self.sink)
         self.cadence = made if isinstance(made, Cadence) else Cadence(self.settings, self.clock, self.sink)
         self.policy: SnapshotTimer = made or self.cadence
+        if self.certain:
+            self.cadence.assume(certain(self.settings.mtbf_seconds or assumed_mtbf()))
         # What drives is a cadence: it takes snapshots into memory too, and has a memory of earlier lives.
         self.learns = self.policy is self.cadence
         self.regular = not (
@@ -331,8 +334,6 @@ class Training:
                     break
             self._train(count)
             self._drain()
-            if self.certain:
-                self.cadence.emit(NOT_LASTED)
             reason = self.policy.boundary(self.step)
             if reason is not None:
                 self._snapshot(reason)

@@ -433,14 +433,14 @@ class MemoryTrigger:
             return account.credit(budget, math.inf) >= self.cost_seconds
         return since >= self.interval_seconds * (1.0 + (HOLD_FACTOR - 1.0) * account.owes(budget, self.cost_seconds))
 
-    def quiet(self, step_seconds: float) -> float:
-        """The time before which none is due, where only training comes in between."""
-        if self._rhythm.every_n_steps is not None:
-            return -math.inf
+    def quiet(self, step_seconds: float) -> tuple[float, float]:
+        """The step and the time before which none is due, where only training comes in between."""
+        if (steps := self._rhythm.every_n_steps) is not None:
+            return (self._step // steps + 1) * steps, math.inf
         if self._rhythm.every_seconds is not None:
-            return self._time + self._rhythm.every_seconds
+            return math.inf, self._time + self._rhythm.every_seconds
         due = min(self.interval_seconds - step_seconds / 2.0, self.limit_seconds - step_seconds - self.cost_seconds)
-        return self._time + due
+        return math.inf, self._time + due
 
     def newer(self, step: int, now: float, trained_seconds: float) -> None:
         """A snapshot of either kind was taken at `step`, after so much training."""

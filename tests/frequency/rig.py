@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.simulate import NOT_LASTED, Recorder, VirtualClock
+from ckpt_engine.frequency.simulate import Recorder, VirtualClock, certain
 
 
 class Rig:
@@ -14,8 +14,8 @@ class Rig:
         self.clock, self.sink = VirtualClock(), Recorder()
         self.cadence = Cadence(FrequencySettings(**settings), self.clock, self.sink)  # type: ignore[arg-type]
         self.step = 0
-        self.certain = settings.get("mtbf_seconds") is not None
-        """The failures are as stated: no evidence corrects that."""
+        if isinstance(stated := settings.get("mtbf_seconds"), float):
+            self.cadence.assume(certain(stated))
         if start is not None:
             self.step = start
             self.cadence.start(start)
@@ -25,8 +25,6 @@ class Rig:
         for _ in range(steps):
             self.step += 1
             self.clock.now += seconds
-            if self.certain:
-                self.cadence.emit(NOT_LASTED)
             if (reason := self.cadence.boundary(self.step)) is not None:
                 return reason
         return None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine.frequency.failures import SHARES, Failures, poisson, weibull
+from ckpt_engine.frequency.failures import SHARES, Failures, observed, poisson, weibull
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
@@ -80,7 +80,7 @@ class Plan:
     restart: Restart = field(default_factory=lambda: Restart(BACK, 30.0, 30.0))
 
     def goodput(self, seed: int, settings: FrequencySettings) -> tuple[float, float]:
-        """The share of useful work, and the overhead."""
+        """The share of useful work, and the overhead on what was trained: restarts pay for no snapshots."""
         training: dict[str, Any] = {
             "settings": settings,
             "step_seconds": self.step_seconds,
@@ -95,7 +95,8 @@ class Plan:
         found = job.goodput
         if isinstance(self.failures, float):
             found = expected_goodput(job, self.failures)
-        return found, job.stalled / max(1.0, job.seconds - job.stalled)
+        trained = sum(row.times.get("training", 0.0) + row.times.get("replay", 0.0) for row in job.rows)
+        return found, job.stalled / max(1.0, trained)
 
     def regret(self) -> float:
         rhythm = MemoryRhythm() if self.memory else None
@@ -165,7 +166,7 @@ PLANS = {
             5.0,
             0.5,
             8.0,
-            around(9, 5),
+            around(10, 5),
             mtbf=828.0,
             seeds=2,
             restart=Restart(dict.fromkeys(BACK, 60.0), 30.0, 10.0),
@@ -285,9 +286,28 @@ def lost_per_class() -> float:
     return max(worst, training.durable.worst - limits[MACHINE])
 
 
+def lost_by_a_new_run(lives: Sequence[float]) -> float:
+    """What the last failure of a script costs that somebody tries out, `kill -9` after so many seconds of training
+    each, by the interval that the budget pays for: about a half is the least. The mean of ten seeds."""
+    return sum(_lost_by_a_new_run(lives, random.Random(seed)) for seed in range(10)) / 10
+
+
+def _lost_by_a_new_run(lives: Sequence[float], rng: random.Random) -> float:
+    stall, restart = 0.02, Restart(dict.fromkeys(BACK, 1.0), 3.0, 0.1)
+    gaps = [restart.startup + seconds * rng.uniform(0.9, 1.1) for seconds in lives]
+    failures = observed([(at, PROCESS) for at in itertools.accumulate(one + restart.down[PROCESS] for one in gaps)])
+    often = {"settings": FrequencySettings(), "step_seconds": 0.01, "stall": stall, "persist": 0.06, "certain": False}
+    job = SimulatedJob(failures, sum(gaps) + 5.0 * len(gaps), restart, often).run()
+    return job.lost[len(lives) - 1][1] / (stall / BUDGET)
+
+
 def rows() -> Iterator[Row]:
     for name, (most, plan) in PLANS.items():
         yield Row(f"job: {name}", most, plan.regret)
+    yield Row("lost by the first kill, after 30 s, in intervals of the budget", 3.0, lambda: lost_by_a_new_run([30.0]))
+    for many in (2, 3, 4, 6):
+        name = f"lost by kill {many}, after 14 s each, in intervals of the budget"
+        yield Row(name, 1.0, lambda many=many: lost_by_a_new_run([14.0] * many))
     for world in (*WORLDS, THROTTLED):
         most = min(world.regret, BARS.get(world.name, 1.0))
         yield Row(f"regret: {world.name}", most, lambda world=world: regret(world))

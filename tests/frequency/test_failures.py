@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from ckpt_engine.engine import Engine
 from ckpt_engine.frequency.failures import (
     CLASSES,
+    DOUBT,
     MOST_FACTOR,
+    SCALE,
+    SCALES,
     SIGNIFICANT,
     FailureBelief,
     assumed_mtbf,
@@ -30,6 +33,7 @@ from ckpt_engine.frequency.simulate import Training
 from ckpt_engine.loop.rank_decisions import ended_by
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, AttemptsFound
 from tests.frequency.rig import Rig
+from tests.frequency.scenarios import lost_by_a_new_run
 
 HOUR = 3600.0
 KINDS = st.sampled_from([*CLASSES, UNKNOWN])
@@ -42,11 +46,47 @@ def test_what_is_assumed_is_what_was_measured_on_a_cluster(ranks: int, hours: fl
     assert assumed_mtbf(ranks) / HOUR == pytest.approx(hours, rel=0.15)
 
 
-@pytest.mark.parametrize(("failures", "mtbf_hours"), [(0, 20.0), (1, 0.9 * 20 / 1.9), (2, 0.81 * 20 / 2.71)])
-def test_golden_values(failures: int, mtbf_hours: float) -> None:
-    """A prior of 12 h with the weight of one failure; each failure takes a tenth of the weight of what was before."""
-    belief = FailureBelief.prior(12 * HOUR).survived(8 * HOUR).after([0.0] * failures, [PROCESS] * failures)
-    assert belief.mtbf_seconds == pytest.approx(mtbf_hours * HOUR)
+@pytest.mark.parametrize(
+    ("stated", "weight", "lasted", "failures", "hours"),
+    [
+        (12.0, 1.0, 0.0, 0, 0.056993),
+        (12.0, 1.0, 8 * HOUR, 0, 30.391614),
+        (12.0, 1.0, 8 * HOUR, 1, 9.024823),
+        (12.0, 1.0, 8 * HOUR, 2, 5.244200),
+        (12.0, 1.0, 15.0, 1, 0.005263),
+        (3.0, 2.0, 15.0, 1, 0.004171),
+    ],
+)
+def test_golden_values(stated: float, weight: float, lasted: float, failures: int, hours: float) -> None:
+    """One life, and failures at its end; the density was integrated numerically over the logarithm of the rate."""
+    belief = FailureBelief.prior(stated * HOUR, weight).survived(lasted)
+    belief = belief.after([0.0] * failures, [PROCESS] * failures)
+    assert belief.mtbf_seconds == pytest.approx(hours * HOUR, rel=1e-3)
+
+
+@given(st.floats(1e3, 1e6), st.sampled_from([1.0, 2.0]), st.floats(0.001, 10.0))
+def test_what_is_believed_of_a_run_that_lives_is_what_was_assumed(mtbf: float, weight: float, age: float) -> None:
+    """The rate at an age is the hazard of the assumption: how much less likely it is to get older than that."""
+    belief, at, step = FailureBelief.prior(mtbf, weight), age * mtbf, 1e-4 * age * mtbf
+
+    def lives(seconds: float) -> float:
+        doubt = DOUBT**weight
+        scales = [weight * mtbf * SCALE**power for power in range(-SCALES, SCALES + 1)]
+        others = sum((one / (one + seconds)) ** weight for one in scales) / len(scales)
+        return (1.0 - doubt) * (weight * mtbf / (weight * mtbf + seconds)) ** weight + doubt * others
+
+    hazard = math.log(lives(at - step) / lives(at + step)) / (2.0 * step)
+    assert belief.survived(at).per_second == pytest.approx(hazard, rel=1e-4)
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+@pytest.mark.parametrize("wrong", [100.0, 1000.0])
+def test_an_assumption_that_is_orders_of_magnitude_wrong_gives_way_to_two_failures(wrong: float, weight: float) -> None:
+    """And comes back where they were an accident: a day without any is more than two minutes with some."""
+    lasted = 12 * HOUR / wrong
+    belief = FailureBelief.prior(12 * HOUR, weight).after([lasted] * 2, [PROCESS] * 2)
+    assert lasted / 2 < belief.mtbf_seconds < 2 * lasted
+    assert belief.survived(24 * HOUR).mtbf_seconds > 6 * HOUR
 
 
 @given(BELIEFS, st.floats(1.0, 1e7), KINDS)
@@ -108,11 +148,26 @@ def test_json_round_trip_and_refusal() -> None:
     """The belief survives JSON; numbers that cannot be one are refused."""
     belief = FailureBelief.prior(HOUR).survived(1234.5).failed(SITE)
     assert FailureBelief.from_json(json.loads(json.dumps(belief.to_json()))) == belief
-    older = {name: value for name, value in belief.to_json().items() if name != "events"}
-    assert FailureBelief.from_json(older).mtbf_seconds > 0.0
-    for bad in ({"process": 0.0}, {"events": -1.0}, {"exposure_seconds": math.inf}, {"site": math.nan}):
+    for bad in ({"process": 0.0}, {"events": -1.0}, {"exposure_seconds": math.inf}, {"site": math.nan}, {"weight": 0}):
         with pytest.raises(ValueError, match="not a belief"):
             FailureBelief.from_json(belief.to_json() | bad)
+
+
+@pytest.mark.parametrize("events", [{}, {"events": 4.0}])
+def test_a_belief_of_an_older_version_is_the_assumption_now(events: dict[str, float]) -> None:
+    """What was assumed was part of what was observed; without a number of failures it is that of all classes."""
+    older = {"process": 2.5, "machine": 0.4, "site": 1.1, "exposure_seconds": 8 * HOUR}
+    found = FailureBelief.from_json(older | events)
+    assert found.typical_seconds == pytest.approx(2 * HOUR)
+    assert (found.weight, found.events, found.exposure_seconds) == (4.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="not a belief"):
+        FailureBelief.from_json(older | {"exposure_seconds": math.nan})
+
+
+@pytest.mark.parametrize(("lives", "most"), [([30.0], 3.0), ([14.0] * 2, 1.0), ([14.0] * 4, 1.0)])
+def test_a_run_that_is_killed_soon_loses_little(lives: list[float], most: float) -> None:
+    """As by a person who tries it out; in intervals that the budget pays for."""
+    assert lost_by_a_new_run(lives) < most
 
 
 def test_crashes_before_the_first_snapshot_move_the_belief() -> None:

@@ -56,6 +56,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
         {"rhythm": lambda clock, _: Ruled(200.0, clock)},
         {"settings": FrequencySettings(memory=MemoryRhythm(), slots=2)},
         {"settings": FrequencySettings(memory=MemoryRhythm(every_seconds=20.0), slots=2)},
+        {"settings": FrequencySettings(overhead=None, every_n_steps=90, memory=MemoryRhythm(every_n_steps=40))},
     ],
     ids=[
         "budget",
@@ -67,6 +68,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
         "a rule",
         "memory",
         "memory each 20 s",
+        "memory each 40th step",
     ],
 )
 def test_leaps_change_nothing(options: dict[str, Any], seed: int) -> None:

@@ -22,8 +22,8 @@ from benchmarks.values import BarResult, Check, Series
 TITLE = "Irregular steps: interval and overhead of a Lightning run"
 BUDGET = 0.01
 SIZES = {
-    Scale.FULL: Size(4_000_000, 1200, 7),
-    Scale.QUICK: Size(4_000_000, 400, 2),
+    Scale.FULL: Size(1_000_000, 1500, 7),
+    Scale.QUICK: Size(1_000_000, 500, 2),
     Scale.TINY: Size(20_000, 20, 1),
 }
 SLOW_EACH, SLOW = 50, 9.0
@@ -109,7 +109,7 @@ def run(bench: Bench) -> BarResult:
         "irregular",
         TITLE,
         {
-            "training": f"as of the bar of the overhead, {size.steps} steps, with each {SLOW_EACH}th step {SLOW + 1:g} "
+            "training": f"as of the bar of the overhead, {size.parameters / 1e6:.1f} million parameters, {size.steps} steps, with each {SLOW_EACH}th step {SLOW + 1:g} "
             f"times as long, data that comes {STALL:g} steps late each {STALL_EACH} steps, and an evaluation of "
             f"{EVALUATION:g} steps each {EVALUATION_EACH} that nothing announces",
             "interval": "seconds of training between two snapshots that the cadence wants in the end, beside those of "

@@ -135,7 +135,8 @@ class FailureBelief:
                 exposure, events = DISCOUNT * exposure, DISCOUNT * events + 1.0
                 new = {kind: 1.0} if kind in CLASSES else SHARES
                 counts = [SHARES_DISCOUNT * was + new.get(one, 0.0) for one, was in zip(CLASSES, counts, strict=True)]
-        return FailureBelief(*counts, exposure, events, self.assumed_seconds, self.weight)
+        process, machine, site = counts
+        return FailureBelief(process, machine, site, exposure, events, self.assumed_seconds, self.weight)
 
     @property
     def _counts(self) -> Mapping[str, float]:
@@ -152,7 +153,7 @@ class FailureBelief:
             ValueError, ZeroDivisionError: numbers that no sequence of observations can produce.
             KeyError, TypeError: not such a document at all.
         """
-        classes = [float(data[key]) for key in CLASSES]
+        process, machine, site = classes = [float(data[key]) for key in CLASSES]
         exposure = float(data["exposure_seconds"])
         events = float(data.get("events", sum(classes)))
         if "weight" in data:
@@ -162,7 +163,7 @@ class FailureBelief:
         positive = all(0.0 < value < math.inf for value in (*classes, assumed, weight))
         if not (positive and 0.0 <= exposure < math.inf and 0.0 <= events < math.inf):
             raise ValueError(f"not a belief about failures: {dict(data)!r}")
-        return cls(*classes, exposure, events, assumed, weight)
+        return cls(process, machine, site, exposure, events, assumed, weight)
 
 
 @lru_cache

@@ -109,7 +109,8 @@ def run(bench: Bench) -> BarResult:
         "irregular",
         TITLE,
         {
-            "training": f"as of the bar of the overhead, {size.parameters / 1e6:.1f} million parameters, {size.steps} steps, with each {SLOW_EACH}th step {SLOW + 1:g} "
+            "training": f"as of the bar of the overhead, {size.parameters / 1e6:.1f} million parameters, {size.steps} "
+            f"steps, with each {SLOW_EACH}th step {SLOW + 1:g} "
             f"times as long, data that comes {STALL:g} steps late each {STALL_EACH} steps, and an evaluation of "
             f"{EVALUATION:g} steps each {EVALUATION_EACH} that nothing announces",
             "interval": "seconds of training between two snapshots that the cadence wants in the end, beside those of "

@@ -154,7 +154,10 @@ class Tier(Section):
         description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
     )
     keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
-    bandwidth: Rate | None = Field(default=None, description="Bytes per second that copying to this tier may take.")
+    bandwidth: Rate | None = Field(
+        default=None,
+        description="Bytes per second that go to this tier: while copying to a further one, on average to the nearest.",
+    )
     concurrency: Count = Field(default=4, description="Requests to the storage at once.")
     on_failure: Annotated[Literal["degrade", "fail"], one_of("degrade", "fail")] = Field(
         default="degrade",
@@ -373,8 +376,8 @@ class Config(Section):
             more = ", too: memory does not outlive the machine" if listed else ""
             raise option_error(f"must name a folder or storage URL{more}")
         first = tiers[0]
-        if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
-            raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")
+        if given := [name for name in ("every", "every_n_steps") if getattr(first, name) is not None]:
+            raise option_error(f"the nearest tier takes every durable snapshot: remove its {' and '.join(given)}")
         if first.codec == "auto":
             raise option_error("auto weighs the link of a further tier: give the nearest one a codec by name, or none")
         if first.codec == "delta" and not first.is_folder:
@@ -451,6 +454,7 @@ class Config(Section):
             "every_seconds": self.every_seconds,
             "on_validation_end": self.on_validation_end,
             "at_end": self.at_end,
+            "bandwidth_bytes_per_second": self.tiers[0].bandwidth,
             # With a memory tier one slot is always complete, and one is there for the next one.
             "slots": self.arena_slots if self.memory is None else max(1, self.arena_slots - 2),
             "memory": self.memory

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
-from ckpt_engine.frequency.failures import FailureBelief, Failures, assumed_mtbf
+from ckpt_engine.frequency.failures import Failures, assumed_mtbf, certain
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.observe.events import (
     CLOSED,
@@ -53,11 +53,6 @@ class VirtualClock:
 
     def wall(self) -> float:
         return 1.7e9 + self.now
-
-
-def certain(mtbf_seconds: float) -> FailureBelief:
-    """How often a run fails, where no evidence corrects that."""
-    return FailureBelief.prior(mtbf_seconds, weight=1e9)
 
 
 @dataclass

@@ -243,6 +243,8 @@ def test_frequency_options_tell_given_from_default() -> None:
     assert load_config("/d", every_n_steps=500).frequency_options()["overhead"] is None
     assert load_config("/d", every_n_steps=500, overhead="1%").frequency_options()["overhead"] == 0.01
     assert load_config("/d").frequency_options()["mtbf_seconds"] is None
+    slow = load_config(tiers=[{"url": "/d", "bandwidth": "20 MB/s"}, {"url": "/e", "bandwidth": "1 MB/s"}])
+    assert slow.frequency_options()["bandwidth_bytes_per_second"] == 20e6
     settings = FrequencySettings.from_options(**load_config(OPTIONS).frequency_options())
     assert (settings.overhead, settings.mtbf_seconds, settings.every_n_steps) == (0.035, 21600.0, 500)
     assert (settings.max_lost_work_seconds, settings.every_seconds, settings.slots) == (600.0, 3600.0, 1)

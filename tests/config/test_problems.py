@@ -149,7 +149,7 @@ SECRET = {"url": "/b", "storage_options": {"secret": "hunter2"}}
         (["/a", {**SECRET, "every": 60, "every_n_steps": 5}], "tiers.1: give either every or every_n_steps"),
         (
             [{**SECRET, "every": 60}, "/a"],
-            "tiers: the nearest tier takes every snapshot at full speed: remove its every",
+            "tiers: the nearest tier takes every durable snapshot: remove its every",
         ),
         ([SECRET, "/b/"], "tiers: two tiers are the same place"),
         ([SECRET, "memory"], "tiers: the memory tier is the nearest one: it comes first"),

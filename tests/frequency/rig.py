@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.frequency.failures import certain
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.simulate import Recorder, VirtualClock, certain
+from ckpt_engine.frequency.simulate import Recorder, VirtualClock
 
 
 class Rig:

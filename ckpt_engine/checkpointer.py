@@ -104,14 +104,15 @@ class Checkpointer:
         self._tracker = track_objects(self.engine, objects)
         return self._tracker
 
-    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
+    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None) -> None:
         """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
+
+        First touch of memory can take seconds of processor time per GB, in idle time only; a `save` that comes before
+        it is done takes several times as long as later ones.
 
         Args:
             state: as later given to `save`; nothing is copied.
             lazy: as later given to `save`.
-            share: of one core, at most so much for it until `save` needs the arena. First touch of memory can take
-                seconds of processor time per GB; a training that uses all cores pays for it. None: whatever is idle.
 
         Raises:
             UnstorableLeafError: a leaf would need pickle; names it.
@@ -120,7 +121,7 @@ class Checkpointer:
         Example:
             >>> ckpt.prepare({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         """
-        self.engine.prepare(state, lazy=lazy, share=share)
+        self.engine.prepare(state, lazy=lazy)
 
     def save(
         self,

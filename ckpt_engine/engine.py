@@ -216,11 +216,16 @@ class Engine:
         """What names this process in the line of its snapshots."""
         return self._pipeline.lineage.line().attempt
 
-    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
-        """See `Checkpointer.prepare`."""
-        lazy, share = arguments.function("lazy", lazy), arguments.share("share", share)
+    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, touch: bool = True) -> None:
+        """See `Checkpointer.prepare`.
+
+        Args:
+            touch: False: only plan for the state. Where training uses all cores, touching memory takes more from it
+                than the first snapshots gain.
+        """
+        lazy = arguments.function("lazy", lazy)
         self.tenure.claim()
-        self._pipeline.prepare(state, lazy, share)
+        self._pipeline.prepare(state, lazy, touch=touch)
 
     @property
     def prepare_seconds(self) -> float:

@@ -17,7 +17,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop.diverging import Rollbacks
-from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, ended_by, prepare_share
+from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, ended_by
 from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Losses, Stopping
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink
@@ -103,7 +103,8 @@ class TrainingRun:
             engine, self.cadence, sinks, log, self.metrics.numbers, ends_with, losses=losses, rollbacks=rollbacks
         )
         self._lazy = lazy if copies_lazily(self.config.lazy, device) else None
-        self._share = prepare_share(self.config, device)
+        self._touches = copies_lazily("auto", device)
+        """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
         self._took = False
 
@@ -113,7 +114,7 @@ class TrainingRun:
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make the arena ready in the background, for states like this one."""
-        self.engine.prepare(state, lazy=self._lazy, share=self._share)
+        self.engine.prepare(state, lazy=self._lazy, touch=self._touches)
         self.cadence.announce(self.engine.snapshot_bytes)
 
     def boundary(self, step: int, here: Here) -> None:
@@ -125,7 +126,7 @@ class TrainingRun:
             SnapshotFailedError: as `Engine.poll`.
         """
         self.engine.poll()
-        if self._share is not None:
+        if not self._touches:
             self.cadence.background(self.engine.prepare_seconds)
         stop = self.stopping.boundary(step)
         if stop is not None and (end := here.end(stop)) is not None:

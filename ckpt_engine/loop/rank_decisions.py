@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
@@ -35,7 +33,6 @@ from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks, Store, Waits
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.stage import copies_lazily
 
 _DECISIONS = "decisions"
 _STOP = "stop"
@@ -615,14 +612,3 @@ def ended_by(engine: Engine) -> str:
 def cadence_settings(config: Config) -> FrequencySettings:
     """The triggers and the budget that the user asked for."""
     return FrequencySettings.from_options(**config.frequency_options())
-
-
-def prepare_share(config: Config, device: torch.device) -> float | None:
-    """The share of a core that making the arena ready may take: the budget, where training pays for it.
-
-    Args:
-        device: where training computes.
-    """
-    training_pays = not copies_lazily("auto", device)
-    budget_decides = cadence_settings(config).overhead is not None and config.max_lost_work is None
-    return config.overhead if training_pays and budget_decides else None

@@ -20,6 +20,7 @@ from ckpt_engine.copy.job import Layout
 from ckpt_engine.copy.staged import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot import host_memory
+from ckpt_engine.snapshot.copying import ColdMemory
 from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime
 from ckpt_engine.state.layout import WITHOUT_COPY, StatePlan
 
@@ -62,27 +63,53 @@ class SharedSlot:
                 hint="lower `slots`, or give the job more memory",
             ) from err
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.is_cold = True
+        """Not every page is there and mapped: see `cold`."""
+        self._closed = False
         self._bound: _Bound | None = None
         self._pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
 
-    def prefault(self, go_on: Callable[[], bool] = lambda: True) -> None:
+    @property
+    def cold(self) -> ColdMemory | None:
+        """How to fill it as long as it is cold; None: by plain copies."""
+        return ColdMemory(self.fd, self._bytes.data_ptr()) if self.is_cold else None
+
+    def prefault(self, go_on: Callable[[], bool] = lambda: True) -> bool:
         """Touch every page so that staging never pays for page faults. Any thread; releases the GIL.
+
+        What the slot holds stays as it is.
 
         Args:
             go_on: asked between chunks; False ends it early.
+
+        Returns:
+            Whether it got to the end.
 
         Raises:
             StateError: not enough memory.
         """
         base = self._bytes.data_ptr()
         for start in range(0, self.nbytes, _PREFAULT_BYTES):
-            if not go_on():
-                return
+            if self._closed or not go_on():
+                return False
             size = min(_PREFAULT_BYTES, self.nbytes - start)
             if self._huge and collapse(base + start, size):
                 continue
             self._huge = False
             host_memory.populate(base + start, size)
+        self.is_cold = False
+        return True
+
+    def map_filled(self) -> float:
+        """Map the pages of a slot that was filled while it was cold; processor time it took. A thread of its own.
+
+        They stay small: huge ones would have to be copied, which takes more time than they save in many writes.
+        """
+        _give_way()
+        self._huge = False
+        with suppress(StateError):  # the pages are there: without their mapping the next copy is slower, and right
+            self.prefault()
+        return time.thread_time()
 
     def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock the touched memory for devices, once; what is wrong, or None. See `Pinned.pin`."""
@@ -103,6 +130,7 @@ class SharedSlot:
     def close(self) -> None:
         """Give the memory back; the mapping goes when the last view does. No copy may be under way."""
         self._bound = None
+        self._closed = True
         self._pinned.unpin()
         os.close(self.fd)
 
@@ -137,25 +165,27 @@ class Slots:
         self._next = 0
         self._warm_up: _WarmUp | None = None
         self._touched_seconds = 0.0
+        self._mapping: set[int] = set()
 
     def take(self, plan: StatePlan) -> SharedSlot | None:
-        """A slot that holds `plan`, made and touched now if it must be; None while all are in use.
+        """A slot that holds `plan`; None while all are in use. It is cold where it is the first use of that slot.
+
+        For a plan with device tensors it is touched and page-locked now, if that was not done before.
 
         Raises:
             StateError: the memory is not to be had.
-            WaitTimeoutError: the background warm-up does not get on.
+            WaitTimeoutError: the background warm-up does not stop.
         """
-        if self._warm_up is not None and not self._free and not self._busy:
-            self._warm_up.wait_for_one()
-        if not self.ready():
-            return None
+        self._collect_warm()
+        if self._warm_up is not None:
+            self._outgrown(self._warm_up, plan)
         self._retire_small(plan.layout.nbytes)
-        if not self._free:
-            slot = self._new(plan)
-            slot.prefault()
-            self._free.append(slot)
-        slot = self._free.pop(0)
+        slot = self._free.pop(0) if self._free else self._made_now(plan)
+        if slot is None:
+            return None
         if plan.devices:
+            if slot.is_cold:
+                slot.prefault()
             self._problem = slot.pin(plan.devices[0]) or self._problem
         self._busy[slot.index] = slot
         self._uses[slot.index] = 1
@@ -166,8 +196,17 @@ class Slots:
         """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
         return self._problem
 
+    def _made_now(self, plan: StatePlan) -> SharedSlot | None:
+        """One that the warm-up has not come to, or a new one; None if there are as many as may be."""
+        if self._warm_up is not None and (slot := self._warm_up.give()) is not None:
+            return slot
+        self._collect_warm()
+        if self._free:
+            return self._free.pop(0)
+        return self._new(plan) if len(self._busy) < self.count else None
+
     def ready(self) -> bool:
-        """Whether `take` would give a slot. A warm-up that is in the way, and that no share limits, is hurried on."""
+        """Whether `take` would give a slot, and a warm one if there is a warm-up, which is hurried on then."""
         self._collect_warm()
         if not self._free and self._warm_up is not None:
             self._warm_up.hurry()
@@ -185,7 +224,14 @@ class Slots:
         self._uses[index] -= 1
         if self._uses[index] == 0:
             del self._uses[index]
-            self._free.insert(0, self._busy.pop(index))
+            slot = self._busy.pop(index)
+            self._free.insert(0, slot)
+            if slot.is_cold and index not in self._mapping:
+                self._mapping.add(index)
+                threading.Thread(target=self._map, args=(slot,), name="ckpt-map", daemon=True).start()
+
+    def _map(self, slot: SharedSlot) -> None:
+        self._touched_seconds += slot.map_filled()
 
     def discard(self, index: int) -> None:
         """The slot is not used again; what else has its memory keeps it."""
@@ -201,22 +247,18 @@ class Slots:
 
     @property
     def touched_seconds(self) -> float:
-        """Processor time that warm-ups have taken."""
+        """Processor time that making slots ready has taken, apart from filling them."""
         return self._touched_seconds + (self._warm_up.cpu_seconds if self._warm_up is not None else 0.0)
 
-    def warm_up(self, plan: StatePlan, share: float | None = None) -> None:
-        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is.
-
-        Args:
-            share: of one core, at most so much until a slot is urgently needed; None: as much as is idle.
-        """
+    def warm_up(self, plan: StatePlan) -> None:
+        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is."""
         self._collect_warm()
         if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
             return
         self._retire_small(plan.layout.nbytes)
         missing = self.count - len(self._free) - len(self._busy)
         if missing > 0:
-            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share, plan.devices)
+            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], plan.devices)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -268,6 +310,8 @@ class Slots:
         if all(slot.nbytes >= plan.layout.nbytes for slot in warm.slots):
             return False
         warm.stop()
+        while (slot := warm.give()) is not None:
+            slot.close()
         self._collect_warm()
         return True
 
@@ -288,11 +332,11 @@ class Slots:
 class _WarmUp:
     """Pre-faults new slots one after the other, in idle processor time, and page-locks them."""
 
-    def __init__(self, slots: list[SharedSlot], share: float | None, devices: Sequence[torch.device]) -> None:
+    def __init__(self, slots: list[SharedSlot], devices: Sequence[torch.device]) -> None:
         self.slots = list(slots)
+        """Those that `take_done` and `give` have not handed out."""
         self._devices = devices
         self.cpu_seconds = 0.0
-        self._share = share
         self._done: list[SharedSlot] = []
         self._made: list[SharedSlot] = []
         self._changed = threading.Condition()
@@ -310,23 +354,21 @@ class _WarmUp:
     def take_done(self) -> list[SharedSlot]:
         with self._changed:
             done, self._done = self._done, []
-        for slot in done:
-            self.slots.remove(slot)
+            for slot in done:
+                self.slots.remove(slot)
         return done
 
-    def wait_for_one(self) -> None:
-        # Helps, because the thread may get next to no processor time; touching memory twice does no harm.
-        self.slots[0].prefault()
+    def give(self) -> SharedSlot | None:
+        """One that is not ready, for a snapshot that is taken now: it is not touched any more."""
         with self._changed:
-            self._share = None
-            self._changed.notify_all()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._done or self._error or self._stopped, PREFAULT_TIMEOUT_SECONDS):
-                raise WaitTimeoutError("the arena's background thread does not get on")
+            slot = next((one for one in self.slots if one not in self._made), None)
+            if slot is not None:
+                self.slots.remove(slot)
+        return slot
 
     def hurry(self) -> None:
-        """A snapshot waits for the next slot: touch it at usual priority. Not where a share of a core was set."""
-        if self._share is not None or self._devices or not self.slots or self._hurried is self.slots[0]:
+        """A snapshot waits for the next slot: touch it at usual priority."""
+        if self._devices or not self.slots or self._hurried is self.slots[0]:
             return
         self._hurried = self.slots[0]
         # Beside the thread that nearly starves: a priority once lowered cannot be raised without privileges.
@@ -334,17 +376,15 @@ class _WarmUp:
 
     def _touch(self, slot: SharedSlot) -> None:
         with suppress(StateError):  # the other thread meets it, too, and tells it
-            slot.prefault(self._undisturbed)
-            if self._undisturbed():
+            if slot.prefault(lambda: self._go_on(slot)):
                 self._add(slot)
 
     def _add(self, slot: SharedSlot) -> None:
         """It can be used; said by whichever thread has touched all of it first."""
         with self._changed:
-            if slot not in self._made:
+            if slot in self.slots and slot not in self._made:
                 self._made.append(slot)
                 self._done.append(slot)
-                self._changed.notify_all()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -372,37 +412,33 @@ class _WarmUp:
             raise WaitTimeoutError("the arena's background thread did not stop")
 
     def _run(self, slots: tuple[SharedSlot, ...]) -> None:
-        # First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it.
-        # If this thread is preempted while it has a kernel lock, a thread that waits for the lock leaves it a core.
-        with suppress(OSError):  # some sandboxes forbid it; it only makes this less polite
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        began = time.monotonic()
+        _give_way()
         for slot in slots:
             try:
-                slot.prefault(lambda: self._go_on(began))
-                if self._devices:
-                    slot.pin(self._devices[0], self._undisturbed)  # what is wrong is said when the slot is taken
+                if not slot.prefault(lambda slot=slot: self._go_on(slot)):  # type: ignore[misc]
+                    continue
+                if self._devices:  # what is wrong is said when the slot is taken
+                    slot.pin(self._devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self._error = err
-                    self._changed.notify_all()
                 return
-            self.cpu_seconds = time.thread_time()
             self._add(slot)
 
-    def _go_on(self, began: float) -> bool:
-        """Wait for leave to touch some more; False when it is no longer wanted."""
-        self.cpu_seconds = time.thread_time()
-        with self._changed:
-            if self._share is not None:
-                early = self.cpu_seconds / self._share - (time.monotonic() - began)
-                self._changed.wait_for(
-                    lambda: self._stopped or self._share is None, min(max(0.0, early), threading.TIMEOUT_MAX)
-                )
-        return self._undisturbed()
-
-    def _undisturbed(self) -> bool:
-        """Wait while a snapshot is being copied; False when the warm-up is no longer wanted."""
+    def _go_on(self, slot: SharedSlot) -> bool:
+        """Wait while a snapshot is being copied; False when this slot is no longer to be made ready."""
+        if threading.current_thread() is self._thread:
+            self.cpu_seconds = time.thread_time()
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._paused, PREFAULT_TIMEOUT_SECONDS)
-            return not self._stopped
+            return not self._stopped and slot in self.slots
+
+
+def _give_way() -> None:
+    """Give this thread the lowest priority.
+
+    First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it. If the
+    thread is preempted while it has a kernel lock, a thread that waits for the lock leaves it a core.
+    """
+    with suppress(OSError):  # some sandboxes forbid it; it only makes this less polite
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -103,21 +103,6 @@ def seconds(name: str, value: Any) -> float | None:
     return min(max(found, 0.0), threading.TIMEOUT_MAX / 2)
 
 
-def share(name: str, value: Any) -> float | None:
-    """`value` as a part of one core: above 0, at most 1. None stays None.
-
-    Raises:
-        ArgumentError: it is none.
-    """
-    try:
-        found = None if value is None else float(plain_number(value))
-    except (ValueError, OverflowError) as err:
-        raise ArgumentError(f"{name} must be a number above 0 and at most 1, or None: {err}") from err
-    if found is not None and not 0.0 < found <= 1.0:
-        raise ArgumentError(f"{name} must be a number above 0 and at most 1, or None, not {found}")
-    return found
-
-
 def flag(name: str, value: Any) -> bool:
     """`value` as True or False.
 

@@ -10,6 +10,7 @@ training from then on. Lazy tensors are copied behind training anyway.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -36,6 +37,32 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True)
+class ColdMemory:
+    """Shared memory most of whose pages are not there yet.
+
+    Writing to its file makes the pages and fills them in one go: no page fault, no page that is cleared first.
+
+    Args:
+        fd: its file.
+        address: where it is mapped.
+    """
+
+    fd: int
+    address: int
+
+    def write(self, target: int, source: int, nbytes: int) -> None:
+        """Copy to an address in it; without the GIL.
+
+        Raises:
+            OSError: not enough memory.
+        """
+        with memoryview((ctypes.c_char * nbytes).from_address(source)) as data:
+            done = 0
+            while done < nbytes:
+                done += os.pwrite(self.fd, data[done:], target - self.address + done)
+
+
+@dataclass(frozen=True, slots=True)
 class _Move:
     """Bytes of one contiguous CPU tensor; the tensors are kept so that the addresses stay valid."""
 
@@ -43,8 +70,12 @@ class _Move:
     src: torch.Tensor
     start: int
     nbytes: int
+    cold: ColdMemory | None = None
 
     def run(self) -> None:
+        if self.cold is not None:
+            self.cold.write(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
+            return
         # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
         ctypes.memmove(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
 
@@ -154,14 +185,18 @@ class CopyTasks:
             raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
 
 
-def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Task]:
-    """The copies of these pairs of destination and source: small ones in groups, large ones in chunks."""
+def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], cold: ColdMemory | None = None) -> list[Task]:
+    """The copies of these pairs of destination and source: small ones in groups, large ones in chunks.
+
+    Args:
+        cold: what the destinations are in, if it is.
+    """
     small: list[tuple[torch.Tensor, torch.Tensor]] = []
     tasks: list[Task] = []
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
         if nbytes >= SMALL_BYTES and _movable(tensor):
-            tasks += _moves(view, tensor)
+            tasks += _moves(view, tensor, cold)
         else:
             small.append((view, tensor))
     for at in range(0, len(small), _GROUP):
@@ -170,9 +205,9 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Task]:
     return tasks
 
 
-def _moves(view: torch.Tensor, tensor: torch.Tensor) -> list[_Move]:
+def _moves(view: torch.Tensor, tensor: torch.Tensor, cold: ColdMemory | None = None) -> list[_Move]:
     nbytes = view.numel() * view.element_size()
-    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at)) for at in range(0, nbytes, CHUNK_BYTES)]
+    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), cold) for at in range(0, nbytes, CHUNK_BYTES)]
 
 
 def compares(view: torch.Tensor, tensor: torch.Tensor, claim: Claim) -> list[Compare]:

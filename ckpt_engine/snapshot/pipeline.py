@@ -164,12 +164,13 @@ class Pipeline:
         if self._pulse is not None:
             self._pulse.spend(times, at_once=at_once)
 
-    def prepare(self, state: Any, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
-        """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""
+    def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
+        """See `Engine.prepare`."""
         plan = self._planner.capture(state, lazy).plan
         self._fit(plan)
         self.start()
-        self._slots.warm_up(plan, share)
+        if touch:
+            self._slots.warm_up(plan)
 
     @property
     def prepare_seconds(self) -> float:
@@ -260,7 +261,8 @@ class Pipeline:
                 self._slots.retain(slot.index)
         claims = self._unchanged.claim(slot.index, [one.index for one in self._slots.known()], capture)
         submit = self._submitter(job, self._writer, handle, claims)
-        return Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy, claims=claims), claims
+        views, check = slot.views(capture.plan), self._check_lazy
+        return Staging(capture, views, submit, check=check, claims=claims, cold=slot.cold), claims
 
     def before_update(self) -> float:
         """The fence; seconds waited."""

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
-from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, CopyTasks, compares, tasks_of
+from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, ColdMemory, CopyTasks, compares, tasks_of
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
 from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.layout import CapturedState, EntrySource
@@ -54,6 +54,7 @@ class Staging:
         views: destinations, one per `capture.plan.sources`.
         check: keep an eager copy of the lazy part and compare at the fence (debug mode).
         claims: what the views hold already. A hinted claim that is wrong is an error for `on_staged`, and not raised.
+        cold: what the views are in, as long as it is cold.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Staging:
         *,
         check: bool = False,
         claims: Claims | None = None,
+        cold: ColdMemory | None = None,
     ) -> None:
         self._on_staged = on_staged
+        self._cold = cold
         self._told = threading.Lock()
         self._settled = threading.Event()
         self._capture: CapturedState | None = capture
@@ -113,8 +116,8 @@ class Staging:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False
         self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
-        self.eager = CopyTasks([*tasks_of(eager), *[task for task in tasks if not task.claim.hinted]])
-        self.lazy = CopyTasks(tasks_of(lazy))
+        self.eager = CopyTasks([*tasks_of(eager, self._cold), *[task for task in tasks if not task.claim.hinted]])
+        self.lazy = CopyTasks(tasks_of(lazy, self._cold))
         self._fenced = not lazy and self._flight is None
         if self._flight is not None:
             copier.devices.start(capture.plan, self._flight)

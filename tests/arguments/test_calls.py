@@ -178,11 +178,7 @@ def test_a_time_to_wait_is_a_number(ckpt: Checkpointer) -> None:
             refused("timeout must be a number", lambda value=value: ckpt.close(value))
 
 
-def test_a_share_of_a_core_is_above_0_and_at_most_1(ckpt: Checkpointer) -> None:
-    for value in (0.5, 1, True, torch.tensor(0.5), None):
-        ckpt.prepare({"w": torch.ones(2)}, share=value)
-    for value in (0, -1, 1.5, math.nan, math.inf, "1%", object(), [1]):
-        refused("share must be a number", lambda value=value: ckpt.prepare({}, share=value))
+def test_what_is_lazy_is_a_function(ckpt: Checkpointer) -> None:
     refused("lazy must be a function", lambda: ckpt.prepare({}, lazy=1))
 
 

@@ -208,53 +208,87 @@ def test_warm_up_makes_all_slots_in_the_background() -> None:
     slots.close()
 
 
-def test_a_warm_up_without_processor_time_makes_way_for_an_urgent_snapshot() -> None:
-    """`ready` says no while the share is used up, and `take` touches the rest itself."""
+def test_a_snapshot_that_is_taken_before_the_arena_is_ready_gets_a_cold_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a slot away from the warm-up, which leaves it alone from then on; there are never more than wanted."""
+    starve(monkeypatch, idle := threading.Event())
     plan = Planner(Flattener()).capture({"a": torch.zeros(8_000_000)}).plan
-    slots = Slots(1)
-    slots.warm_up(plan, share=1e-9)
-    for _ in range(100):  # longer than touching all of it takes
-        assert not slots.ready()
-        threading.Event().wait(0.01)
-    slot = slots.take(plan)
-    assert slot is not None and slot.nbytes >= plan.layout.nbytes
-    assert slots.touched_seconds > 0
+    slots = Slots(2)
+    slots.warm_up(plan)
+    first, second = slots.take(plan), slots.take(plan)
+    assert first is not None and second is not None and first is not second
+    assert first.is_cold and second.is_cold and slots.take(plan) is None and len(slots.known()) == 2
+    idle.set()
+    slots.close()
+    assert first.is_cold
+
+
+def test_a_cold_slot_is_filled_through_its_file_and_mapped_once_it_is_free() -> None:
+    """Every copy into it, cold or warm, while its pages are being mapped or not, is the state of that instant."""
+    planner, slots = Planner(Flattener()), Slots(1)
+    state = {"w": torch.randn(40_000_000), "t": torch.randn(64, 3000).t(), "s": torch.ones(7), "e": torch.empty(0)}
+    found = []
+    for _ in range(3):
+        capture = planner.capture(state)
+        slot = slots.take(capture.plan)
+        assert slot is not None
+        found.append(slot.is_cold)
+        views = slot.views(capture.plan)
+        Staging(capture, views, lambda _: None, cold=slot.cold).begin(Copier(0))
+        for entry, view in zip(capture.plan.layout.entries, views, strict=True):
+            assert torch.equal(view, state[entry.name]), entry.name
+        slots.release(slot.index)
+        if len(found) == 2:
+            until(lambda: not slots.known()[0].is_cold)
+        for tensor in state.values():
+            tensor.add_(1)
+    assert found[0] and not found[2] and slots.touched_seconds > 0
     slots.close()
 
 
-def test_a_snapshot_that_is_due_does_not_wait_until_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up runs at the lowest priority; where no share limits it and `ready` has been asked, another helps."""
-    plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
-    prefault, idle = SharedSlot.prefault, threading.Event()
+def test_huge_pages_are_made_without_touching_what_is_there() -> None:
+    """A snapshot may be copied into a slot while another thread still touches it."""
+    slot = SharedSlot(0, 200_000_000)
+    slot._bytes[::4096] = 7
+    slot.prefault()
+    assert bool((slot._bytes[::4096] == 7).all()) and not slot.is_cold
+    slot.close()
 
-    def starved(self: SharedSlot, go_on: Callable[[], bool] = lambda: True) -> None:
+
+def starve(monkeypatch: pytest.MonkeyPatch, idle: threading.Event) -> None:
+    """The thread of the lowest priority gets no processor before `idle` is set."""
+    prefault = SharedSlot.prefault
+
+    def starved(self: SharedSlot, go_on: Callable[[], bool] = lambda: True) -> bool:
         if threading.current_thread().name == "ckpt-prefault":
             idle.wait(WAIT_SECONDS)
-        prefault(self, go_on)
+        return prefault(self, go_on)
 
     monkeypatch.setattr(SharedSlot, "prefault", starved)
-    slots, limited = Slots(2), Slots(2)
+
+
+def test_a_snapshot_that_is_due_does_not_wait_until_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up runs at the lowest priority; where `ready` has been asked, another thread helps."""
+    plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
+    starve(monkeypatch, idle := threading.Event())
+    slots = Slots(2)
     slots.warm_up(plan)
-    limited.warm_up(plan, share=0.5)
     taken = []
     for _ in range(2):
         until(slots.ready)
-        assert not limited.ready()
         taken.append(slots.take(plan))
+    assert not any(slot.is_cold for slot in taken if slot is not None)
     assert len({slot.index for slot in taken if slot is not None}) == 2
     slots.discard_busy()  # the writer was lost
     assert slots.take(plan) is not None
     idle.set()
-    until(limited.ready)
     slots.close()
-    limited.close()
 
 
 def test_a_warm_up_for_a_state_that_has_grown_starts_anew() -> None:
     """Optimizers have no state before their first step."""
     small, large = (Planner(Flattener()).capture({"a": torch.zeros(count)}).plan for count in (8_000_000, 24_000_000))
     slots = Slots(2)
-    slots.warm_up(small, share=1e-9)
+    slots.warm_up(small)
     slots.warm_up(large)
     assert all(slot.nbytes >= large.layout.nbytes for slot in slots.known())
     assert len(slots.known()) == 2

@@ -21,8 +21,8 @@ def arena_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     prepare = Pipeline.prepare
 
-    def at_once(self: Pipeline, state: Any, lazy: Any = None, share: float | None = None) -> None:
-        prepare(self, state, lazy, None)
+    def at_once(self: Pipeline, state: Any, lazy: Any = None, *, touch: bool = True) -> None:
+        prepare(self, state, lazy, touch=touch)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._slots._warm_up is not None:
             assert time.monotonic() < deadline, "the arena does not become ready"

@@ -16,6 +16,7 @@ NAMES = (
     "upload",
     "many-tensors",
     "overhead",
+    "short-runs",
     "irregular",
     "accelerate",
     "every-iteration",

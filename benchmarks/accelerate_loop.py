@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from accelerate_ckpt import AdaptiveCheckpoint, TransformersCallback
 from benchmarks.lightning_loop import seeded_data
+from benchmarks.measure import children_seconds
 from benchmarks.workloads import SEED, perceptron, state_bytes
 from ckpt_engine import Checkpointer
 
@@ -35,11 +36,13 @@ class Laps:
         moments: when each step began, and when the last one ended.
         written: when all that it saved was written.
         saved: numbers of the steps after which it saved.
+        writer_seconds: processor time of the writer from the first step to the end of the last.
     """
 
     moments: tuple[float, ...]
     written: float
     saved: tuple[int, ...]
+    writer_seconds: float
 
     @property
     def training_seconds(self) -> float:
@@ -93,7 +96,7 @@ def accelerate_laps(folder: Path, sizes: Sizes, how: str) -> Laps:
     # Learned by heart without smoothing: the gradients become subnormal numbers, and a step takes three times as long.
     loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)
     ckpt = AdaptiveCheckpoint(accelerator, **_options(folder, sizes)) if how == "ours" else None
-    moments, saved = [], []
+    moments, saved, before = [], [], children_seconds()
     for step, (inputs, labels) in enumerate(loader, 1):
         moments.append(time.perf_counter())
         accelerator.backward(loss_of(model(inputs), labels))
@@ -103,9 +106,11 @@ def accelerate_laps(folder: Path, sizes: Sizes, how: str) -> Laps:
             accelerator.save_state()
             saved.append(step)
     moments.append(time.perf_counter())
+    writer_seconds = children_seconds() - before
     if ckpt is not None:
         ckpt.close()
-    return Laps(tuple(moments), time.perf_counter(), _steps(folder) if how == "ours" else tuple(saved))
+    steps = _steps(folder) if how == "ours" else tuple(saved)
+    return Laps(tuple(moments), time.perf_counter(), tuple(steps), writer_seconds)
 
 
 def accelerate_state_bytes(sizes: Sizes) -> int:
@@ -142,7 +147,7 @@ def transformers_laps(folder: Path, sizes: Sizes, how: str) -> Laps:
     )
     trainer.train(resume_from_checkpoint=None if ours is None else ours.resume_from(trainer))
     saved = stopwatch.saved if ours is None else _steps(folder / "ours")
-    return Laps(tuple(stopwatch.moments), time.perf_counter(), tuple(saved))
+    return Laps(tuple(stopwatch.moments), time.perf_counter(), tuple(saved), stopwatch.writer_seconds)
 
 
 def transformers_state_bytes(sizes: Sizes) -> int:
@@ -156,8 +161,11 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.moments: list[float] = []
         self.saved: list[int] = []
+        self.writer_seconds = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if not self.moments:
+            self.writer_seconds = -children_seconds()
         self.moments.append(time.perf_counter())
 
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -165,6 +173,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.moments.append(time.perf_counter())
+        self.writer_seconds += children_seconds()
 
 
 def _gpt2(sizes: Sizes) -> GPT2Config:

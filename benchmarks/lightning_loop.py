@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.measure import children_seconds
 from benchmarks.workloads import SEED, perceptron
 
 
@@ -39,7 +40,7 @@ class Stopwatch(pl.Callback):
     """Notes when training starts and when its last step is done. MUST be the first callback."""
 
     def __init__(self) -> None:
-        self.started = self.ended = 0.0
+        self.started = self.ended = self.helper_seconds = 0.0
         self.starts: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -48,10 +49,13 @@ class Stopwatch(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self.starts:
+            self.helper_seconds = -children_seconds()
         self.starts.append(time.perf_counter())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.ended = time.perf_counter()
+        self.helper_seconds += children_seconds()
 
 
 def seeded_data(count: int, inputs: int) -> TensorDataset:
@@ -114,9 +118,19 @@ class Fit:
         return self._stopwatch.ended - self._stopwatch.starts[0]
 
     @property
+    def moments(self) -> tuple[float, ...]:
+        """When each step began, and when the last one ended."""
+        return (*self._stopwatch.starts, self._stopwatch.ended)
+
+    @property
+    def helper_seconds(self) -> float:
+        """Processor time of other processes of this one from the first step to the end of the last."""
+        return self._stopwatch.helper_seconds
+
+    @property
     def share_beyond_typical_steps(self) -> float:
         """What the run took beyond its steps at their median length; drift from run to run has no part in it."""
-        moments = [*self._stopwatch.starts, self._stopwatch.ended]
+        moments = self.moments
         steps = [b - a for a, b in itertools.pairwise(moments)]
         return self.training_seconds / (len(steps) * statistics.median(steps)) - 1
 

@@ -19,6 +19,7 @@ NAMES = (
     "short-runs",
     "irregular",
     "accelerate",
+    "profile",
     "every-iteration",
     "memory-tier",
     "memory-ranks",

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import io
 import json
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from demo.compare import compare_runs
+from demo.main import main
+
+from tests.support import interpreters
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 TIMEOUT_SECONDS = 900.0
@@ -42,7 +49,14 @@ def run_demo(out: Path, *options: str) -> Ran:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return run_demo(tmp_path_factory.mktemp("demo") / "out")
+    """The demo in this process; its trainings are processes that find Lightning imported."""
+    out, printed, screen = tmp_path_factory.mktemp("demo") / "out", io.StringIO(), io.StringIO()
+    start = functools.partial(interpreters.Popen, preload=interpreters.LIGHTNING)
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(printed), redirect_stderr(screen):
+        patched.setattr("demo.process.subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
+        status = main(["--quick", "--json", "--out", str(out)])
+    assert printed.getvalue(), screen.getvalue()
+    return Ran(out, status, json.loads(printed.getvalue()), screen.getvalue())
 
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)

@@ -53,6 +53,7 @@ class Popen:
         arguments: `sys.executable`, `-W ignore` if needed, `-m MODULE`, `-c CODE` or a script, and what follows.
         stdin, stdout, stderr: a file, `subprocess.PIPE`, `DEVNULL`, or None: that of this process.
         cwd, env: its folder and its environment; None: those of this process.
+        start_new_session: it has a session of its own.
         preload: what it finds imported.
     """
 
@@ -66,6 +67,7 @@ class Popen:
         cwd: os.PathLike[str] | str | None = None,
         env: Mapping[str, str] | None = None,
         text: bool = False,
+        start_new_session: bool = False,
         preload: tuple[str, ...] = ENGINE,
     ) -> None:
         assert arguments[0] == sys.executable, arguments
@@ -80,6 +82,7 @@ class Popen:
             "arguments": [os.fspath(one) if isinstance(one, os.PathLike) else one for one in arguments[1:]],
             "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),  # noqa: PTH109
             "environment": dict(os.environ if env is None else env),
+            "session": start_new_session,
         }
         descriptors = [for_stdin, for_stdout, for_stderr, for_status.fileno()]
         socket.send_fds(server(preload), [json.dumps(job).encode()], descriptors)
@@ -270,6 +273,8 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if job["session"]:
+            os.setsid()
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
             if descriptor > 2:

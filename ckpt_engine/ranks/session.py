@@ -47,7 +47,6 @@ class Session:
         replicate: each rank's writer keeps its newest shares at a partner on another machine too.
         parity: or as parity at the members of a group of so many machines, see `partners`; 0: not.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
-        memory: there is a memory tier, which needs one root for all ranks.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Session:
         replicate: bool = False,
         parity: int = 0,
         mirror_bytes_per_second: float | None = None,
-        memory: bool = False,
     ) -> None:
         self.ranks = ranks
         self.root = root
@@ -66,7 +64,6 @@ class Session:
         self.replicates = replicate or parity > 0
         """Whether a lost machine's shares can be had from others."""
         self._mirror_bytes_per_second = mirror_bytes_per_second
-        self._memory = memory
         self._others: dict[str, Any] | None = None
         self._session = ""
         self._next_seq = 0
@@ -142,8 +139,7 @@ class Session:
 
         Raises:
             CkptError: what rank 0 or a leader could not start for, on every rank; or what this rank cannot.
-            ConfigError: replication or parity, and the ranks are not on machines that allow it; or a memory tier with
-                several places.
+            ConfigError: replication or parity, and the ranks are not on machines that allow it.
         """
         if self._session:
             client = start(self._config(self._session, self._next_seq))
@@ -151,12 +147,6 @@ class Session:
                 client.meet({**self._others, "moved": True})
             return client
         places = self.places(make=True)
-        if len(places) > 1 and self._memory:
-            raise ConfigError(
-                f"the memory tier needs one nearest folder for all ranks, and they have {len(places)}: "
-                f"rank {places[1][0]} does not see that of rank 0",
-                hint="take `memory` out of the tiers, or put a shared folder or an object store behind it",
-            )
         if self.replicates:
             self.locate()
         found = self._open_first(start)
@@ -421,7 +411,6 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
             replicate=replicate,
             parity=parity,
             mirror_bytes_per_second=limit,
-            memory=memory is not None,
         )
     if replicate or parity:
         what = "parity" if parity else "replicate"

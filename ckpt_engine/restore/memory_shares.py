@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from ckpt_engine.copy.staged import map_shared
@@ -165,9 +165,9 @@ def _gather(
 
 def _place(root_url: str, snapshot: str, replies: Sequence[Received]) -> MemoryPlace:
     """The shares of all ranks, which it owns from now on unless it raises, as one snapshot."""
-    manifest = part_records.merge(
-        [part_records.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
-    )
+    parts = [part_records.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
+    # In memory the shares of all ranks make one snapshot, also where nodes have roots of their own.
+    manifest = part_records.merge([replace(part, place=()) for part in parts])
     beats: list[Beat] = [beat for one in replies if (beat := beat_of(one)) is not None]
     texts = {
         names.RECORD: str(replies[0].body["record"]).encode(),

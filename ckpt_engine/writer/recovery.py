@@ -5,6 +5,9 @@ writer *leaves* its newest share, which is its data and its part record, and loo
 Where another rank has left only something older, that is left too. So all arrive at the newest snapshot that every rank
 has, and the coordinator commits it. A writer that is late or gone is waited for shortly; then each leaves all that it
 has, so that the next start can commit what is complete by then.
+
+Where nodes have roots of their own, writers see what those of their node leave. Each leaves all that it has, at once,
+and whatever is complete at a root is committed there: the newest snapshot of all ranks is among that.
 """
 
 from __future__ import annotations
@@ -36,17 +39,18 @@ There = Mapping[str, Collection[int]]
 """The ranks that have left their share, by snapshot."""
 
 
-def follow(mine: Sequence[str], there: There, rank: int, size: int) -> str | None:
+def follow(mine: Sequence[str], there: There, rank: int, ranks: Sequence[int]) -> str | None:
     """The snapshot whose share is to be left next, or None: no other rank needs one.
 
     Args:
         mine: what this rank holds, newest first.
+        ranks: those that meet.
     """
     left = [snapshot for snapshot in mine if rank in there.get(snapshot, ())]
     for snapshot in mine:
         if snapshot in left:
             continue
-        for other in range(size):
+        for other in ranks:
             # One that has left something in common with us is not further behind.
             behind = other in there.get(snapshot, ()) and not any(other in there.get(one, ()) for one in left)
             if other != rank and behind:
@@ -118,10 +122,16 @@ class CrashRecovery:
             return False
 
     def _attempt(self, orders: Sequence[StagedJob]) -> None:
-        rank, size = self._ranks.rank, self._ranks.size
+        rank = self._ranks.rank
         there = self._place.look()
         mine = self._undecided(orders, there)
         if not mine:
+            return
+        if self._ranks.places:
+            for snapshot, order in mine.items():
+                if rank not in there.get(snapshot, ()):
+                    self._leave(order)
+            self._collect(mine)
             return
         newest = next(iter(mine))
         left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
@@ -137,7 +147,7 @@ class CrashRecovery:
             if any(rank not in there.get(snapshot, ()) for snapshot in left):
                 self._undecided(orders, there)
                 return  # what is not there any more is committed, or was dropped by a new start
-            wanted = follow(list(mine), there, rank, size)
+            wanted = follow(list(mine), there, rank, self._ranks.members)
             if wanted is not None:
                 self._leave(mine[wanted])
                 left.add(wanted)
@@ -154,18 +164,20 @@ class CrashRecovery:
 
     def _undecided(self, orders: Sequence[StagedJob], there: There) -> dict[str, StagedJob]:
         """Those of these orders, newest first, that may yet be committed; notes which one is committed already."""
-        rank, found = self._ranks.rank, dict[str, StagedJob]()
+        rank, leads, found = self._ranks.rank, self._ranks.leads, dict[str, StagedJob]()
         for order in orders:
             snapshot = order.snapshot or ""
-            if rank == 0 and order.durable:
-                break  # nothing older matters
-            if rank and (order.durable or snapshot in self._left) and rank not in there.get(snapshot, ()):
-                if self._place.exists(snapshot):
-                    order.durable = True
-                    break
-                if snapshot not in self._left:
+            is_decided = leads and order.durable
+            if not leads and (order.durable or snapshot in self._left) and rank not in there.get(snapshot, ()):
+                is_decided = self._place.exists(snapshot)
+                if not is_decided and snapshot not in self._left:
                     continue  # the coordinator has taken it back: it failed on some rank
-            found[snapshot] = order
+            if not is_decided:
+                found[snapshot] = order
+                continue
+            order.durable = True
+            if not self._ranks.places:
+                break  # nothing older matters; another node may not have this one
         return found
 
     def _leave(self, order: StagedJob) -> None:
@@ -175,7 +187,12 @@ class CrashRecovery:
     def _collect(self, mine: Mapping[str, StagedJob]) -> None:
         """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
         deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
-        while not self._ranks.rank and not self._complete(mine, self._place.look()):
+        while self._ranks.leads:
+            if self._complete(mine, self._place.look()):
+                mine = {snapshot: order for snapshot, order in mine.items() if not order.durable}
+                if not (mine and self._ranks.places):
+                    return
+                continue
             remaining = deadline - time.monotonic()
             if remaining <= 0.0:
                 return
@@ -187,10 +204,10 @@ class CrashRecovery:
 
         The others learn of it as their records vanish.
         """
-        if self._ranks.rank:
+        if not self._ranks.leads:
             return False
         for snapshot, order in mine.items():
-            if len(there.get(snapshot, ())) < self._ranks.size or snapshot in self._bad:
+            if len(there.get(snapshot, ())) < len(self._ranks.members) or snapshot in self._bad:
                 continue
             if self._place.commit(order):
                 return True
@@ -263,22 +280,24 @@ class NearestTier:
             self._written[staged.snapshot] = event
 
         self._lane(write, staged)
-        if self._ranks.rank:
+        if not self._ranks.leads:
             self._done(self._written[staged.snapshot])
 
     def commit(self, order: StagedJob) -> bool:
-        storage, size, snapshot = self._repository.storage, self._ranks.size, order.snapshot or ""
+        storage, members, snapshot = self._repository.storage, self._ranks.members, order.snapshot or ""
         whole: list[Manifest] = []
 
         def commit() -> None:
             with suppress(FormatError, SnapshotSkippedError, SnapshotFailedError):
-                whole.append(part_records.merge(list(part_records.read_all(storage, snapshot, range(size)).values())))
+                whole.append(part_records.merge(list(part_records.read_all(storage, snapshot, members).values())))
             if not whole:
                 return
             self._still_ours()
             self._progress.check()
             self._repository.commit(whole[0])
-            if self._in_flight is not None:
+            if self._ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
+                part_records.remove(storage, snapshot, members)
+            elif self._in_flight is not None:
                 for one, ranks in part_records.there(storage).items():
                     if one == snapshot or one in self._in_flight:
                         part_records.remove(storage, one, ranks)  # what is newer is not complete, and never will be

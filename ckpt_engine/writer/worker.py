@@ -188,10 +188,12 @@ class Worker:
     def may_lose(self) -> bool:
         """Whether what is only in memory may be the newest snapshot that there is.
 
-        A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does.
+        A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does,
+        unless nodes have roots of their own.
         """
-        newest = self.held.newest
-        return newest is not None and (not newest.durable or (self._ranks is not None and self._ranks.rank > 0))
+        newest, ranks = self.held.newest, self._ranks
+        knows = ranks is None or (ranks.rank == 0 and not ranks.places)
+        return newest is not None and not (newest.durable and knows)
 
     def abandon(self, ending: str) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.

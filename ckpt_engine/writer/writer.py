@@ -371,13 +371,13 @@ class Writer:
 
         def done(event: SnapshotCommitted) -> None:
             self._emit_event(event)
-            if ranks.rank == 0:
+            if ranks.leads:
                 self._committed(event.snapshot)
 
         def not_undone(err: CkptError) -> None:
             self._notice(f"cannot take back a share that was not made durable: {err}")
 
-        tier = part_records.share_place(self._config.url, ranks.rank) if ranks.rank else self._config.url
+        tier = part_records.share_place(self._config.url, ranks.rank) if not ranks.leads else self._config.url
         progress = self._lane.progress
         return CrashRecovery(
             ranks, NearestTier(ranks, repository, tier, progress, lane, still_ours, in_flight, done, not_undone)

@@ -1,4 +1,6 @@
-"""Several ranks of a run without a trainer, as threads of one process that is to be killed: `ROOT SIZE DURABLE_EVERY`.
+"""Several ranks of a run without a trainer, as threads of one process that is to be killed.
+
+Arguments: `ROOT SIZE DURABLE_EVERY`; and, of nodes with a folder each, `NODES REPLICATE`.
 
 Every rank saves a state that tells its step in every byte, into memory or for good. Prints the steps that all began.
 """
@@ -13,13 +15,21 @@ from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.ranks.train_plain import check, state_of
 
 
-def main(root: str, size: int, durable_every: int) -> None:
+def open_rank(root: str, number: int, size: int, store: SharedStore, nodes: int, replicate: int) -> Checkpointer:
+    """One of the ranks; `nodes`: on so many nodes with a folder each below `root`, or 1: all see `root`."""
+    name = f"n{number * nodes // size}"
+    memory = {"url": "memory", "replicate": 1} if replicate else "memory"
+    ranks = ThreadRanks(number, size, store, node=name)
+    return Checkpointer(tiers=[memory, root if nodes == 1 else f"{root}/{name}"], ranks=ranks, linger=60)
+
+
+def main(root: str, size: int, durable_every: int, nodes: int = 1, replicate: int = 0) -> None:
     """Save until it is killed."""
     store = SharedStore()
     meeting = threading.Barrier(size)
 
     def rank(number: int) -> None:
-        ckpt = Checkpointer(tiers=["memory", root], ranks=ThreadRanks(number, size, store), linger=60)
+        ckpt = open_rank(root, number, size, store, nodes, replicate)
         state = ckpt.load()
         step = check(state, number) if state is not None else 0
         if not number:
@@ -36,4 +46,4 @@ def main(root: str, size: int, durable_every: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -12,10 +12,13 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.store import names
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.recovery import follow
 from tests.memory.lives import ENTRY, until
-from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+from tests.memory.rank_host import open_rank
+from tests.ranks.runs import SharedStore, on_all
 from tests.ranks.train_plain import check, state_of
 from tests.support import interpreters
 
@@ -26,8 +29,9 @@ MOST_LOST = 2
 class Host:
     """A process with several ranks."""
 
-    def __init__(self, root: Path, size: int, durable_every: int = 10**6) -> None:
-        command = [sys.executable, "-m", "tests.memory.rank_host", str(root), str(size), str(durable_every)]
+    def __init__(self, root: Path, size: int, durable_every: int = 10**6, nodes: int = 1, replicate: int = 0) -> None:
+        numbers = map(str, (size, durable_every, nodes, replicate))
+        command = [sys.executable, "-m", "tests.memory.rank_host", str(root), *numbers]
         self.process = interpreters.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
         self.resumed = self._line()
 
@@ -53,22 +57,21 @@ class Host:
         return int(rest[-1][1]) if rest else -1
 
 
-def opened(root: Path, size: int) -> list[Checkpointer]:
+def opened(root: Path, size: int, nodes: int = 1, replicate: int = 0) -> list[Checkpointer]:
     store = SharedStore()
-    return [Checkpointer(tiers=["memory", str(root)], ranks=ThreadRanks(rank, size, store)) for rank in range(size)]
+    return [open_rank(str(root), rank, size, store, nodes, replicate) for rank in range(size)]
 
 
-def resumed(root: Path, size: int) -> tuple[int, str]:
-    """Where all ranks resume, and from which place; then everything is closed."""
-    made = opened(root, size)
+def resumed(root: Path, size: int, nodes: int = 1, replicate: int = 0) -> tuple[int, str]:
+    """Where all ranks resume, and from which places; then everything is closed."""
+    made = opened(root, size, nodes, replicate)
     states = on_all(lambda rank: made[rank].load(), size)
     steps = {check(state, rank) for rank, state in enumerate(states)}
     loaded = [one.loaded for one in made]
     on_all(lambda rank: made[rank].engine.start(), size)
     on_all(lambda rank: made[rank].close(), size)
     (step,) = steps
-    (place,) = {one.place for one in loaded if one is not None}
-    return step, place
+    return step, " ".join(sorted({one.place for one in loaded if one is not None}))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -84,6 +87,36 @@ def test_ranks_that_die_resume_from_memory(tmp_path: Path, size: int) -> None:
     with Checkpointer(str(root)) as alone:
         assert [info.step for info in alone.snapshots()] == [step]
     assert not list((root / names.PARTS).glob("*"))
+
+
+@pytest.mark.parametrize("replicate", [0, 1])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_of_nodes_with_folders_lose_no_more(tmp_path: Path, size: int, replicate: int) -> None:
+    """Each node makes durable all that its ranks hold: what all of them hold is among it. Replicas are in memory."""
+    host = Host(tmp_path, size, nodes=2, replicate=replicate)
+    host.until_step(12)
+    begun = host.kill()
+    step, place = resumed(tmp_path, size, 2, replicate)
+    assert begun - step <= MOST_LOST
+    assert (place == "memory") == bool(replicate)
+    for node in ("n0", "n1"):
+        repository = Repository(open_storage(tmp_path / node))
+        assert step in [parsed.step for parsed in repository.ids()]
+        assert not list((tmp_path / node / names.PARTS).glob("*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_lives_on_nodes_with_folders_that_end_at_random_moments(tmp_path: Path, number: int) -> None:
+    """Snapshots in memory and durable ones in turn; no life loses more than two steps."""
+    begun = 0
+    for life in range(4):
+        host = Host(tmp_path, 4, durable_every=3 + number, nodes=2)
+        assert begun - int(host.resumed[1]) <= MOST_LOST, (life, host.resumed, begun)
+        host.until_step(int(host.resumed[1]) + 5 + 3 * life)
+        begun = host.kill()
+    step, _ = resumed(tmp_path, 4, 2)
+    assert begun - step <= MOST_LOST
 
 
 @pytest.mark.slow
@@ -149,7 +182,7 @@ def test_the_writers_meet_at_the_newest_snapshot_that_all_hold() -> None:
             there.setdefault(held[rank][0], set()).add(rank)
             for other in order:  # everybody who is there looks again
                 if any(other in ranks for ranks in there.values()):
-                    while (wanted := follow(held[other], there, other, 3)) is not None:
+                    while (wanted := follow(held[other], there, other, range(3))) is not None:
                         there.setdefault(wanted, set()).add(other)
         assert [snapshot for snapshot, ranks in there.items() if len(ranks) == 3] == ["7"]
 

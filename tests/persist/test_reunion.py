@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.observe.events import Event, MemoryFlushed, SystemClock
 from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.preempt.watch import open_watch
@@ -97,7 +97,7 @@ def meet(
     places = [Place(tier, rank, (waits_for or {}).get(rank)) for rank in range(len(held))]
 
     def run(rank: int) -> None:
-        ranks: Any = SimpleNamespace(rank=rank, size=len(held))
+        ranks = _rank(rank, len(held))
         orders: Any = held[rank]
         reunion = CrashRecovery(ranks, places[rank], 0.2 if give_up_at_first else PATIENCE_SECONDS)
         places[rank].has_left = lambda: setattr(reunion, "_patience_seconds", PATIENCE_SECONDS)
@@ -189,8 +189,8 @@ def test_what_one_rank_did_not_have_yet_counts_at_the_next_meeting(late: int, fi
     assert held[0][0].durable and held[1][0].durable
 
 
-def _rank(rank: int) -> Any:
-    return SimpleNamespace(rank=rank, size=2)
+def _rank(rank: int, size: int = 2) -> RankConfig:
+    return RankConfig(rank, size, "session", None, WAIT_SECONDS)
 
 
 class Over:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import ConfigError, NoUsableSnapshotError, ResumeError, StorageError
+from ckpt_engine.errors import NoUsableSnapshotError, ResumeError, StorageError
 from ckpt_engine.ranks.session import Beacon
 from ckpt_engine.restore import sources
 from ckpt_engine.restore.sources import Borrower, Lender
@@ -312,21 +312,6 @@ def test_a_step_that_is_asked_for(tmp_path: Path) -> None:
 
     on_all(load, 4)
     close_all(again)
-
-
-def test_a_memory_tier_needs_one_folder(tmp_path: Path) -> None:
-    """It is refused at the start, on every rank; no writer is left behind."""
-    ranks = open_nodes(tmp_path, NODES, 2, memory=True)
-
-    def start(rank: int) -> None:
-        with pytest.raises(
-            ConfigError, match="needs one nearest folder for all ranks, and they have 2: rank 2 does not see"
-        ):
-            ranks[rank].engine.start()
-
-    on_all(start, 4)
-    close_all(ranks)
-    assert not list(tmp_path.glob("*/lease.json"))
 
 
 def test_one_process_cannot_load_a_nodes_part(tmp_path: Path) -> None:

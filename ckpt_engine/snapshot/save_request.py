@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -37,9 +37,6 @@ from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.layout import CapturedState
 from ckpt_engine.store.manifest import Line
 from ckpt_engine.store.names import parse_id
-
-if TYPE_CHECKING:
-    from ckpt_engine.snapshot.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +106,14 @@ WAIT_SECONDS = 3600.0
 """Of waits without a timeout of their own: forever, but for a fault of ours."""
 
 
+class Outcomes(Protocol):
+    """Where a handle learns what became of its snapshot; see `Pipeline`."""
+
+    def poll(self) -> None: ...
+
+    def wait_for(self, handle: SaveHandle, timeout: float | None) -> bool: ...
+
+
 class SaveHandle:
     """One `save`. Training thread only.
 
@@ -127,7 +132,7 @@ class SaveHandle:
         ...     print(handle.wait(timeout=60))  # its id
     """
 
-    def __init__(self, pipeline: Pipeline, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
+    def __init__(self, pipeline: Outcomes, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
         self._pipeline = pipeline
         self.step = step
         self.stall_seconds = 0.0

@@ -334,7 +334,7 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
     return new
 
 
-def compact(repository: Repository, lease: Lease, snapshot: str, limits: ByteLimits = _NO_LIMITS) -> str:
+def compact(repository: Repository, lease: Lease, snapshot: str) -> str:
     """Write a snapshot again as one plain file, and forget it as it was; returns its new id.
 
     A crash leaves the first one, or both, or the new one; the next retention, or doing it again, cleans up.
@@ -345,7 +345,7 @@ def compact(repository: Repository, lease: Lease, snapshot: str, limits: ByteLim
     """
     if snapshot in pins.pinned_ids(repository.storage):
         raise StorageMissingError(f"{snapshot} is pinned", hint="`ckpt unpin` it first")
-    new = _slim(repository, lease, snapshot, (), limits)
+    new = _slim(repository, lease, snapshot, (), _NO_LIMITS)
     collect(repository, lease)
     return new
 

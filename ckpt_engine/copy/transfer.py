@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -48,10 +48,6 @@ class Copied:
     present_bytes: int
 
 
-def _ignore(_: int) -> None:
-    return None
-
-
 def copy_snapshot(
     source: Repository,
     target: Repository,
@@ -59,14 +55,12 @@ def copy_snapshot(
     *,
     sink: Storage | None = None,
     scratch: str | None = None,
-    advance: Callable[[int], object] = _ignore,
 ) -> Copied:
     """Copy one snapshot. Its bytes are verified on the way: damage does not spread. Needs the target's lease.
 
     Args:
         sink: what the objects are put into instead of `target.storage`: the same place at another pace.
         scratch: a folder for what is not local on its way; default: the system's temporary one.
-        advance: called with the bytes that are at the target now.
 
     Raises:
         SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
@@ -79,7 +73,7 @@ def copy_snapshot(
         require_whole(manifest.info, source.storage.url)
     except CkptError as err:
         raise CopySourceError(err) from err
-    copied = copy_data(source, target, manifest, sink=put, scratch=scratch, advance=advance)
+    copied = copy_data(source, target, manifest, sink=put, scratch=scratch)
     target.commit_copy(manifest, text, put)
     return copied
 
@@ -91,7 +85,6 @@ def copy_data(
     *,
     sink: Storage,
     scratch: str | None = None,
-    advance: Callable[[int], object] = _ignore,
 ) -> Copied:
     """Copy the data files of one manifest, and make sure that they are durable. Arguments and errors as above."""
     sent = present = 0
@@ -102,7 +95,6 @@ def copy_data(
             sent_bytes = _copy_file(source.storage, sink, manifest, index, scratch)
             sent += sent_bytes
             present += file.nbytes - sent_bytes
-        advance(file.nbytes)
     if present:
         settle_data(target.storage)
     return Copied(sent, present)

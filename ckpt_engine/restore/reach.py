@@ -14,7 +14,6 @@ from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, Wait
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.ranks.session import START_SECONDS, Session
 from ckpt_engine.restore import load, memory_shares, places
-from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.memory import MemoryPlace, answers, attach, is_held
@@ -62,17 +61,17 @@ class Reach:
         if self._session is not None:
             self.attach()
             return load.choose_together(self._session, self._listed_once, step, check)
-        return restore.choose(self._listed_once(), step, check)
+        return load.choose(self._listed_once(), step, check)
 
-    def load(self, step: int | None, *, back: bool, **how: Any) -> restore.Loaded | None:
-        """See `Checkpointer.load`; `how`: as of `restore.load`. What is saved from here on comes after it."""
+    def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
+        """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
         try:
             if self._session is not None:
                 self.attach()
                 found = load.load_together(self._session, self._listed_once, step, **how)
             else:
                 self._let_finish()
-                found = restore.load(self._listed_once(), step, **how)
+                found = load.load(self._listed_once(), step, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
                 self.away = {one.url for one in found.away}
@@ -93,7 +92,7 @@ class Reach:
         """See `Engine.go_on_after`."""
         self._agree(info, lambda: continued(info, (), ()))
 
-    def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:
+    def _go_on(self, found: Loaded, *, newest: bool, back: bool) -> None:
         self._agree(found.info, lambda: before_of(found, self._listed_once, newest=newest, back=back))
 
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:

@@ -75,13 +75,11 @@ def test_a_copy_is_the_same_byte_for_byte(pair: tuple[Repository, Repository], t
     """Between all kinds of storage; data that is there already is not sent again."""
     source, target = pair
     first, second = [parsed.id for parsed in source.ids()]
-    told: list[int] = []
-    one = copy_snapshot(source, target, second, scratch=str(tmp_path), advance=told.append)
-    assert len(told) == 2
+    one = copy_snapshot(source, target, second, scratch=str(tmp_path))
     assert one.present_bytes == 0
     two = copy_snapshot(source, target, first, scratch=str(tmp_path))
     assert two.sent_bytes == 0
-    assert one.sent_bytes == 2 * two.present_bytes == sum(told)
+    assert one.sent_bytes == 2 * two.present_bytes == sum(file.nbytes for file in source.read(second).files)
     assert files(tmp_path / "source") == files(tmp_path / "target")
     assert copy_snapshot(source, target, first).sent_bytes == 0
     assert target.read(second).info == source.read(second).info

@@ -222,8 +222,8 @@ def failing(root: Path, *, with_newest: list[int]) -> tuple[list[Checkpointer], 
         handles = [made[rank].save(state_of(step, rank), step=step, durable=step == 3) for rank in ranks]
         for handle in handles:
             handle.wait(60)
-    children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-    return made, [child for child in children if any(word.endswith(ENTRY) for word in child.cmdline())]
+    replies = [control.ask(str(root), {"what": control.STATUS}, 60.0, rank) for rank in range(2)]
+    return made, [psutil.Process(reply.body["pid"]) for reply in replies if reply is not None]
 
 
 def test_a_written_share_is_not_taken_for_a_committed_snapshot(tmp_path: Path) -> None:

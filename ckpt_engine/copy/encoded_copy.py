@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
+from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
-from ckpt_engine.copy.write_plan import ENCODED, PLAIN, ROWS, Bases, WritePlan, decide, paired, placed, plan
+from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, placed, plan
 from ckpt_engine.copy.write_snapshot import Staged
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -120,7 +121,7 @@ def copy_part(
     its arrays that has other slices. What is stored, and what was sent; arguments and errors as above.
     """
     ranks = manifest.info.partial.ranks if manifest.info.partial is not None else (0,)
-    planned = decide(manifest, None, (), lambda _: False, ENCODED)
+    planned = decide(manifest, None, (), lambda _: False, write_plan.ENCODED)
     files = Files(manifest, planned, ranks[0])
     copied = _put_parts(files, source, target, sink, pick, tally)
     return files.manifest(), copied
@@ -310,7 +311,7 @@ class DedupBaseline:
             WriterError: the image cannot be read.
             StorageError: what is there cannot be read, or that hangs; nothing has come of it.
         """
-        bounds = PLAIN
+        bounds = write_plan.PLAIN
         if staged.cut_layout.nbytes < bounds.least_bytes:
             return None
         before = self._before()
@@ -340,7 +341,7 @@ class DedupBaseline:
         if before is not None and not self._repository.still_has(before.info.id, before.files):
             before = None
         usable = {file.name for file in before.files} if before is not None else set[str]()
-        return decide(manifest, before, usable, lambda _: False, ENCODED)
+        return decide(manifest, before, usable, lambda _: False, write_plan.ENCODED)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""

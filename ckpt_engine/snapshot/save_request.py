@@ -106,7 +106,7 @@ WAIT_SECONDS = 3600.0
 """Of waits without a timeout of their own: forever, but for a fault of ours."""
 
 
-class Outcomes(Protocol):
+class SaveOutcomes(Protocol):
     """Where a handle learns what became of its snapshot; see `Pipeline`."""
 
     def poll(self) -> None: ...
@@ -132,7 +132,7 @@ class SaveHandle:
         ...     print(handle.wait(timeout=60))  # its id
     """
 
-    def __init__(self, pipeline: Outcomes, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
+    def __init__(self, pipeline: SaveOutcomes, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
         self._pipeline = pipeline
         self.step = step
         self.stall_seconds = 0.0

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import types
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -11,6 +16,7 @@ import pytest
 from ckpt_engine import config
 from ckpt_engine.config import Config, sections
 from ckpt_engine.config.models import Tier
+from tests.support.curves import need
 
 SECTIONS = {
     config.Options: Config,
@@ -48,3 +54,22 @@ def test_keys_and_words_are_those_of_the_schema(typed: Any) -> None:
         if name not in ("mtbf", "codec"):  # a text of its own kind, or of a package
             assert words(hints[name]) == words(field.annotation), name
     assert set(typing.get_type_hints(config.LostWorkOptions)) == set(sections.FAILURES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pyright_finds_what_is_misspelt_in_a_script(tmp_path: Path) -> None:
+    """In the lines of tests/typing/api.py in which mypy finds it (`make lint`), and nothing in its other lines."""
+    need("pyright")
+    repository = Path(__file__).parents[2]
+    text = (repository / "tests" / "typing" / "api.py").read_text()
+    wrong = [number for number, line in enumerate(text.splitlines()) if "# type: ignore" in line]
+    script = tmp_path / "api.py"
+    script.write_text(re.sub("# type: ignore.*", "", text))
+    settings = {"extraPaths": [str(repository)], "include": ["."]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert sorted({one["range"]["start"]["line"] for one in found}) == wrong, found
+    assert len(wrong) > 8

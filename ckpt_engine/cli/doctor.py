@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_table
+from ckpt_engine.cli.output import json_option, print_json
 from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.errors import CkptError, ConfigError, StorageExistsError
@@ -64,28 +64,34 @@ def command(url: str, size: str, as_json: bool) -> None:
     """
     nbytes = _parsed_size(size)
     places = [(tier.url, dict(tier.storage_options)) for tier in options_of(url).tiers]
-    reports = [(place, list(_examine(place, options, nbytes))) for place, options in places]
-    bad = any(finding.mark is Mark.BAD for _, findings in reports for finding in findings)
+    reports: list[tuple[str, list[Finding]]] = []
+    for place, options in places:
+        findings: list[Finding] = []
+        reports.append((place, findings))
+        if not as_json:
+            click.secho(place, bold=True)
+        for one in _examine(place, options, nbytes):  # each is shown when it is found: a storage may hang at the next
+            findings.append(one)
+            if not as_json:
+                _show(one)
+        if not as_json and any(one.mark is Mark.BAD for one in findings):
+            click.secho("  no run should be put here", fg="red")
+        elif not as_json:
+            click.secho("  a run is safe here", fg="green")
     if as_json:
         print_json([{"root": place, "findings": [asdict(one) for one in findings]} for place, findings in reports])
-    else:
-        for place, findings in reports:
-            click.secho(place, bold=True)
-            print_table(("", "", ""), [row for one in findings for row in _rows(one)])
-            if any(one.mark is Mark.BAD for one in findings):
-                click.secho("  no run should be put here", fg="red")
-            else:
-                click.secho("  a run is safe here", fg="green")
-    if bad:
+    if any(finding.mark is Mark.BAD for _, findings in reports for finding in findings):
         sys.exit(1)
 
 
-def _rows(finding: Finding) -> list[tuple[str, str, str]]:
-    """A finding, on as many lines as the terminal needs."""
+def _show(finding: Finding) -> None:
+    """On as many lines as the terminal needs."""
     width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
     lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
     first, *more = lines or [""]
-    return [(f"  {finding.check}", str(finding.mark), first), *(("", "", line) for line in more)]
+    click.echo(f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}{first}")
+    for line in more:
+        click.echo(f"{'':<{TEXT_COLUMN}}{line}")
 
 
 def _parsed_size(text: str) -> int:

@@ -134,3 +134,16 @@ def test_encrypted_channels_are_told_from_plain_ones() -> None:
     assert S3Storage("s3://b/r", {"anon": True}).encrypted()
     assert not S3Storage("s3://b/r", {"anon": True, "endpoint_url": "http://x"}).encrypted()
     assert not S3Storage("s3://b/r", {"anon": True, "client_kwargs": {"endpoint_url": "http://x"}}).encrypted()
+
+
+def test_what_is_found_is_shown_at_once(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage may hang at any of the checks: those before it are on the screen by then."""
+
+    def hangs(storage: Any, nbytes: int) -> Any:
+        yield doctor.Finding("write and read", doctor.Mark.OK, "as it should be")
+        raise StorageError("hangs")
+
+    monkeypatch.setattr(doctor, "_findings", hangs)
+    result = ckpt("doctor", tmp_path)
+    assert result.code == 2
+    assert result.out.splitlines() == [str(tmp_path), "  write and read        ok    as it should be"]

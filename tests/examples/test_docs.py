@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ import yaml
 from torch import nn
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.cli.main import VERBS, commands
 from ckpt_engine.config import OPTION_NAMES, Config, load_config
 from tests.support.digests import digest, seed_everything
 
@@ -26,7 +30,8 @@ STEPS = 6
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    found = re.findall(r"^( *)```(\w*).*?\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(text) for _, name, text in found if name == language]
 
 
 def block(page: str, words: str) -> str:
@@ -49,12 +54,41 @@ def test_code_compiles_and_names_options_that_exist(page: Path) -> None:
 def test_yaml_is_what_its_reader_takes(page: Path, tmp_path: Path) -> None:
     """Our options are valid; what is for Kubernetes or LightningCLI is YAML."""
     for text in blocks(page, "yaml"):
+        if isinstance(yaml.safe_load(text), list):
+            text = f"tiers:\n{textwrap.indent(text, '  ')}"
         if not set(yaml.safe_load(text)) <= set(OPTION_NAMES):
             continue
         (tmp_path / "ckpt.yaml").write_text(
             text if re.search("^tiers:", text, re.MULTILINE) else f"{text}tiers: /data/run1\n"
         )
         load_config(tmp_path / "ckpt.yaml")
+
+
+def lines_of_shells(page: Path) -> list[str]:
+    """In blocks without a language, and after `$`, where a block shows what comes back, too."""
+    found: list[str] = []
+    for text in blocks(page, ""):
+        lines = text.replace("\\\n", " ").splitlines()
+        prompts = [line.lstrip()[2:] for line in lines if line.lstrip().startswith("$ ")]
+        found += prompts or [line.strip() for line in lines if re.match(r"(ckpt|pip|make) +[^=\s]", line.strip())]
+    return [line.partition(" #")[0].strip() for line in found]
+
+
+@pytest.mark.parametrize("page", [one for one in PAGES if lines_of_shells(one)], ids=lambda one: one.name)
+def test_commands_exist_with_the_options_that_are_shown(page: Path) -> None:
+    """Of `ckpt`, as its own parser reads them; extras of `pip install` and targets of `make` exist, too."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for line in lines_of_shells(page):
+        program, *words = shlex.split(line)
+        if program == "make":
+            assert words[0] in targets, line
+        elif program == "pip":
+            assert set(re.findall(r"ckpt-engine\[([\w,-]+)\]", line)) <= extras, line
+        elif program == "ckpt" and not re.search(r"\[|\||\.\.\.", line):
+            command = commands.get_command(click.Context(commands), words[0])
+            assert words[0] in VERBS and command is not None, line
+            command.make_context(words[0], words[1:])
 
 
 def test_the_weights_of_a_snapshot_are_used_in_three_lines(tmp_path: Path) -> None:

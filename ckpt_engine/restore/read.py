@@ -30,7 +30,7 @@ from ckpt_engine.restore.sources import Sources
 from ckpt_engine.snapshot import host_memory
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Fetch, chain_of, is_plain
+from ckpt_engine.store.decode import Decoder, Fetch, Rooms, chain_of, is_plain
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
@@ -207,7 +207,7 @@ def stream_into(
     if not moves:
         return
     plain = [move for move in moves if move.piece.base is None]
-    filler, memory = _Filler(sources, manifest, fresh), Memory()
+    filler, memory, rooms = _Filler(sources, manifest, fresh), Memory(), Rooms()
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
@@ -222,7 +222,7 @@ def stream_into(
             # Work begins in this order, so that no thread waits for what no other has begun with.
             for one in batch.ranges:
                 one.data = pool.submit(one.read, sources, manifest, memory)
-            ready = batch.decoder(sources, manifest, filler.read_base)
+            ready = batch.decoder(sources, manifest, filler.read_base, rooms)
             begun += [pool.submit(filler.fill_together, move, batch, ready, memory) for move in batch.moves]
         for done in begun:
             done.result()
@@ -377,32 +377,14 @@ class Move:
     address: int
 
 
-class Memory:
-    """Buffers that are used again: the first touch of new memory costs more than what is done with it. Thread safe."""
+class Memory(Rooms):
+    """As they are, with pages that are present and big: buffers that are read into around the page cache."""
 
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def take(self, nbytes: int) -> mmap.mmap:
-        """A buffer of at least so many bytes."""
-        spare: list[mmap.mmap] = []
-        try:
-            while True:
-                found = self._free.pop()
-                if len(found) >= nbytes:
-                    return found
-                spare.append(found)
-        except IndexError:
-            made = _memory(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
-            host_memory.advise(made)
-            host_memory.populate(address_of(memoryview(made)), len(made))
-            return made
-        finally:
-            self._free += spare
-
-    def give(self, buffer: mmap.mmap) -> None:
-        """It is not used any more."""
-        self._free.append(buffer)
+    def _new(self, nbytes: int) -> mmap.mmap:
+        made = _memory(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
+        host_memory.advise(made)
+        host_memory.populate(address_of(memoryview(made)), len(made))
+        return made
 
 
 @dataclass(slots=True)
@@ -412,12 +394,12 @@ class Range:
     file: int
     start: int
     stop: int
-    data: Future[mmap.mmap] | None = None
+    data: Future[memoryview] | None = None
 
-    def read(self, sources: Sources, manifest: Manifest, memory: Memory) -> mmap.mmap:
+    def read(self, sources: Sources, manifest: Manifest, memory: Memory) -> memoryview:
         """The bytes, unverified."""
         found = memory.take(self.stop - self.start)
-        sources.read(manifest.files[self.file].name, self.start, memoryview(found)[: self.stop - self.start])
+        sources.read(manifest.files[self.file].name, self.start, found)
         return found
 
 
@@ -454,7 +436,7 @@ class Batch:
                 memory.give(one.data.result())
                 one.data = None
 
-    def decoder(self, sources: Sources, manifest: Manifest, base: Fetch) -> Decoder:
+    def decoder(self, sources: Sources, manifest: Manifest, base: Fetch, rooms: Rooms) -> Decoder:
         """Decodes the pieces of this batch; what it reads is verified and repaired, but for what `base` reads."""
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
@@ -462,12 +444,12 @@ class Batch:
             if there is None or there.data is None:
                 sources.read(name, piece.offset, out)
             else:
-                stored = memoryview(there.data.result())[piece.offset - there.start :]
+                stored = there.data.result()[piece.offset - there.start :]
                 ctypes.memmove(address_of(out), address_of(stored), piece.nbytes)
             if digest(out) != piece.digest:
                 sources.repair(entry, name, piece, out)
 
-        return Decoder(manifest, fetch, base)
+        return Decoder(manifest, fetch, base, rooms)
 
 
 def batches(manifest: Manifest, moves: Sequence[Move]) -> Iterator[Batch]:

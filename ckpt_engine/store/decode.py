@@ -5,9 +5,10 @@ Decodes pieces that were encoded together: one of them needs the others, so all 
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckpt_engine.errors import CorruptError
@@ -18,7 +19,8 @@ from ckpt_engine.store.storage.base import Storage
 
 KEPT_BYTES = 192 << 20
 """Decoded pieces that wait for somebody to ask for them, at most."""
-_SPARE = 12
+SPARE_BYTES = 512 << 20
+"""Memory that was used and is kept for the next piece, at most."""
 MOST_DECODED = 8
 """Times that what a manifest names is decoded at most. Once is enough, but what is not asked for soon is made again."""
 FillBase = Callable[[str, int, Piece, memoryview], object]
@@ -55,22 +57,52 @@ def _at(manifest: Manifest, level: str | None, name: str, start: int) -> Piece |
     return None
 
 
+class Rooms:
+    """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[mmap.mmap] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """So many bytes, of any content."""
+        with self._lock:
+            for number, spare in enumerate(self._spare):
+                if len(spare) >= nbytes:
+                    return memoryview(self._spare.pop(number))[:nbytes]
+        return memoryview(self._new(max(1, nbytes)))[:nbytes]
+
+    def give(self, *rooms: memoryview) -> None:
+        """Those of them that were taken here are not used any more."""
+        with self._lock:
+            for room in rooms:
+                if isinstance(room.obj, mmap.mmap):
+                    self._spare.append(room.obj)
+            self._spare.sort(key=len)
+            while sum(map(len, self._spare)) > SPARE_BYTES:
+                del self._spare[0]
+
+    def _new(self, nbytes: int) -> mmap.mmap:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Groups:
     """Decodes the groups of one snapshot; what was not asked for yet is kept for a while. Thread safe.
 
     Args:
         fetch: reads stored bytes, verified.
         fill_base: decodes what a piece was encoded against.
+        rooms: for what is decoded on the way.
     """
 
-    def __init__(self, manifest: Manifest, fetch: Fetch, fill_base: FillBase) -> None:
+    def __init__(self, manifest: Manifest, fetch: Fetch, fill_base: FillBase, rooms: Rooms) -> None:
         self._manifest = manifest
+        self._rooms = rooms
         self._fetch = fetch
         self._fill_base = fill_base
         self._lock = threading.Lock()
         self._busy: dict[_Key, threading.Lock] = {}
         self._kept: OrderedDict[_Key, dict[str, memoryview]] = OrderedDict()
-        self._spare: list[bytearray] = []
         self._left_bytes: int | None = None
 
     def fill(self, level: str | None, name: str, start: int, piece: Piece, out: memoryview) -> None:
@@ -88,32 +120,61 @@ class Groups:
             kept = self._take(key)
             if name in kept:
                 out[:] = kept[name]
-                self._give(kept.pop(name))
+                self._rooms.give(kept.pop(name))
             else:
-                self._give(*kept.values())
-                kept = {one: self._room(out.nbytes) for one in piece.group if one != name}
+                self._rooms.give(*kept.values())
+                kept = {one: self._rooms.take(out.nbytes) for one in piece.group if one != name}
                 self._decode(level, start, piece, {**kept, name: out})
             self._keep(key, kept)
 
     def _decode(self, level: str | None, start: int, piece: Piece, outs: dict[str, memoryview]) -> None:
+        """What a group was encoded against is often one as well: the oldest comes first, and two rooms are enough."""
+        if piece.base is None or set(outs) != set(piece.group):
+            raise CorruptError(f"{piece.group[0]!r}: pieces encoded together with {piece.codec!r} do not fit together")
+        chain = [(level, piece)]
+        while (under := self._under(start, chain[-1][1])) is not None:
+            chain.append((chain[-1][1].base, under))
+            self._count(0 if len(chain) <= MAX_CHAIN else MOST_DECODED * under.raw_nbytes)
+        room = {name: self._rooms.take(piece.raw_nbytes) for name in piece.group}
+        try:
+            rooms = (outs, room)
+            for name, member in members_of(self._manifest, chain[-1][0], start, chain[-1][1]):
+                self._fill_base(name, start, member, rooms[len(chain) % 2][name])
+            for number, (its_level, one) in reversed(list(enumerate(chain))):
+                self._apply(its_level, start, one, rooms[number % 2], rooms[(number + 1) % 2])
+        finally:
+            self._rooms.give(*room.values())
+
+    def _under(self, start: int, piece: Piece) -> Piece | None:
+        """The piece of the group that a group was encoded against; None if that was none, or another one."""
+        under = _at(self._manifest, piece.base, piece.group[0], start)
+        alike = under is not None and under.group == piece.group and under.raw_nbytes == piece.raw_nbytes
+        return under if alike else None
+
+    def _apply(
+        self,
+        level: str | None,
+        start: int,
+        piece: Piece,
+        outs: Mapping[str, memoryview],
+        bases: Mapping[str, memoryview],
+    ) -> None:
+        """Decode one group over what it was encoded against."""
         codec = get_group_codec(piece.codec)
         members = dict(members_of(self._manifest, level, start, piece))
-        if len(members) != len(codec.roles) or piece.base is None or set(outs) != set(members):
+        if len(members) != len(codec.roles) or piece.base is None:
             raise CorruptError(f"{piece.group[0]!r}: pieces encoded together with {piece.codec!r} do not fit together")
         self._count(sum(one.raw_nbytes for one in members.values()))
-        bases = {name: self._room(piece.raw_nbytes) for name in piece.group}
-        stored = {name: self._room(one.nbytes) for name, one in members.items()}
+        stored = {name: self._rooms.take(one.nbytes) for name, one in members.items()}
         try:
-            self._bases(level, start, piece, bases)
             for name, one in members.items():
                 self._fetch(name, one, stored[name])
-            try:
-                roles = dict(zip(piece.group, codec.roles, strict=True))
-                codec.decode(*({roles[name]: data for name, data in one.items()} for one in (stored, outs, bases)))
-            except CorruptError as err:
-                raise CorruptError(f"{piece.group[0]!r}: {err.message}", hint=err.hint) from err
+            roles = dict(zip(piece.group, codec.roles, strict=True))
+            codec.decode(*({roles[name]: data for name, data in one.items()} for one in (stored, outs, bases)))
+        except CorruptError as err:
+            raise CorruptError(f"{piece.group[0]!r}: {err.message}", hint=err.hint) from err
         finally:
-            self._give(*bases.values(), *stored.values())
+            self._rooms.give(*stored.values())
 
     def _count(self, nbytes: int) -> None:
         """Groups of other groups, and so on, could be arranged so that decoding them never ends."""
@@ -128,15 +189,6 @@ class Groups:
             if self._left_bytes < 0:
                 raise CorruptError(f"its groups take more than {MOST_DECODED} times as long to decode as they should")
 
-    def _bases(self, level: str | None, start: int, piece: Piece, bases: dict[str, memoryview]) -> None:
-        """What a group was encoded against: often a group as well."""
-        under = _at(self._manifest, piece.base, piece.group[0], start)
-        if under is not None and under.group == piece.group and under.raw_nbytes == piece.raw_nbytes:
-            self._decode(piece.base, start, under, bases)  # ends: the chain of the piece that was asked for does
-            return
-        for name, member in members_of(self._manifest, level, start, piece):
-            self._fill_base(name, start, member, bases[name])
-
     def _take(self, key: _Key) -> dict[str, memoryview]:
         with self._lock:
             return self._kept.pop(key, {})
@@ -148,22 +200,6 @@ class Groups:
             self._kept[key] = left
             while sum(one.nbytes for kept in self._kept.values() for one in kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
-
-    def _room(self, nbytes: int) -> memoryview:
-        """Memory that was used before, where there is some: the first touch of new memory takes as long as decoding."""
-        with self._lock:
-            for number, spare in enumerate(self._spare):
-                if len(spare) >= nbytes:
-                    return memoryview(self._spare.pop(number))[:nbytes]
-        return memoryview(bytearray(nbytes))
-
-    def _give(self, *rooms: memoryview) -> None:
-        with self._lock:
-            for room in rooms:
-                if isinstance(room.obj, bytearray):
-                    self._spare.append(room.obj)
-            self._spare.sort(key=len)
-            del self._spare[:-_SPARE]
 
 
 MAX_CHAIN = 64
@@ -264,14 +300,17 @@ class Decoder:
         fetch: reads what has to be read on the way, verified; called in the thread that asks.
         glance: as `fetch`, but need not verify: what is made of it is compared with its own digest, and if that differs
             it is made again of what `fetch` reads. Digesting a base besides costs as much as reading it.
+        rooms: memory for what is made on the way, if other decoders use the same.
     """
 
-    def __init__(self, manifest: Manifest, fetch: Fetch, glance: Fetch | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, fetch: Fetch, glance: Fetch | None = None, rooms: Rooms | None = None
+    ) -> None:
         self._manifest = manifest
         self._fetch = fetch
         self._glance = glance or fetch
-        self._buffers = threading.local()
-        self._groups = Groups(manifest, fetch, self._fill_base)
+        self._rooms = rooms or Rooms()
+        self._groups = Groups(manifest, fetch, self._fill_base, self._rooms)
 
     def read(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         """Fill `out` with a piece of an entry, which begins at byte `start` of it.
@@ -324,30 +363,31 @@ class Decoder:
             self._groups.fill(level, name, start, piece, out)
             return
         codec = get_codec(piece.codec)
-        base: memoryview | None = None
-        if len(chain) > 1:
-            base = out if _is_in_place(chain) else self._buffer(len(chain), piece.raw_nbytes)
-            self._fill(name, start, chain[1:], None, base, end, piece.base)
-        elif codec.needs_base:
+        if len(chain) == 1 and codec.needs_base:
             raise CorruptError(f"{name!r}: a piece encoded with {piece.codec!r} names no base")
-        if stored is None:
-            stored = self._buffer(0, piece.nbytes)
-            self._fetch(name, piece, stored)
+        taken: list[memoryview] = []
         try:
-            codec.decode(stored, out, base)
-        except CorruptError as err:
-            raise CorruptError(f"{name!r}: {err.message}") from err
+            base: memoryview | None = None
+            if len(chain) > 1:
+                base = out
+                if not _is_in_place(chain):
+                    base = self._rooms.take(piece.raw_nbytes)
+                    taken.append(base)
+                self._fill(name, start, chain[1:], None, base, end, piece.base)
+            if stored is None:
+                stored = self._rooms.take(piece.nbytes)
+                taken.append(stored)
+                self._fetch(name, piece, stored)
+            try:
+                codec.decode(stored, out, base)
+            except CorruptError as err:
+                raise CorruptError(f"{name!r}: {err.message}") from err
+        finally:
+            self._rooms.give(*taken)
 
     def _fill_base(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         under = chain_of(self._manifest, name, start, piece)[1:]
         self._fill(name, start, under, None, out, self._fetch, piece.base)
-
-    def _buffer(self, number: int, nbytes: int) -> memoryview:
-        """Memory that this thread reuses: one buffer for stored bytes, and one for each base that needs one."""
-        kept: dict[int, bytearray] = self._buffers.__dict__.setdefault("kept", {})
-        if len(kept.get(number, b"")) < nbytes:
-            kept[number] = bytearray(nbytes)
-        return memoryview(kept[number])[:nbytes]
 
 
 def _is_in_place(chain: Sequence[Piece]) -> bool:

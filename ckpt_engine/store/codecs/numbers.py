@@ -35,7 +35,7 @@ from ckpt_engine.store.codecs.planes import (
     width_of,
     words_in,
 )
-from ckpt_engine.store.codecs.simple import PAYS, FrameError, compress, decompress
+from ckpt_engine.store.codecs.simple import PAYS, FrameError, compress, decompress_into
 
 _MAGIC = b"CKB1"
 
@@ -211,11 +211,14 @@ class RowsCodec:
     def _changed_in(self, stored: memoryview, rows: int) -> NDArray[np.intp]:
         """Numbers of the rows whose bit is set; numpy puts rows by number ten times as fast as by a mask."""
         plain = -(-rows // 8)
-        try:
-            packed = stored if stored.nbytes == plain else memoryview(decompress(stored, plain))
-        except FrameError as err:
-            raise damaged(self.name, str(err)) from err
-        bits = np.unpackbits(np.frombuffer(packed, np.uint8))
+        packed = np.frombuffer(stored, np.uint8)
+        if stored.nbytes != plain:
+            packed = np.empty(plain, np.uint8)
+            try:
+                decompress_into(stored, memoryview(packed))  # type: ignore[arg-type]
+            except FrameError as err:
+                raise damaged(self.name, str(err)) from err
+        bits = np.unpackbits(packed)
         if bits[rows:].any():
             raise damaged(self.name, "its map is longer than its rows")
         return np.flatnonzero(bits[:rows].view(np.bool_))

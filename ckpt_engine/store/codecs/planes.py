@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
 from ckpt_engine.store.codecs.codec import damaged
-from ckpt_engine.store.codecs.simple import HOPELESS, PAYS, FrameError, compress, decompress
+from ckpt_engine.store.codecs.simple import HOPELESS, PAYS, FrameError, compress, decompress_into
 
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -184,6 +184,9 @@ _REST_BLOCKS = 8
 """Blocks after a plane that did not pay for which it is not tried again."""
 _SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
 _MOST_KEPT_BYTES = 20 << 20
+
+_LOW, _HIGH = 7, 8
+"""Numbers of scratch memory for two planes."""
 
 _local = threading.local()
 
@@ -418,7 +421,7 @@ class PlaneDecoder:
         table = struct.unpack(f"<{width}I", self._take(4 * width, "a table of planes").tobytes())
         self._skip_padding()
         if width == 1:
-            plane = self._plane(table[0], count)
+            plane = self._plane(table[0], count, _LOW)
             out[:] = 0 if plane is None else plane
             return
         words = self._scratch.words(width, 2, count)
@@ -452,8 +455,8 @@ class PlaneDecoder:
             pair = self._take(2 * count, "a plane").view(np.uint16)
             self._skip_padding()
             return pair
-        low_plane = self._plane(low, count)
-        high_plane = self._plane(high, count)
+        low_plane = self._plane(low, count, _LOW)
+        high_plane = self._plane(high, count, _HIGH)
         if low_plane is None and high_plane is None:
             return None
         lane = self._scratch.lanes[0][:count] if out is None else out
@@ -461,7 +464,8 @@ class PlaneDecoder:
         join_lane(low_plane, high_plane, moved, lane, self._scratch)
         return lane
 
-    def _plane(self, entry: int, count: int) -> Bytes | None:
+    def _plane(self, entry: int, count: int, room: int) -> Bytes | None:
+        """A plane: where it is stored, or else in the scratch memory with this number; None if it is all zeros."""
         kind, nbytes = entry >> 28, entry & 0xFFFFFFF
         if kind == _ZEROS and nbytes == 0:
             return None
@@ -471,7 +475,9 @@ class PlaneDecoder:
         self._skip_padding()
         if kind == _FRAME:
             try:
-                return np.frombuffer(decompress(memoryview(data), count), np.uint8)  # type: ignore[arg-type]
+                plane = self._scratch.words(1, room, count)
+                decompress_into(memoryview(data), memoryview(plane))  # type: ignore[arg-type]
+                return plane
             except FrameError as err:
                 raise damaged(self._codec, str(err)) from err
         if nbytes != count:

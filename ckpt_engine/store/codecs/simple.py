@@ -53,7 +53,7 @@ class ZstdCodec:
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Decompress one frame of exactly the size of `out`."""
         try:
-            out.cast("B")[:] = decompress(stored, out.nbytes)
+            decompress_into(stored, out.cast("B"))
         except FrameError as err:
             raise damaged(self.name, str(err)) from err
 
@@ -86,8 +86,8 @@ def compress(data: memoryview, settings: Mapping[str, int]) -> bytes:
     return context.compress(data)
 
 
-def decompress(stored: memoryview, nbytes: int) -> bytes:
-    """The `nbytes` bytes of one frame; allocates no more than that, whatever the frame says; releases the GIL.
+def decompress_into(stored: memoryview, out: memoryview) -> None:
+    """Fill `out` with the bytes of one frame; allocates nothing, whatever the frame says; releases the GIL.
 
     Raises:
         FrameError: `stored` is not one whole frame of that size.
@@ -96,16 +96,17 @@ def decompress(stored: memoryview, nbytes: int) -> bytes:
     if context is None:
         context = _local.decompressor = zstandard.ZstdDecompressor()
     try:
-        # Checked first: decompress() allocates as much as the frame claims to hold.
+        # Checked first: what is not known to fit is decoded in steps, through memory of the library.
         claimed = zstandard.frame_content_size(stored)
-        if claimed != nbytes:
-            raise FrameError(f"a frame of {claimed} bytes where {nbytes} belong")
-        data: bytes = context.decompress(stored, allow_extra_data=False)
+        if claimed != out.nbytes:
+            raise FrameError(f"a frame of {claimed} bytes where {out.nbytes} belong")
+        with context.stream_reader(stored, read_across_frames=True) as reader:
+            if reader.readinto(out) != out.nbytes:
+                raise FrameError(f"a frame of {out.nbytes} bytes ends early")
+            if reader.read(1):
+                raise FrameError("more than one frame")
     except (zstandard.ZstdError, ValueError) as err:
         raise FrameError(str(err)) from err
-    if len(data) != nbytes:
-        raise FrameError(f"{len(data)} bytes where {nbytes} belong")
-    return data
 
 
 def sample(data: memoryview) -> bytes:

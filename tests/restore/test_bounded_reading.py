@@ -17,7 +17,7 @@ from ckpt_engine.snapshot.host_memory import MemoryLimit
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import container, manifest_codec
 from ckpt_engine.store.container import PIECE_BYTES, digest
-from ckpt_engine.store.decode import Groups
+from ckpt_engine.store.decode import Groups, Rooms
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.support.forged import forge, newest
@@ -105,7 +105,8 @@ def test_leaves_that_share_an_entry_cost_no_memory_each() -> None:
 
 def test_groups_of_groups_do_not_take_for_ever(root: Path) -> None:
     """What is decoded is counted: groups could be arranged so that each has to be made again for each."""
-    groups = Groups(Repository(LocalStorage(root)).read(newest(root).stem), lambda *_: None, lambda *_: None)
+    manifest = Repository(LocalStorage(root)).read(newest(root).stem)
+    groups = Groups(manifest, lambda *_: None, lambda *_: None, Rooms())
     groups._count(8 * 2048)
     with pytest.raises(CorruptError, match="as long to decode"):
         groups._count(1)

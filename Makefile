@@ -27,11 +27,12 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore
 
-# The floors of pyproject.toml, on torch without CUDA.
+# The floors of pyproject.toml, on torch without CUDA where its index is reachable.
 test-oldest:
 	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/pip install -q torch==2.6.0 --index-url https://download.pytorch.org/whl/cpu
-	$(VENV)-oldest/bin/pip install -q -c requirements/oldest.txt -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis jsonargparse[signatures]
+	$(VENV)-oldest/bin/pip install -q torch==2.6.0 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VENV)-oldest/bin/pip install -q -c requirements/oldest.txt -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis jsonargparse[signatures] \
+		torchdata scikit-learn omegaconf pytorch-ignite rich
 	$(VENV)-oldest/bin/python -m pytest -n logical --dist loadfile tests/config tests/store tests/restore tests/lightning tests/accelerate tests/tracking
 
 # The wheel and the source, and the wheel tried in a fresh environment.

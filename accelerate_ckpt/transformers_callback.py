@@ -427,6 +427,15 @@ class TransformersCallback(TrainerCallback):
             shutil.rmtree(folder, ignore_errors=True)
 
 
+_NOT_EXACT = {
+    "ignore_data_skip": ("begins the epoch's data again after a resume", "leave it out"),
+    "auto_find_batch_size": (
+        "begins again at step 0 with smaller batches and the weights of then, when memory runs out",
+        "leave it out, and set per_device_train_batch_size to what it finds in a run without this callback",
+    ),
+}
+
+
 def _require(callback: TransformersCallback, trainer: Trainer) -> None:
     """Raises ConfigError where there is no exact resume."""
     arguments = trainer.args
@@ -445,9 +454,9 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
             f"this trainer spreads its model over {arguments.n_gpu} GPUs with DataParallel, which is not supported",
             hint="make one of them visible: CUDA_VISIBLE_DEVICES=0",
         )
-    for name in ("ignore_data_skip", "auto_find_batch_size"):
+    for name, (why, hint) in _NOT_EXACT.items():
         if getattr(arguments, name):
-            raise ConfigError(f"{name}=True moves the position in the data, so no resume is exact", hint="leave it out")
+            raise ConfigError(f"{name}=True {why}, so no resume is exact", hint=hint)
 
 
 def _saved_epoch(engine: Engine, counted: int) -> int:

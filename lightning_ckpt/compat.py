@@ -156,6 +156,18 @@ class LightningInternals(DataInternals):
         original = strategy.load_optimizer_state_dict
         self.wrap(strategy, "load_optimizer_state_dict", lambda checkpoint: around(original, checkpoint))
 
+    def wrap_training_restore(self, forgotten: Callable[[], dict[str, Any] | None]) -> None:
+        """What `forgotten()` gives is restored where Lightning has nothing: a callback may load a file of its own."""
+        connector = self._trainer._checkpoint_connector
+        original = connector.restore_training_state
+
+        def restore_training_state() -> None:
+            if not connector._loaded_checkpoint:
+                connector._loaded_checkpoint = forgotten() or {}
+            original()
+
+        self.wrap(connector, "restore_training_state", restore_training_state)
+
     def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
         """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
@@ -408,6 +420,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("signal_connector", "received_sigterm", "finishing the step after a SIGTERM"),
     PrivateName("signal_connector", "_sigterm_notifier_fn", "the same for several ranks (wrapped)"),
     PrivateName("connector", "resume_start", "ckpt_path='auto' (wrapped)"),
+    PrivateName("connector", "restore_training_state", "restoring after a search for a learning rate (wrapped)"),
     PrivateName("connector", "dump_checkpoint", "the content of a snapshot"),
     PrivateName("connector", "_ckpt_path", "the path Lightning reports after a resume"),
     PrivateName("connector", "_loaded_checkpoint", "handing the restored state to Lightning"),

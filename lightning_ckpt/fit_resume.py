@@ -91,6 +91,8 @@ class FitResume:
         self._elastic: Elastic | None = None
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: restart.Dtypes = {}
+        self.to_restore: dict[str, Any] | None = None
+        """What Lightning has been handed and has not put back yet."""
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
         self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
@@ -109,7 +111,7 @@ class FitResume:
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
         """
-        if self._loaders is not None:
+        if self._loaders is not None and not self.pending:
             path = self.fresh.path(path)
         if path != AUTO:
             original(path, *args, **kwargs)
@@ -164,6 +166,7 @@ class FitResume:
             if key in state:
                 state[key] = own_extra_state(state[key])
         self._internals.hand_over(state, f"{self._engine.root_url}#{loaded.info.id}")
+        self.to_restore = state if self._loaders is not None and own is not None else None
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
             return
@@ -320,6 +323,10 @@ class FitResume:
         if not self.pending:
             original(checkpoint)
             return
+        if self.to_restore is not None and checkpoint["optimizer_states"] is not self.to_restore["optimizer_states"]:
+            original(checkpoint)  # of a callback that trains before the run, as one that looks for a learning rate
+            return
+        self.to_restore = None
         states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
         self._regrouped = run_state.restore_groups(self._trainer, self._module, states, saved)
         try:

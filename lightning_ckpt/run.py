@@ -106,6 +106,7 @@ class FitRun:
         internals = self._internals
         internals.wrap_resume_start(self.resume.resolve)
         internals.wrap_optimizer_restore(self.resume.restore_optimizers)
+        internals.wrap_training_restore(lambda: self.resume.to_restore)
         internals.wrap_process_dataloader(self._loaders.follow)
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)

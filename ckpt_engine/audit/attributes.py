@@ -99,7 +99,7 @@ class AttributeHolder:
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
         plain_only: leave out what is no number, text, None or container.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
-        in_place: only what changes within: streams and containers of plain values, as no new object can be assigned.
+        in_place: only what changes within: streams, tensors and containers of plain values, as nothing can be assigned.
         records: containers that grow are taken for records, which training does not follow from.
     """
 
@@ -119,7 +119,7 @@ class AttributeHolder:
         for name in tuple(self.values):
             if self.plain_only and not isinstance(self.values[name], (*PLAIN, *CONTAINERS, *GENERATORS)):
                 continue
-            if self.in_place and not is_own(self.values[name]):
+            if self.in_place and not changes_in_place(self.values[name]):
                 continue
             hides = self.public_only or isinstance(self.owner, type)
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
@@ -234,6 +234,8 @@ class Walk:
         if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            self._visit_hooks(value, path, depth)
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
         elif isinstance(value, Variables):
@@ -256,6 +258,16 @@ class Walk:
             self._visit_function(value, path, depth, self.visit)
         elif self._looks_into(value, root=root):
             self._visit_attributes(value, path, depth)
+
+    def _visit_hooks(self, value: Any, path: str, depth: int) -> None:
+        """What the user's functions that a module, its own parameters or an optimizer call keep."""
+        tables = [one for name, one in vars(value).items() if name.endswith("_hooks")]
+        for parameter in getattr(value, "_parameters", {}).values():
+            if parameter is not None:
+                tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+        hooks = [one for table in tables if isinstance(table, dict) for one in table.values()]
+        for index, hook in enumerate(one for one in hooks if _is_of_user(one)):
+            self.visit(hook, f"{path}.hooks[{index}]", depth - 1)
 
     def _hold(self, path: str, owner: Any, values: Mapping[str, Any], **how: bool) -> None:
         self.found.append(AttributeHolder(path, owner, values, frozenset(), public_only=False, **how))
@@ -299,6 +311,7 @@ class Walk:
         values = vars(value.owner)
         holder = AttributeHolder(path, value.owner, values, names_of(value.framework), public_only=False)
         self.found.append(holder)
+        self._visit_class(type(value.owner), records=False)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
 
@@ -345,7 +358,7 @@ class Walk:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             view = LiveView((name,), functools.partial(_content, cell))
             content = view.get(name)
-            if isinstance(content, PLAIN):
+            if isinstance(content, (*PLAIN, torch.Tensor, np.ndarray)):
                 self._hold(path, cell, view)
             elif is_own(content):
                 self._hold(path, cell, view, in_place=True, records=visit == self._visit_used)
@@ -353,6 +366,16 @@ class Walk:
                 visit(content, f"{path}.{name}", depth - 1)
         self._hold(path, function, vars(function), plain_only=True, records=True)
         self._hold(path, function, defaults_of(function), in_place=True, records=True)
+
+
+def _is_of_user(hook: Any) -> bool:
+    """Whether the function that a hook calls is the user's own."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    kinds = type(hook).__mro__
+    of_class = next((vars(kind)["__call__"] for kind in kinds if "__call__" in vars(kind)), None)
+    function = getattr(hook, "__func__", hook if isinstance(hook, types.FunctionType) else of_class)
+    return isinstance(function, types.FunctionType) and is_function_of_user(function)
 
 
 def _saved(value: Any) -> frozenset[str]:
@@ -517,6 +540,13 @@ def is_iterator(value: Any) -> bool:
 def is_own(value: Any) -> bool:
     """Whether it changes within and can be put back there: a stream, or a container of nothing but plain values."""
     return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, _DEPTH))
+
+
+def changes_in_place(value: Any) -> bool:
+    """The same of a variable that is always the same object: a tensor or an array too."""
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad
+    return isinstance(value, np.ndarray) or is_own(value)
 
 
 def _is_plain(value: Any, depth: int) -> bool:

@@ -36,7 +36,7 @@ from ckpt_engine.audit.attributes import (
 )
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
 from ckpt_engine.audit.modules import KeptDraws, of_modules
-from ckpt_engine.audit.source import is_function_of_user, is_library, names_in
+from ckpt_engine.audit.source import attribute_decides, is_function_of_user, is_library, names_in
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.state.flatten import Flattener, problems
 
@@ -390,8 +390,12 @@ class _Beginning:
             for name, path, value in one.rows:
                 frozen = self._moved_to(path, value, one.before.get(name, MISSING), quick=quick)
                 before = self.frozen.get(path, ())
-                if frozen is None or (one.holder.records and _is_record(value, frozen, before, one.holder.in_place)):
+                if frozen is None:
                     continue
+                if one.holder.records and _is_record(value, frozen, before, one.holder.in_place):
+                    kind = None if one.holder.in_place else _class_of_user(one.holder.owner)
+                    if kind is None or not attribute_decides(kind, name):
+                        continue
                 yield path, value, frozen
 
     def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
@@ -449,6 +453,11 @@ def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bo
     return _has_grown(now, before)
 
 
+def _class_of_user(owner: Any) -> type | None:
+    kind = owner if isinstance(owner, type) else type(owner)
+    return None if kind.__module__ == "builtins" else kind
+
+
 def _has_grown(now: Any, before: Any) -> bool:
     """Whether a frozen container, or one in it, has more items than before."""
     if not (isinstance(now, tuple) and isinstance(before, tuple)):
@@ -486,9 +495,11 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     begin = begun.frozen.get(path)
     if holder.in_place and type(now) is not type(saved):
         return f"{changes}, and it is another object now"
-    if holder.states or (holder.in_place and _shapes(saved)):
-        if _shapes(now) != _shapes(saved):
-            return f"{changes}, and it has another shape now"
+    of_shapes = holder.states or (holder.in_place and _shapes(saved))
+    if of_shapes and _shapes(now) == _shapes(saved):
+        pass
+    elif holder.states:
+        return f"{changes}, and it has another shape now"
     elif (None if begin is None else digest(begin)) != first:
         return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
     _assign(holder, name, now, saved)
@@ -496,9 +507,9 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
 
 
 def _shapes(value: Any) -> Any:
-    """Of a tensor, or of a list or dict of tensors only; None of anything else."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
+    """Of a tensor or array, or of a list or dict of such only; None of anything else."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return (tuple(value.shape), value.dtype)
     if not isinstance(value, list | dict):
         return None
     rows = {key: _shapes(one) for key, one in (value.items() if isinstance(value, dict) else enumerate(value))}
@@ -518,6 +529,8 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
                 now.copy_(saved)
         else:
             holder.assign(name, saved.to(now.device))
+    elif holder.in_place and isinstance(now, np.ndarray) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
+        now[...] = saved
     elif isinstance(now, list | dict) and _shapes(now) and _shapes(now) == _shapes(saved):
         for key in now if isinstance(now, dict) else range(len(now)):
             _assign(holder, name, now[key], saved[key])

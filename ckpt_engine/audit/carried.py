@@ -31,12 +31,13 @@ from ckpt_engine.audit.attributes import (
     Frozen,
     UsedObject,
     Variables,
+    digest,
     freeze,
     is_iterator,
     is_own,
     is_used,
 )
-from ckpt_engine.audit.modules import LIBRARIES, OURS, of_modules
+from ckpt_engine.audit.modules import OURS, of_modules
 from ckpt_engine.data.position import followed_by
 
 _MOST_FRAMES = 16
@@ -292,7 +293,7 @@ def frames_around(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_of_user(frame: FrameType) -> bool:
     """Whether this is the user's own code, and no library's."""
-    return LIBRARIES not in frame.f_code.co_filename
+    return not source.is_library_file(frame.f_code.co_filename)
 
 
 def frames_of_users(frame: FrameType | None) -> Iterator[FrameType]:
@@ -326,7 +327,7 @@ def loops_around(code: CodeType, offset: int) -> list[Repeated]:
 
 def instruction_at(frame: FrameType) -> int:
     """The offset of the instruction that this frame is at; in a call, `f_lasti` may be that of a cache entry."""
-    offsets = _offsets(frame.f_code)
+    offsets = _instructions(frame.f_code)[1]
     return offsets[bisect.bisect_right(offsets, frame.f_lasti) - 1]
 
 
@@ -340,26 +341,40 @@ def counters_of(frame: FrameType) -> dict[str, int]:
     return {name: values[name] for name in sorted(names) if type(values.get(name)) is int}
 
 
+def made_before(frame: FrameType) -> dict[str, str]:
+    """Digests of tensors and arrays that a turn of the loops makes before this frame's instruction, and reads later."""
+    code, here = frame.f_code, instruction_at(frame)
+    written = frozenset[str]().union(*(loop.writes - loop.targets for loop in loops_around(code, here)))
+    rows, offsets = _instructions(code)
+    live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
+    read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here]))) if written else frozenset()
+    names = sorted(written & read - set(_carried(code, here)))
+    values = ((name, frame.f_locals.get(name)) for name in names)
+    return {name: digest(freeze(one)) for name, one in values if isinstance(one, torch.Tensor | np.ndarray)}
+
+
 def local_values(frame: FrameType) -> tuple[list[Any], list[Any]]:
     """Values of local variables that this frame may read again, and of those that it does not."""
     code, here = frame.f_code, instruction_at(frame)
     values = dict(frame.f_locals)
     if not loops_around(code, here):
         return list(values.values()), []
-    rows, live = _liveness(code)
-    index = {one.offset: position for position, one in enumerate(rows)}
+    rows, offsets = _instructions(code)
+    live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
     read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here])))
     return [values[name] for name in values if name in read], [values[name] for name in values if name not in read]
 
 
 @lru_cache(maxsize=256)
-def _offsets(code: CodeType) -> list[int]:
-    return [one.offset for one in dis.get_instructions(code) if one.opname != "CACHE"]
+def _instructions(code: CodeType) -> tuple[list[dis.Instruction], list[int]]:
+    """Those of a function, without cache entries, and their offsets."""
+    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    return rows, [one.offset for one in rows]
 
 
 @lru_cache(maxsize=256)
 def _loops(code: CodeType) -> list[Repeated]:
-    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    rows, _ = _instructions(code)
     ends: dict[int, int] = {}
     for row in rows:
         if row.opcode in dis.hasjrel and row.argval <= row.offset:
@@ -378,8 +393,7 @@ def _loops(code: CodeType) -> list[Repeated]:
 @lru_cache(maxsize=256)
 def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
     """Variables that a loop around the instruction at `offset` may read before it writes them in the same step."""
-    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    offsets = [one.offset for one in rows]
+    rows, offsets = _instructions(code)
     index = {one: position for position, one in enumerate(offsets)}
     # In a call the offset may be that of a cache entry behind the instruction.
     here = bisect.bisect_right(offsets, offset) - 1
@@ -390,27 +404,29 @@ def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
     }
     if not heads:
         return ()
-    live = _liveness(code)[1]
+    live = _liveness(code)
     begins = (head + (rows[head].opname == "FOR_ITER") for head in heads)
     return tuple(sorted(frozenset[str]().union(*(live[one] for one in begins)) - _loop_targets(rows)))
 
 
 @lru_cache(maxsize=256)
-def _liveness(code: CodeType) -> tuple[list[dis.Instruction], list[frozenset[str]]]:
-    """The instructions of a function, and the variables that may be read from each of them on before they are set."""
-    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    index = {one.offset: position for position, one in enumerate(rows)}
+def _liveness(code: CodeType) -> list[frozenset[str]]:
+    """The variables that may be read from each instruction of a function on before they are set."""
+    rows, offsets = _instructions(code)
+    index = {one: position for position, one in enumerate(offsets)}
+    following = [_next(rows, index, position) for position in range(len(rows))]
+    uses = [_uses(row) for row in rows]
     live: list[frozenset[str]] = [frozenset()] * (len(rows) + 1)
     changed = True
     while changed:
         changed = False
         for position in range(len(rows) - 1, -1, -1):
-            after = frozenset[str]().union(*(live[one] for one in _next(rows, index, position)))
-            reads, writes = _uses(rows[position])
+            after = frozenset[str]().union(*(live[one] for one in following[position]))
+            reads, writes = uses[position]
             before = (after - writes) | reads
             if before != live[position]:
                 live[position], changed = before, True
-    return rows, live
+    return live
 
 
 def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int) -> list[int]:

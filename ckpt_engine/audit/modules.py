@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, is_own
-from ckpt_engine.audit.source import is_standard_name
+from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, changes_in_place, is_own
+from ckpt_engine.audit.source import is_library_file, is_standard_name
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
@@ -29,9 +29,8 @@ _RANDOM = frozenset(
     }
 )
 _FOREIGN: set[str] = set()
-"""Names of modules that are not the user's, as far as they have been looked at."""
+"""Names of modules, and of whole packages, that are not the user's, as far as they have been looked at."""
 OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
-LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,13 @@ class _ModuleCode:
 _CODE: dict[str, _ModuleCode] = {}
 
 
-def _code_of(name: str, module: Any) -> _ModuleCode:
-    ids = tuple(map(id, vars(module).values()))
+def _code_of(name: str, module: Any, body: CodeType | None) -> _ModuleCode:
+    """Args: body: of the module itself, if it runs: the functions in it may be made in any step."""
+    ids = tuple(map(id, (body, *vars(module).values())))
     if (known := _CODE.get(name)) is None or known.values != ids:
         functions = dict(_functions(module))
-        assigned, near = (
-            frozenset[str]().union(*(used(one.__code__) for one in functions)) for used in (_assigned, _near_changes)
-        )
+        codes = [one.__code__ for one in functions] + ([] if body is None else [body])
+        assigned, near = (frozenset[str]().union(*map(used, codes)) for used in (_assigned, _near_changes))
         known = _CODE[name] = _ModuleCode(ids, functions, assigned, near.intersection(vars(module)))
     return known
 
@@ -68,13 +67,15 @@ def _code_of(name: str, module: Any) -> _ModuleCode:
 def of_modules() -> dict[str, Any]:
     """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
     functions set or change within, what functions keep, and results that were drawn at random and are kept."""
-    found: dict[str, Any] = {}
-    for name, module in [row for row in tuple(sys.modules.items()) if row[0] not in _FOREIGN]:
-        if not _is_file_of_user(name, getattr(module, "__dict__", {}).get("__file__") or ""):
-            _FOREIGN.add(name)
-            continue
-        code, values = _code_of(name, module), vars(module)
-        own = frozenset(key for key in code.near if is_own(values.get(key)))
+    found, bodies = dict[str, Any](), dict[int, CodeType]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            bodies[id(frame.f_globals)] = frame.f_code
+        frame = frame.f_back
+    for name, module in _modules_of_user():
+        code, values = _code_of(name, module, bodies.get(id(vars(module)))), vars(module)
+        own = frozenset(key for key in code.near if changes_in_place(values.get(key)))
         assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
         changing = [one.__code__ for one in code.functions if own and not own.isdisjoint(_near_changes(one.__code__))]
         within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
@@ -88,11 +89,36 @@ def of_modules() -> dict[str, Any]:
     return found
 
 
-def _is_file_of_user(name: str, file: str) -> bool:
-    """Whether a module of this name and file is neither Python's, nor installed, nor ours."""
-    if not file.endswith(".py") or LIBRARIES in file or is_standard_name(name):
-        return False
-    return not any(part in file for part in OURS)
+def _modules_of_user() -> Iterator[tuple[str, Any]]:
+    """Those that are neither Python's, nor installed, nor ours.
+
+    Of thousands of modules only those of packages that are not known yet are looked at: each look reads cold memory.
+    """
+    for name in tuple(sys.modules):
+        package = name.partition(".")[0]
+        if package in _FOREIGN or name in _FOREIGN:
+            continue
+        if is_standard_name(name) or _is_foreign_package(sys.modules.get(package)):
+            _FOREIGN.add(package)
+        elif not (file := _own(module := sys.modules.get(name), "__file__") or "").endswith(".py") or _is_foreign(file):
+            _FOREIGN.add(name)
+        else:
+            yield name, module
+
+
+def _is_foreign_package(module: Any) -> bool:
+    """Whether all of a package lies where foreign files do: one that is spread over folders may have some of each."""
+    file = _own(module, "__file__")
+    return bool(file) and all(map(_is_foreign, (file, *(_own(module, "__path__") or ()))))
+
+
+def _is_foreign(path: str) -> bool:
+    return is_library_file(path) or any(part in f"{path}{os.sep}" for part in OURS)
+
+
+def _own(module: Any, name: str) -> Any:
+    """What a module itself has; asking a lazy one imports things."""
+    return getattr(module, "__dict__", {}).get(name)
 
 
 def _global(module: Any, name: str) -> Any:
@@ -113,12 +139,21 @@ def _kept(keeper: Any, _: str) -> KeptDraws | None:
 def _functions(module: Any) -> Iterator[tuple[FunctionType, Any]]:
     """Those that a module defines, methods too, and what it has them in."""
     values = list(vars(module).values())
-    values += [one for kind in values if isinstance(kind, type) for one in tuple(vars(kind).values())]
+    values += [one for kind in values if issubclass(type(kind), type) for one in tuple(vars(kind).values())]
     for one in values:
-        function = getattr(one, "fget", None) or getattr(one, "__func__", one)
-        function = getattr(function, "__wrapped__", function)
-        if isinstance(function, FunctionType) and function.__globals__ is vars(module):
+        function = _function_of(one)
+        if issubclass(type(function), FunctionType) and function.__globals__ is vars(module):
             yield function, one
+
+
+def _function_of(one: Any) -> Any:
+    """What is in a method, a property, or a wrapper of `functools`; nothing else is asked, as that may raise."""
+    kind = type(one)
+    if issubclass(kind, property):
+        one = one.fget
+    elif issubclass(kind, classmethod | staticmethod):
+        one = one.__func__
+    return vars(one).get("__wrapped__", one) if issubclass(type(one), FunctionType | _KEEPER) else one
 
 
 @cache
@@ -132,17 +167,23 @@ def _assigned(code: CodeType) -> frozenset[str]:
 @cache
 def _near_changes(code: CodeType) -> frozenset[str]:
     """Names of globals and attributes in a function that changes something within; many functions take little time."""
-    changes = not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names)
-    return frozenset(code.co_names if changes else ()).union(*map(_near_changes, _inner(code)))
+    return frozenset(code.co_names if _changes(code) else ()).union(*map(_near_changes, _inner(code)))
 
 
 @cache
 def _changed_within(code: CodeType) -> frozenset[str]:
     """Global variables that a function may change within."""
     found = [_changed_within(one) for one in _inner(code)]
-    if not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names):
+    if _changes(code):
         found.append(frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"))
     return frozenset[str]().union(*found)
+
+
+def _changes(code: CodeType) -> bool:
+    """Whether it may change something within: items, containers, or tensors by methods such as `add_`."""
+    if not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names):
+        return True
+    return any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
 
 
 def _inner(code: CodeType) -> list[CodeType]:

@@ -10,11 +10,13 @@ plotted, written down or saved, too.
 from __future__ import annotations
 
 import ast
+import copy
 import dis
 import functools
 import inspect
 import itertools
 import linecache
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +51,7 @@ _FRAMEWORKS = frozenset(
         *("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"),
     }
 )
-_LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+_LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _WITH_STATEMENTS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _Loop = ast.For | ast.AsyncFor | ast.While
 GROWS = frozenset(
@@ -58,6 +60,8 @@ GROWS = frozenset(
         *("update", "setdefault", "popitem", "sort", "reverse", "rotate"),
     }
 )
+_CUTS = frozenset({"pop", "popleft"})
+_WRITES = frozenset({"append", "appendleft", "extend", "insert", "add"})
 _KEEPS_OR_SHOWS = re.compile(
     r"append|extend|plot|print|log|show|save|write|dump|draw|scatter|hist|report|record|display|add_scalar"
     r"|set_(description|postfix|data|ydata)|info|debug|warning|error",
@@ -87,7 +91,7 @@ def only_shows_its_count(frame: FrameType) -> bool:
 def decides(frame: FrameType, name: str) -> bool:
     """Whether the loops of this frame use a list for more than a record; False where their source cannot be read."""
     tree = _tree(frame)
-    scope = None if tree is None else next(_scopes(tree, frame), None)
+    scope = None if tree is None else next(_scopes(tree, frame.f_code), None)
     if tree is None or scope is None:
         return False
     around = [
@@ -100,12 +104,69 @@ def decides(frame: FrameType, name: str) -> bool:
     functions = dict(_functions_in(tree))
     for called in _names(loop) - functions.keys():
         other = frame.f_globals.get(called)
-        if isinstance(other, FunctionType) and "site-packages" not in other.__code__.co_filename:
+        if isinstance(other, FunctionType) and not is_library_file(other.__code__.co_filename):
             theirs = _parsed(other.__code__.co_filename, other.__globals__)
             for one in () if theirs is None else theirs.body:
                 if isinstance(one, ast.FunctionDef) and one.name == other.__name__:
                     functions[called] = one
     return any(_is_more_than_a_record(body, name, functions, set()) for body in _bodies(inside, loop, name))
+
+
+@functools.lru_cache(maxsize=256)
+def attribute_decides(kind: type, name: str) -> bool:
+    """Whether a list that is an attribute is no record: a method of the class cuts it, or grows it and uses it.
+
+    What other methods make of it may be for people only. False where the source cannot be read.
+    """
+    for function in itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__):
+        function = getattr(function, "fget", None) if isinstance(function, property) else function
+        if not isinstance(function, FunctionType) or name not in function.__code__.co_names:
+            continue
+        tree = _parsed(function.__code__.co_filename, function.__globals__)
+        scope = None if tree is None else next(_scopes(tree, function.__code__), None)
+        if isinstance(scope, ast.FunctionDef) and scope.args.args:
+            renamed = _Renamed(scope.args.args[0].arg, name)
+            body = [renamed.visit(copy.deepcopy(one)) for one in scope.body]
+            if renamed.cuts or (renamed.grows and _is_more_than_a_record(body, renamed.one, {}, set())):
+                return True
+    return False
+
+
+class _Renamed(ast.NodeTransformer):
+    """Takes an attribute of an object for a variable; methods that only write to it are no use of it.
+
+    Attributes:
+        grows, cuts: what was seen to become of it.
+    """
+
+    def __init__(self, owner: str, name: str) -> None:
+        self._owner, self._name = owner, name
+        self.one = f"{owner}.{name}"
+        self.grows = self.cuts = False
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        if of == self.one and node.attr in _WRITES:
+            self.grows = True
+            return ast.copy_location(ast.Name(node.attr, node.ctx), node)
+        self.cuts |= of == self.one and node.attr in _CUTS
+        is_it = of == self._owner and node.attr == self._name
+        return ast.copy_location(ast.Name(self.one, node.ctx), node) if is_it else node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == self.one:
+            self.cuts |= isinstance(node.ctx, ast.Del)
+            self.grows |= isinstance(node.ctx, ast.Store)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        to = any(isinstance(one, ast.Name) and one.id == self.one for one in node.targets)
+        self.grows |= to and self.one in _names(node.value)
+        self.cuts |= to and isinstance(node.value, ast.Subscript) and self.one in _names(node.value)
+        return node
 
 
 def _bodies(inside: ast.AST, loop: _Loop, name: str) -> list[list[ast.stmt]]:
@@ -257,9 +318,8 @@ def _functions_in(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     return {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
 
 
-def _scopes(tree: ast.Module, frame: FrameType) -> Iterator[_Scope]:
-    """The function of the frame."""
-    code = frame.f_code
+def _scopes(tree: ast.Module, code: CodeType) -> Iterator[_Scope]:
+    """The function of this code."""
     for scope in ast.walk(tree):
         if isinstance(scope, ast.Module):
             if code.co_name == "<module>":
@@ -272,7 +332,7 @@ def _scopes(tree: ast.Module, frame: FrameType) -> Iterator[_Scope]:
 
 def _loops_at(tree: ast.Module, frame: FrameType) -> Iterator[tuple[_Scope, ast.For]]:
     """The loops at the frame's line, in the function of the frame."""
-    for scope in _scopes(tree, frame):
+    for scope in _scopes(tree, frame.f_code):
         for node in _own(scope):
             if isinstance(node, ast.For) and node.iter.lineno <= frame.f_lineno <= (node.iter.end_lineno or 0):
                 yield scope, node
@@ -371,6 +431,11 @@ def _name_of(call: ast.Call) -> str:
 def is_library(kind: type) -> bool:
     """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return is_library_file(file)
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a file or folder belongs to an installed package."""
     return any(folder in file for folder in _LIBRARY_FOLDERS)
 
 
@@ -411,7 +476,7 @@ def is_function_of_user(function: FunctionType) -> bool:
     """Whether a function is neither Python's, nor of torch, a trainer or another package."""
     module, file = function.__module__ or "", function.__code__.co_filename
     known = is_standard_name(module) or module.partition(".")[0] in _FRAMEWORKS
-    return not known and not any(folder in file for folder in _LIBRARY_FOLDERS)
+    return not known and not is_library_file(file)
 
 
 @functools.cache

@@ -104,6 +104,8 @@ class Feed:
         """Why passes over this loader cannot be repeated."""
         self.asked_from: Sequence[tuple[CodeType, int]] = ()
         """Functions and instructions that have asked for the last batch, innermost first."""
+        self.asked_on = 0
+        """The thread of that."""
         self.asked_at = self.begun_at = self.left_at = 0
         """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
         self.lead = Lead()

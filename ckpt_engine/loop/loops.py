@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
@@ -33,6 +34,12 @@ _MOST_LOOKS = 64
 _MANY_STEPS = 50
 
 
+_OTHER_THREAD = (
+    "no snapshot is taken: another thread than the one that trains asks for the batches of %r, and weights change "
+    "meanwhile; DataLoader(num_workers=…, prefetch_factor=…) reads ahead exactly"
+)
+
+
 class Loops:
     """Watches how the loaders of one tracker are asked. Training thread only.
 
@@ -59,13 +66,14 @@ class Loops:
         """Batches of the epoch, and steps, that the saved run had trained."""
         self._around: dict[str, tuple[list[Count], int, bool]] = {}
         self._logged: set[str] = set()
+        self._begun_on = self._stepped_on = threading.get_ident()
 
     # ---- while the loop runs
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
         ask = Ask(self._home)
-        feed.asked_from = ask.at
+        feed.asked_from, feed.asked_on = ask.at, threading.get_ident()
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
             feed.lead.asked(ask.at)
         if not feed.starts or not ask.of_user:
@@ -94,7 +102,7 @@ class Loops:
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
-        self._resumed = None
+        self._resumed, self._stepped_on = None, threading.get_ident()
         self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
 
     def over(self, feed: Feed) -> None:
@@ -117,6 +125,11 @@ class Loops:
             self._log_new()
         if feed is None:
             return None, None
+        if feed.asked_on not in (self._begun_on, self._stepped_on):
+            if feed.name not in self._logged:
+                self._logged.add(feed.name)
+                self._log.warning(_OTHER_THREAD, feed.name)
+            return None, "batches are asked for on another thread than the one that trains"
         outer = self._outer(feed)
         if outer is not None:
             return outer, f"in the body of the loop over {outer.name!r}"
@@ -182,6 +195,7 @@ class Loops:
         return {
             "place": [] if feed is None else place_of(feed.asked_from),
             "numbers": ask.numbers(),
+            "made": ask.made_before(),
             "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
             "says": [
                 *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
@@ -228,6 +242,17 @@ class Loops:
         self._resumed = feed
         return True
 
+    def elsewhere(self) -> str | None:
+        """What is wrong where a step is made before the loop was where the snapshot was taken."""
+        asked = [one for one in self._feeds if one.delivered and one.asked_from]
+        if not self._saved.get("place") or not asked:
+            return None
+        newest = max(asked, key=lambda one: one.asked_at)
+        return (
+            f"it makes its first step with a batch of {newest.name!r}, and the saved run asked for a batch elsewhere: "
+            "what the loop draws or counts before it asks is not as it was then: keep it in track(…, carry=Carry(…))"
+        )
+
     def skips_again(self, *, ended: bool = False) -> str | None:
         """What is wrong where a loop leaves out batches after the resume, as one had to do before; once. Cheap.
 
@@ -263,6 +288,14 @@ class Loops:
                 found.append(
                     f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from run.epoch, "
                     "run.global_step or run.resumed_batches, or keep it in track(…, carry=Carry(…))"
+                )
+        saved_as = saved.get("made", {})
+        for name, made in ask.made_before().items():
+            if saved_as.get(name, made) != made:
+                function, _, variable = name.rpartition(".")
+                found.append(
+                    f"{variable} is another one in {function} ({ask.line()}) than in the saved run: the loop makes it "
+                    "before it asks for the batch, and again after a resume: make it when the batch is there"
                 )
         return found
 

@@ -28,6 +28,7 @@ from ckpt_engine.audit.carried import (
     is_of_user,
     local_values,
     loops_around,
+    made_before,
     only_shows_its_count,
 )
 
@@ -79,6 +80,11 @@ class Ask:
             if is_of_user(frame)
             for name, value in counters_of(frame).items()
         }
+
+    def made_before(self) -> dict[str, str]:
+        """What a turn of the user's loops makes before it asks, by function and variable."""
+        frames = filter(is_of_user, self.frames)
+        return {f"{one.f_code.co_qualname}.{name}": made for one in frames for name, made in made_before(one).items()}
 
     def local_values(self) -> tuple[list[Any], list[Any]]:
         """Values of local variables that the loop may read again, and of those that it does not."""

@@ -273,6 +273,8 @@ class Tracker(LoopProgress):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._loops.is_tracked(optimizer):
             return
+        if self._restoring and not self._begun_again and (problem := self._loops.elsewhere()) is not None:
+            self._resume.say(problem)
         self._trains_again()
         self._dirty = True
         self._stepped.add(id(optimizer))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import random
+import sys
+import textwrap
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.audit.audit import HiddenState
+from ckpt_engine.audit.modules import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
 
 
@@ -298,3 +304,71 @@ def test_what_is_ahead_of_training_is_named_and_not_saved() -> None:
     row = hidden.state(ahead=["loader"])["loader.dice"]
     assert "reads batches before the step" in row["why"] and "value" not in row
     assert "value" in hidden.state(ahead=["load"])["loader.dice"]
+
+
+def test_a_class_that_refuses_to_be_asked_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of transformers that stand for classes whose package is not there."""
+    user_module(
+        tmp_path,
+        monkeypatch,
+        """
+        class Refuses(type):
+            def __getattribute__(cls, name):
+                if not name.startswith("_"):
+                    raise ImportError(name)
+                return super().__getattribute__(name)
+
+        class Absent(metaclass=Refuses):
+            pass
+
+        count = 0
+
+        def step():
+            global count
+            count += 1
+        """,
+    )
+    assert of_modules()["of_a_user"].assigned == {"count"}
+
+
+def test_a_function_that_a_script_makes_in_its_loop_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sets is known before it is made."""
+    user_module(
+        tmp_path,
+        monkeypatch,
+        """
+        from ckpt_engine.audit.modules import of_modules
+
+        calls = 0
+        found = of_modules()["of_a_user"].assigned
+
+        def closure():
+            global calls
+            calls += 1
+        """,
+    )
+    assert sys.modules["of_a_user"].found == {"calls"}
+
+
+def test_a_package_that_is_partly_the_users_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a file of its own may lie in many folders."""
+    user_module(
+        tmp_path, monkeypatch, "count = 0\ndef step():\n    global count\n    count += 1\n", "plugins.of_a_user"
+    )
+    package = types.ModuleType("plugins")
+    package.__path__ = [str(tmp_path), f"{os.sep}site-packages{os.sep}plugins"]
+    installed = types.ModuleType("plugins.installed")
+    installed.__file__ = f"{os.sep}dist-packages{os.sep}plugins{os.sep}installed.py"
+    monkeypatch.setitem(sys.modules, "plugins", package)
+    monkeypatch.setitem(sys.modules, "plugins.installed", installed)
+    assert [name for name in of_modules() if name.startswith("plugins")] == ["plugins.of_a_user"]
+
+
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str = "of_a_user") -> None:
+    """A module that a user has written, imported."""
+    file = tmp_path / "of_a_user.py"
+    file.write_text(textwrap.dedent(text))
+    module = types.ModuleType(name)
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(file.read_text(), str(file), "exec"), vars(module))

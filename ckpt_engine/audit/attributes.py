@@ -16,7 +16,6 @@ import functools
 import itertools
 import pathlib
 import random
-import sys
 import types
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,18 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ckpt_engine.audit.source import defaults_of, is_function_of_user, is_library, is_standard, names_of, of_framework
+from ckpt_engine.audit.source import (
+    chosen_class,
+    defaults_of,
+    hooks_of_user,
+    is_function_of_user,
+    is_library,
+    is_metric,
+    is_standard,
+    names_of,
+    of_framework,
+    slots_of,
+)
 from ckpt_engine.data import rng
 from ckpt_engine.state.sharding import here
 
@@ -72,7 +82,6 @@ REFERENCES = (
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-_METRICS = "torchmetrics"
 _IN_METRICS = frozenset(
     {
         *("update", "compute", "_update_signature", "_defaults", "_reductions", "_persistent"),
@@ -235,7 +244,8 @@ class Walk:
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module | torch.optim.Optimizer):
-            self._visit_hooks(value, path, depth)
+            for index, hook in enumerate(hooks_of_user(value)):
+                self.visit(hook, f"{path}.hooks[{index}]", depth - 1)
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
         elif isinstance(value, Variables):
@@ -258,16 +268,6 @@ class Walk:
             self._visit_function(value, path, depth, self.visit)
         elif self._looks_into(value, root=root):
             self._visit_attributes(value, path, depth)
-
-    def _visit_hooks(self, value: Any, path: str, depth: int) -> None:
-        """What the user's functions that a module, its own parameters or an optimizer call keep."""
-        tables = [one for name, one in vars(value).items() if name.endswith("_hooks")]
-        for parameter in getattr(value, "_parameters", {}).values():
-            if parameter is not None:
-                tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
-        hooks = [one for table in tables if isinstance(table, dict) for one in table.values()]
-        for index, hook in enumerate(one for one in hooks if _is_of_user(one)):
-            self.visit(hook, f"{path}.hooks[{index}]", depth - 1)
 
     def _hold(self, path: str, owner: Any, values: Mapping[str, Any], **how: bool) -> None:
         self.found.append(AttributeHolder(path, owner, values, frozenset(), public_only=False, **how))
@@ -324,7 +324,7 @@ class Walk:
         return not is_standard(kind) and (root or not of_framework(kind))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
-        kind, values = _class_of(value), _attributes_of(value) or {}
+        kind, values = chosen_class(value), _attributes_of(value) or {}
         skipped = frozenset(values) if kind.__module__.startswith(_WRAPPERS) or kind is nn.Module else _saved(value)
         if isinstance(value, nn.Module) and id(value) not in self._covered:
             skipped |= _OF_MODULES | self._skipped
@@ -368,16 +368,6 @@ class Walk:
         self._hold(path, function, defaults_of(function), in_place=True, records=True)
 
 
-def _is_of_user(hook: Any) -> bool:
-    """Whether the function that a hook calls is the user's own."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    kinds = type(hook).__mro__
-    of_class = next((vars(kind)["__call__"] for kind in kinds if "__call__" in vars(kind)), None)
-    function = getattr(hook, "__func__", hook if isinstance(hook, types.FunctionType) else of_class)
-    return isinstance(function, types.FunctionType) and is_function_of_user(function)
-
-
 def _saved(value: Any) -> frozenset[str]:
     """Attributes that the object's own `state_dict` has: those of its keys, and those whose values are in it."""
     if isinstance(value, nn.Module):
@@ -400,23 +390,11 @@ def _saved(value: Any) -> frozenset[str]:
     return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
 
 
-def _class_of(value: Any) -> type:
-    """The class that the user chose: sharding derives a class of its own from it."""
-    kind = type(value)
-    return next((one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed")), kind)
-
-
 def _attributes_of(value: Any) -> Mapping[str, Any] | None:
     """The attributes of an object, those of `__slots__` included; None where it has none."""
     kind: Any = type(value)
-    slots, own = _slots_of(kind), getattr(value, "__dict__", None)
+    slots, own = slots_of(kind), getattr(value, "__dict__", None)
     return LiveView(slots, functools.partial(_attribute, value), own or {}) if slots else own
-
-
-@functools.lru_cache(maxsize=MOST_HOLDERS)
-def _slots_of(kind: type) -> tuple[str, ...]:
-    having = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
-    return tuple(n for own in having for n, one in own.items() if isinstance(one, types.MemberDescriptorType))
 
 
 def is_used(value: object) -> bool:
@@ -432,17 +410,6 @@ def _of_user(value: object) -> Mapping[str, Any] | None:
     if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
         return None
     return None if is_standard(kind) or is_library(kind) or of_framework(kind) else _attributes_of(value)
-
-
-def is_metric(value: object) -> bool:
-    """Whether it is a metric, a collection of some, or a tracker, of torchmetrics or of a class derived from it."""
-    kind: Any = type(value)
-    return _METRICS in sys.modules and _is_metric_class(kind)
-
-
-@functools.lru_cache(maxsize=MOST_HOLDERS)
-def _is_metric_class(kind: type) -> bool:
-    return any(base.__module__.partition(".")[0] == _METRICS for base in kind.__mro__)
 
 
 # ---- values

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any
 
 _SHOW = frozenset({"print"})
@@ -45,6 +45,7 @@ _VALUES = (
 )
 
 
+_METRICS = "torchmetrics"
 _FRAMEWORKS = frozenset(
     {
         *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"),
@@ -488,3 +489,43 @@ def names_of(kind: type) -> frozenset[str]:
         if code is not None:
             names.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
     return frozenset(names)
+
+
+def is_metric(value: object) -> bool:
+    """Whether it is a metric, a collection of some, or a tracker, of torchmetrics or of a class derived from it."""
+    kind: Any = type(value)
+    return _METRICS in sys.modules and _is_metric_class(kind)
+
+
+@functools.cache
+def _is_metric_class(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == _METRICS for base in kind.__mro__)
+
+
+def hooks_of_user(value: Any) -> list[Any]:
+    """The user's functions that a module, its own parameters or an optimizer call."""
+    tables = [one for name, one in vars(value).items() if name.endswith("_hooks")]
+    for parameter in getattr(value, "_parameters", {}).values():
+        if parameter is not None:
+            tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    return [one for table in tables if isinstance(table, dict) for one in table.values() if _is_of_user(one)]
+
+
+def _is_of_user(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    of_class = next((vars(kind)["__call__"] for kind in type(hook).__mro__ if "__call__" in vars(kind)), None)
+    function = getattr(hook, "__func__", hook if isinstance(hook, FunctionType) else of_class)
+    return isinstance(function, FunctionType) and is_function_of_user(function)
+
+
+def chosen_class(value: Any) -> type:
+    """The class that the user chose: sharding derives a class of its own from it."""
+    kind = type(value)
+    return next((one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed")), kind)
+
+
+@functools.cache
+def slots_of(kind: type) -> tuple[str, ...]:
+    having = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(n for own in having for n, one in own.items() if isinstance(one, MemberDescriptorType))

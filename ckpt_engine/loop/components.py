@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ckpt_engine.audit.attributes import is_metric
+from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored

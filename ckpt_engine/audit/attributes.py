@@ -52,19 +52,8 @@ _SAMPLES = 4096
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TEXTUAL = (
-    enum.Enum,
-    pathlib.PurePath,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    decimal.Decimal,
-    fractions.Fraction,
-    uuid.UUID,
-    range,
-    slice,
-    torch.dtype,
-    torch.device,
-    np.dtype,
+    *(enum.Enum, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal),
+    *(fractions.Fraction, uuid.UUID, range, slice, torch.dtype, torch.device, np.dtype),
 )
 _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)

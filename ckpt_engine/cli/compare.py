@@ -179,6 +179,7 @@ class _Side:
     def __init__(self, snapshot: Candidate) -> None:
         self._manifest = snapshot.manifest
         self._sources = Sources([place.storage for place in snapshot.sources])
+        self._views: dict[str, torch.Tensor] = {}
         tree = snapshot.manifest.tree
         self.tree: Any = tree[""] if list(tree) == [""] else tree
 
@@ -193,7 +194,12 @@ class _Side:
     def rebuilt(self, node: Any) -> Any:
         """The objects of one node."""
         require_written_out(node, self._manifest.entries)
-        entries = read_entries(self._sources, self._manifest, list(dict.fromkeys(entries_in(node))))
+        names = list(dict.fromkeys(entries_in(node)))
+        entries = self._views
+        if not entries.keys() >= set(names):
+            entries = read_entries(self._sources, self._manifest, names)
+            if isinstance(node, dict) and "view" in node:
+                self._views |= entries  # thousands of leaves may lie in it
         return Rebuilder(entries, plain=True).node(node, ())
 
 

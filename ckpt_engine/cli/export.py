@@ -196,7 +196,8 @@ def _choose(snapshot: str, holders: Sequence[Repository]) -> Candidate:
             with suppress(FormatError, StorageMissingError):
                 manifest = place.read(snapshot)
                 require_whole(manifest.info, place.storage.url)
-                return Candidate(manifest.info, manifest, tuple(holders), (f"not whole: [{err.code}] {err.message}",))
+                notes = (f"not whole: [{err.code}] {err.message}",)
+                return Candidate(manifest.info, manifest, tuple(holders), notes).unpacked()
         raise
 
 
@@ -419,8 +420,13 @@ def write_arrays(
     }
     out.write(container.build_header(rows, metadata))
     loss = Loss()
+    views: dict[str, bytearray] = {}
     for array in selection.arrays:
         blocks = _blocks(sources, manifest, array)
+        if array.view is not None:  # thousands of them may lie in one entry
+            if array.entry_name not in views:
+                views[array.entry_name] = bytearray().join(blocks)
+            blocks = iter((views[array.entry_name],))
         for stored in _in_order(array, blocks):
             block = stored if array.stored is None else narrow(stored, array.stored, array.dtype, loss)
             out.write(block)

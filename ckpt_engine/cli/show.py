@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
+from math import prod
 from typing import Any
 
 import click
@@ -19,8 +21,9 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.state.compatibility import size_of
-from ckpt_engine.store import names
-from ckpt_engine.store.decode import stored_pieces
+from ckpt_engine.store import names, packs
+from ckpt_engine.store.container import item_bytes
+from ckpt_engine.store.decode import decoder_of, stored_pieces
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import TreePath
@@ -97,7 +100,7 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     errors: list[CkptError] = []
     for place in holders:
         try:
-            read = place.read(snapshot)
+            read = packs.unpacked(place.read(snapshot), partial(decoder_of, place.storage))
         except CkptError as err:
             errors.append(err)
             copies[place.storage.url] = f"[{err.code}] {err.message}"
@@ -129,6 +132,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
             }
             for name, entry in manifest.entries.items()
         },
+        "tree": manifest.tree,
     }
 
 
@@ -264,6 +268,12 @@ class OutlineLeaf:
         """The entry that has its bytes."""
         return str(self.node["entry"])
 
+    @property
+    def own_nbytes(self) -> int:
+        """Its bytes, where it is one of many in a pack; else 0: its entry has them."""
+        view = self.node.get("view") or {}
+        return prod(view["shape"]) * (item_bytes(view["dtype"]) or 1) if view.get("own") else 0
+
 
 def entry_nbytes(entry: Entry) -> int:
     """Logical bytes of an entry."""
@@ -312,8 +322,8 @@ def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[Ou
     below = children(node)
     leaves = list(array_leaves(node))
     # Of a snapshot of some ranks only the tree is whole.
-    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves})
-    nbytes = sum(entry_nbytes(entry) for entry in there if entry is not None)
+    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves if not leaf.own_nbytes})
+    nbytes = sum(entry_nbytes(entry) for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in leaves)
     yield OutlineBranch(depth, key, _kind(node), len(leaves), nbytes, _values(node))
     if below is None or depth == MAX_DEPTH or not any(children(child) for _, child in below):
         return

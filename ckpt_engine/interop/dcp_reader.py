@@ -104,6 +104,7 @@ class CkptReader(StorageReader):
             raise StorageMissingError(f"no snapshot at {self._config.root_url}", hint="check the path")
         with suppress(CkptError):  # without it the next save begins a line of its own, and removes nothing of this one
             go_on(where[0], found.info)
+        found = found.unpacked()
         self._manifest = found.manifest
         self._sources = Sources([place.storage for place in found.sources])
         self._outline = outline_of(self._sources, found.manifest, self._config.pickle)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 
@@ -21,7 +22,8 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.restore import places
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.store import names
+from ckpt_engine.store import names, packs
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -78,6 +80,11 @@ class Candidate:
     manifest: Manifest
     sources: tuple[Repository, ...]
     notes: tuple[str, ...] = ()
+
+    def unpacked(self) -> Candidate:
+        """The snapshot with a node for each of its leaves, see `packs.unpacked`. Raises as that."""
+        decoder = partial(decoder_of, self.sources[0].storage)
+        return replace(self, manifest=packs.unpacked(self.manifest, decoder))
 
 
 def candidates(
@@ -143,14 +150,19 @@ def candidates(
             else:
                 slimmed += [first, *copies]
             continue
-        for candidate in chain((first,), copies):
-            if check is not None:
-                check(candidate.manifest)
-            _announce(candidate)
-            yield candidate
-    for candidate in slimmed:
+        yield from _passing(chain((first,), copies), check, search)
+    yield from _passing(slimmed, check, search)
+
+
+def _passing(found: Iterable[Candidate], check: Check | None, search: Search) -> Iterator[Candidate]:
+    for candidate in found:
         if check is not None:
-            check(candidate.manifest)
+            try:
+                whole = candidate.unpacked()
+            except (FormatError, StorageError) as err:
+                search.reject(candidate.info.id, err)
+                continue
+            check(whole.manifest)
         _announce(candidate)
         yield candidate
 
@@ -202,7 +214,7 @@ def _is_unfinished(snapshot: str, place: Repository) -> bool:
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
-    """One snapshot from all its copies.
+    """One snapshot from all its copies, with a node for each of its leaves.
 
     Args:
         holders: the places that have a manifest of it, nearest first.
@@ -210,7 +222,7 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     Raises:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
-    return _assemble(snapshot, holders, _Sizes())[0]
+    return _assemble(snapshot, holders, _Sizes())[0].unpacked()
 
 
 class _Sizes:

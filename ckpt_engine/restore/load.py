@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -35,8 +36,9 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.state.compatibility import as_rank, own_trees, size_of
 from ckpt_engine.state.rebuild import Rebuilder
+from ckpt_engine.store import packs
 from ckpt_engine.store.decode import stored_pieces
-from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.store.manifest import PACKED, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import entries_in
 
@@ -166,11 +168,14 @@ def load(
         if check is not None:
             check(manifest)
 
-    for candidate in candidates(where, search, step=step, check=fits, only=only):
-        manifest = as_rank(candidate.manifest, rank)
-        others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
+    asks = into is not None or check is not None
+    for candidate in candidates(where, search, step=step, check=fits if asks else None, only=only):
         sources = Sources([place.storage for place in candidate.sources])
         try:
+            if into is not None or live is not None:
+                candidate = candidate.unpacked()
+            manifest = as_rank(candidate.manifest, rank)
+            others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
             takes = into if live is None else live(manifest)
             found = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
@@ -226,9 +231,12 @@ def _read(
     live = targets.live
     rest = [name for name in manifest.entries if name in wanted and name not in live]
     entries = {**live, **read_entries(sources, manifest, rest)}
-    rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)
-    state = rebuilder.state(manifest.tree)
-    own = {number: rebuilder.state(tree) for number, tree in others.items()}
+    is_packed = PACKED in [node.get("$") for node in manifest.tree.values() if type(node) is dict]
+    with packs.uncollected() if is_packed else nullcontext():
+        schemas = packs.schemas_of(manifest, lambda name: entries[name].numpy().tobytes()) if is_packed else {}
+        rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled, schemas=schemas)
+        state = rebuilder.state(manifest.tree)
+        own = {number: rebuilder.state(tree) for number, tree in others.items()}
     return _Contents(state, own, (*rebuilder.notes, *_unverified(read)), read.unverified_bytes)
 
 

@@ -24,12 +24,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
-from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, ColdMemory, CopyTasks, compares, tasks_of
+from ckpt_engine.snapshot.copying import (
+    FENCE_TIMEOUT_SECONDS,
+    Claims,
+    ColdMemory,
+    CopyTasks,
+    Task,
+    compares,
+    gathers,
+    tasks_of,
+)
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
 from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.layout import CapturedState, EntrySource
@@ -55,6 +65,7 @@ class Staging:
         check: keep an eager copy of the lazy part and compare at the fence (debug mode).
         claims: what the views hold already. A hinted claim that is wrong is an error for `on_staged`, and not raised.
         cold: what the views are in, as long as it is cold.
+        fd: of the slot that the views are of, for packs.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class Staging:
         check: bool = False,
         claims: Claims | None = None,
         cold: ColdMemory | None = None,
+        fd: int = -1,
     ) -> None:
         self._on_staged = on_staged
         self._cold = cold
@@ -73,6 +85,7 @@ class Staging:
         self._settled = threading.Event()
         self._capture: CapturedState | None = capture
         self._views = views
+        self._fd = fd
         self._keep_copy = check
         self._check: list[tuple[EntrySource, torch.Tensor, torch.Tensor]] = []
         self.eager = self.lazy = self.hinted = CopyTasks(())
@@ -99,15 +112,20 @@ class Staging:
     def _begin(self, copier: Copier) -> None:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
-        sources: Sequence[EntrySource] = capture.plan.sources
-        pairs = list(zip(self._views, [source.tensor(capture.arrays) for source in sources], strict=True))
+        plan = capture.plan
+        packs = self._packs(capture) if plan.packs else {}
+        found = {
+            index: (self._views[index], source.tensor(capture.arrays))
+            for index, source in enumerate(plan.sources)
+            if index not in packs
+        }
         if self._keep_copy:
-            self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
-        compared = {index: compares(*pairs[index], claim) for index, claim in self._claims.by_source.items()}
-        if compared:
-            left = [index for index in range(len(pairs)) if index not in compared]
-            sources, pairs = [sources[index] for index in left], [pairs[index] for index in left]
-        if capture.plan.devices:
+            lazies = [(source, view) for source, view in zip(plan.sources, self._views, strict=True) if source.lazy]
+            self._check = [(s, view, s.tensor(capture.arrays).detach().clone()) for s, view in lazies]
+        compared = {index: compares(*found.pop(index), claim) for index, claim in self._claims.by_source.items()}
+        sources: Sequence[EntrySource] = [plan.sources[index] for index in found]
+        pairs = list(found.values())
+        if plan.devices:
             sources, pairs = self._board(copier.devices, sources, pairs)
         lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
         eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
@@ -116,11 +134,14 @@ class Staging:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False
         self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
-        self.eager = CopyTasks([*tasks_of(eager, self._cold), *[task for task in tasks if not task.claim.hinted]])
-        self.lazy = CopyTasks(tasks_of(lazy, self._cold))
-        self._fenced = not lazy and self._flight is None
+        now, later = tasks_of(eager, self._cold), tasks_of(lazy, self._cold)
+        for index, copies in packs.items():
+            (later if plan.sources[index].lazy else now).extend(copies)
+        self.eager = CopyTasks([*now, *[task for task in tasks if not task.claim.hinted]])
+        self.lazy = CopyTasks(later)
+        self._fenced = self.lazy.complete.is_set() and self._flight is None
         if self._flight is not None:
-            copier.devices.start(capture.plan, self._flight)
+            copier.devices.start(plan, self._flight)
         compared_bytes = sum([task.move.nbytes for task in tasks if not task.claim.hinted])
         self.worth_help = compared_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
         if self.worth_help or not self.lazy.complete.is_set():
@@ -130,6 +151,16 @@ class Staging:
             copier.submit(self)
         self._settle()
         self._raise()
+
+    def _packs(self, capture: CapturedState) -> dict[int, list[Task]]:
+        """The copies of packs of host tensors, by source. What is on devices is packed there."""
+        layout, addresses = capture.plan.layout, np.array(capture.addresses, np.uint64)
+        members = {index: capture.plan.sources[index].members for index in capture.plan.packs}
+        return {
+            index: gathers(self._fd, layout.entries[index].offset, addresses, one)
+            for index, one in members.items()
+            if one is not None
+        }
 
     def help_lazily(self) -> None:
         """Copy the lazy part and compare what is hinted; the copier's thread."""

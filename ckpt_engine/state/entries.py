@@ -6,9 +6,11 @@ What of a state one of several ranks writes: its own arrays, and its share of wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt_engine.errors import StateError
@@ -20,8 +22,16 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.tree import TreePath
 
-_LAZY_ON = ("cpu", "cuda")
+LAZY_ON = ("cpu", "cuda")
 """Kinds of devices whose tensors may be copied behind training."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackMembers:
+    """The arrays of a pack, which lie in it one behind another: index among those of a snapshot, and bytes, of each."""
+
+    arrays: np.ndarray[Any, np.dtype[np.int64]]
+    nbytes: np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(slots=True)
@@ -33,6 +43,7 @@ class EntryDraft:
         storage_bytes: see `layout.EntrySource`, as `rows`.
         whole, start_bytes: where only some rows are written: shape of the array, and where they start in it.
         grid: of a DTensor: how it is divided over the ranks. `shape` and `nbytes` are of what this rank has.
+        members: of a pack.
     """
 
     name: str
@@ -48,6 +59,7 @@ class EntryDraft:
     whole: tuple[int, ...] | None = None
     start_bytes: int = 0
     grid: Grid | None = None
+    members: PackMembers | None = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,13 +73,18 @@ def device_of(array: torch.Tensor) -> torch.device:
 
 
 def drafts_of(
-    leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None
+    leaves: Sequence[ArrayLeaf],
+    arrays: Sequence[torch.Tensor],
+    lazy: LazyPredicate | None,
+    names: Names,
+    packed: Container[int] = (),
 ) -> list[EntryDraft]:
-    """One draft per distinct array; leaves that share memory share a draft."""
-    names = _Names()
+    """One draft per distinct array, those that are `packed` left out; leaves that share memory share a draft."""
     drafts: list[EntryDraft] = []
     groups: dict[int | str, list[int]] = defaultdict(list)
     for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        if index in packed:
+            continue
         if leaf.node["$"] == "tensor" and array.numel():
             groups[array.untyped_storage().data_ptr()].append(index)
         elif leaf.shard is not None:
@@ -112,7 +129,7 @@ def _draft(
     cluster: Sequence[int],
     leaves: Sequence[ArrayLeaf],
     arrays: Sequence[torch.Tensor],
-    names: _Names,
+    names: Names,
     lazy: LazyPredicate | None,
 ) -> EntryDraft:
     first = arrays[cluster[0]]
@@ -123,7 +140,7 @@ def _draft(
             raise StateError(f"cannot store {'/'.join(map(str, leaves[i].path))}: {problem}")
     name = names.unique(used[0].path)
     device = device_of(first)
-    is_lazy = lazy is not None and device.type in _LAZY_ON and all(lazy(leaf.path) for leaf in used)
+    is_lazy = lazy is not None and device.type in LAZY_ON and all(lazy(leaf.path) for leaf in used)
     view = (first.dtype, first.shape, first.stride(), first.storage_offset())
     if all((a.dtype, a.shape, a.stride(), a.storage_offset()) == view for a in (arrays[i] for i in cluster)) and all(
         leaf.shard == used[0].shard for leaf in used
@@ -196,7 +213,7 @@ def _dense(array: torch.Tensor) -> bool:
     return True
 
 
-class _Names:
+class Names:
     """Container names of leaf paths: keys joined by "/", "~" and "/" inside keys written as ~0 and ~1, unique."""
 
     def __init__(self) -> None:

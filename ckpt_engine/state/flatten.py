@@ -11,7 +11,7 @@ import fnmatch
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,8 +127,7 @@ class Flattener:
             if "$" in node or not set(map(type, node)) <= {str}:
                 out.signature.extend(map(type, node))
                 _require_keys(node)
-            for child in node.values():
-                self._scan(child, out)
+            self._scan_all(node.values(), out)
         elif kind is str or kind is int:
             plain = node.isascii() if kind is str else -_SHORT < node < _SHORT
             if not plain and problem_of(node) is not None:
@@ -150,12 +149,20 @@ class Flattener:
             out.signature.extend((OrderedDict, len(node), metadata is None))
             out.signature.extend(node)
             _require_keys(node)
-            for child in node.values():
-                self._scan(child, out)
+            self._scan_all(node.values(), out)
             if metadata is not None:
                 self._scan(metadata, out)
         else:
             self._scan_other(node, out)
+
+    def _scan_all(self, children: Collection[Any], out: Scan) -> None:
+        kinds = list(map(type, children))
+        if set(kinds).issubset(_TENSOR_TYPES):
+            out.signature.extend(kinds)
+            out.arrays.extend(children)
+            return
+        for child in children:
+            self._scan(child, out)
 
     def _scan_other(self, node: Any, out: Scan) -> None:
         if sharding.is_sharded(node):

@@ -1,11 +1,15 @@
-"""Plan where every array of a state goes in the container, and keep the plan while the structure stays the same."""
+"""Plan where every array of a state goes in the container, and keep the plan while the structure stays the same.
+
+Where a component has very many small arrays these are packed, and described in a schema (docs/format.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt_engine.copy.job import EntryLayout, Layout
@@ -13,9 +17,12 @@ from ckpt_engine.errors import StateError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.state import entries as drafting
 from ckpt_engine.state import entries as shares
-from ckpt_engine.state.entries import EntryDraft
-from ckpt_engine.state.flatten import ArrayLeaf, Flattener, LazyPredicate, Scan
-from ckpt_engine.store.container import container_form, data_header
+from ckpt_engine.state.entries import EntryDraft, PackMembers
+from ckpt_engine.state.flatten import ArrayLeaf, Flattener, LazyPredicate, Scan, bytes_tensor
+from ckpt_engine.store import packs
+from ckpt_engine.store.container import DTYPES, container_form, data_header
+from ckpt_engine.store.manifest import PACKED
+from ckpt_engine.store.packs import Pack, Schema, uncollected
 from ckpt_engine.store.tree import TreePath
 
 ROOT_KEY = ""
@@ -37,6 +44,7 @@ class EntrySource:
         lazy: may be copied until the next fence.
         path: of the first leaf that uses the entry.
         rows: (dimension, first, count) of the rows that this rank writes; None: all.
+        members: of a pack, of whose arrays `array` is the first.
     """
 
     array: int
@@ -44,10 +52,13 @@ class EntrySource:
     lazy: bool
     path: TreePath
     rows: tuple[int, int, int] | None = None
+    members: PackMembers | None = None
 
     def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The live tensor to copy."""
+        """The live tensor to copy; of a pack a new one with all of it."""
         found = arrays[self.array]
+        if self.members is not None:
+            return torch.cat([arrays[index].detach().view(-1) for index in self.members.arrays])
         if self.storage_bytes is None:
             if self.rows is not None:
                 found = found.detach().narrow(*self.rows)
@@ -68,6 +79,8 @@ class StatePlan:
     Args:
         trees: the skeletons by component; one that is as in the plan before is the same object.
         devices: GPUs that some of the sources are on.
+        packs: indices of the sources that are gathered from host memory.
+        schemas: arrays beside those of the state: what packed components look like.
     """
 
     layout: Layout
@@ -76,15 +89,24 @@ class StatePlan:
     sources: tuple[EntrySource, ...]
     nbytes: int
     devices: tuple[torch.device, ...]
+    packs: tuple[int, ...] = ()
+    schemas: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedState:
-    """One instant of state, flattened against a plan: live arrays, and the values of all other leaves by component."""
+    """One instant of state, flattened against a plan: live arrays, and the values of all other leaves by component.
+
+    The arrays end in the schemas of the plan.
+
+    Args:
+        addresses: of the arrays of the state.
+    """
 
     plan: StatePlan
     arrays: list[torch.Tensor]
     values: Mapping[str, list[Any]]
+    addresses: list[int]
 
 
 def components_of(state: Any) -> dict[str, Any]:
@@ -119,9 +141,13 @@ class Planner:
         scans = {key: self._flattener.scan(node, (key,) if key else ()) for key, node in components.items()}
         arrays = [array for scan in scans.values() for array in scan.arrays]
         known = self._known
-        if known is None or not known.fits(scans, arrays, lazy):
-            known = self._known = self._replan(components, scans, arrays, lazy)
-        return CapturedState(known.plan, arrays, {key: scan.values for key, scan in scans.items()})
+        addresses: list[int] = []
+        if known is None or not known.fits(scans, arrays, lazy, addresses):
+            with uncollected():
+                known = self._known = self._replan(components, scans, arrays, lazy)
+            addresses = [array.data_ptr() for array in arrays]
+        values = {key: scan.values for key, scan in scans.items()}
+        return CapturedState(known.plan, [*arrays, *known.plan.schemas], values, addresses)
 
     def _replan(
         self,
@@ -131,32 +157,37 @@ class Planner:
         lazy: LazyPredicate | None,
     ) -> _Known:
         trees: dict[str, Any] = {}
+        counts: dict[str, int] = {}
         leaves: list[ArrayLeaf] = []
         copied: set[int] = set()
         for key, node in components.items():
             skeleton = self._flattener.describe(node, (key,) if key else ())
             if len(skeleton.leaves) != len(scans[key].arrays):
                 raise StateError(f"the state changed while it was being captured (component {key!r})")
-            trees[key] = skeleton.tree
+            trees[key], counts[key] = skeleton.tree, len(skeleton.leaves)
             copied.update(len(leaves) + i for i in scans[key].copied)
             leaves.extend(skeleton.leaves)
-        drafts = drafting.drafts_of(leaves, arrays, lazy)
+        names = drafting.Names()
+        # What several ranks have alike is divided among them array by array.
+        packed = _pack(counts if self._session is None else {}, leaves, arrays, lazy, names)
+        drafts = [*packed.drafts, *drafting.drafts_of(leaves, arrays, lazy, names, packed.packed)]
+        schemas = packed.close(trees, {key: len(scan.values) for key, scan in scans.items()}, names)
+        drafts += [_own_draft(name, data, len(arrays) + n) for n, (name, data) in enumerate(schemas.items())]
         shares.require_all(drafts, self._session.ranks if self._session is not None else None)
         layout, header, sources = self._lay_out(drafts)
         old = self._known.plan.trees if self._known else {}
         trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
         nbytes = sum(e.nbytes for e in layout.entries)
         gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
-        plan = StatePlan(layout, header, trees, sources, nbytes, gpus)
+        gathered = tuple([i for i, s in enumerate(sources) if s.members is not None and arrays[s.array].is_cpu])
+        plan = StatePlan(layout, header, trees, sources, nbytes, gpus, gathered, tuple(schemas.values()))
         views = any(d.storage_bytes is not None for d in drafts)
-        # A private copy has a new address every time, which means nothing.
-        metas = [
-            (0 if i in copied else a.data_ptr(), a.dtype, a.shape, a.stride(), a.requires_grad)
-            for i, a in enumerate(arrays)
-        ]
-        shared = _shared([meta[0] for meta in metas])
+        metas = [(a.dtype, a.shape, a.stride(), a.requires_grad) for a in arrays]
+        addresses = _told([a.data_ptr() for a in arrays], copied)
+        shared = _shared(addresses)
         devices = [drafting.device_of(a) for a in arrays]
-        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, shared, views, devices)
+        signatures = {k: s.signature for k, s in scans.items()}
+        return _Known(plan, signatures, metas, addresses, copied, lazy, shared, views, devices)
 
     def _lay_out(self, drafts: Sequence[EntryDraft]) -> tuple[Layout, bytes, tuple[EntrySource, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
@@ -185,7 +216,7 @@ class Planner:
             form = (tuple(draft.shape), code, offset, nbytes)
             entries.append(EntryLayout(name, dtype, *form, draft.whole, draft.start_bytes))
             offset += nbytes
-        sources = tuple(EntrySource(d.array, d.storage_bytes, d.lazy, d.leaves[0].path, d.rows) for d in ordered)
+        sources = tuple(_source(d) for d in ordered)
         known = self._known.plan.layout if self._known else None
         is_known = known and known.entries == tuple(entries) and known.header_nbytes == len(header)
         if known and is_known and known.structure == structure:
@@ -198,7 +229,9 @@ class _Known:
     """What the current plan was made for.
 
     Args:
-        metas: (address or 0, dtype, shape, stride, requires_grad) of every array.
+        metas: (dtype, shape, stride, requires_grad) of every array.
+        addresses: of every array; 0 of private copies.
+        copied: indices of private copies.
         shared: which arrays have the same address, see `_shared`.
         views: some arrays overlap without having the same address.
         devices: of every array.
@@ -207,22 +240,33 @@ class _Known:
     plan: StatePlan
     signatures: Mapping[str, list[Any]]
     metas: list[tuple[Any, ...]]
+    addresses: list[int]
+    copied: set[int]
     lazy: LazyPredicate | None
     shared: list[int]
     views: bool
     devices: list[torch.device]
 
-    def fits(self, scans: Mapping[str, Scan], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> bool:
-        """Whether the plan serves this snapshot too; addresses only matter where tensors share memory."""
+    def fits(
+        self,
+        scans: Mapping[str, Scan],
+        arrays: Sequence[torch.Tensor],
+        lazy: LazyPredicate | None,
+        addresses: list[int],
+    ) -> bool:
+        """Whether the plan serves this snapshot too; addresses only matter where tensors share memory.
+
+        Args:
+            addresses: takes those of the arrays.
+        """
         if lazy is not self.lazy or list(scans) != list(self.signatures):
             return False
         if any(scan.signature != self.signatures[key] for key, scan in scans.items()):
             return False
         if len(arrays) != len(self.metas):
             return False
-        moved = False
         # One by one: a list of 10,000 fresh tuples would set off the garbage collector at every snapshot.
-        for array, (address, dtype, shape, stride, requires_grad) in zip(arrays, self.metas, strict=True):
+        for array, (dtype, shape, stride, requires_grad) in zip(arrays, self.metas, strict=True):
             if (
                 array.dtype is not dtype
                 or array.shape != shape
@@ -231,15 +275,31 @@ class _Known:
                 or array.requires_grad is not requires_grad
             ):
                 return False
-            if address and array.data_ptr() != address:
-                moved = True
-        if not moved:
+            addresses.append(array.data_ptr())
+        # A private copy has a new address every time, which means nothing.
+        told = _told(addresses, self.copied) if self.copied else addresses
+        if told == self.addresses:
             return True
         if any(drafting.device_of(array) != device for array, device in zip(arrays, self.devices, strict=True)):
             return False
         # Gradients, metrics and logged values are new objects at every step: what matters is who shares with whom.
-        addresses = [a.data_ptr() if meta[0] else 0 for a, meta in zip(arrays, self.metas, strict=True)]
-        return not self.views and _shared(addresses) == self.shared
+        return not self.views and _shared(told) == self.shared
+
+
+def _source(draft: EntryDraft) -> EntrySource:
+    path = draft.leaves[0].path
+    return EntrySource(draft.array, draft.storage_bytes, draft.lazy, path, draft.rows, draft.members)
+
+
+def _own_draft(name: str, data: torch.Tensor, index: int) -> EntryDraft:
+    """Of an array that is none of the state's."""
+    leaf = ArrayLeaf((name,), {})
+    return EntryDraft(name, data.dtype, tuple(data.shape), data.nbytes, index, None, False, [leaf], data.device)
+
+
+def _told(addresses: list[int], copied: set[int]) -> list[int]:
+    """What addresses say: those of private copies say nothing."""
+    return [0 if i in copied else address for i, address in enumerate(addresses)]
 
 
 def _shared(addresses: Sequence[int]) -> list[int]:
@@ -250,3 +310,193 @@ def _shared(addresses: Sequence[int]) -> list[int]:
 
 def _crossing(draft: EntryDraft) -> tuple[str, bool]:
     return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
+
+
+SMALL_BYTES = 64 << 10
+"""Larger arrays are entries of their own: what describes them is little beside their bytes."""
+LEAST_ARRAYS = 4096
+"""Components with fewer small arrays have an entry for each, which any reader of safetensors finds by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """A packed one.
+
+    Args:
+        numbers: of the nodes of its packed arrays, by `id`.
+        others: its other leaves.
+    """
+
+    packs: tuple[Pack, ...]
+    numbers: Mapping[int, int]
+    others: tuple[ArrayLeaf, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """What is packed of one state.
+
+    Args:
+        packed: indices of the arrays that are in packs.
+        drafts: of the packs.
+        components: with packs, by key.
+    """
+
+    packed: set[int] = field(default_factory=set)
+    drafts: list[EntryDraft] = field(default_factory=list)
+    components: dict[str, _Component] = field(default_factory=dict)
+
+    def close(self, trees: dict[str, Any], values: Mapping[str, int], names: drafting.Names) -> dict[str, torch.Tensor]:
+        """Put the nodes of packed components in the place of their trees, once all entries have names.
+
+        Args:
+            values: how many values each component has.
+
+        Returns:
+            The bytes of the schemas, by entry.
+        """
+        found = {}
+        for key, one in self.components.items():
+            name = names.unique((key, "schema"))
+            found[name] = bytes_tensor(packs.encode(Schema(_numbered(trees[key], one.numbers), one.packs)))
+            others = dict.fromkeys(leaf.node["entry"] for leaf in one.others)
+            trees[key] = {
+                "$": PACKED,
+                "entry": name,
+                "entries": [*(pack.entry for pack in one.packs), *others],
+                "values": [{"$": "v", "i": number} for number in range(values[key])],
+            }
+        return found
+
+
+def _pack(
+    counts: Mapping[str, int],
+    leaves: Sequence[ArrayLeaf],
+    arrays: Sequence[torch.Tensor],
+    lazy: LazyPredicate | None,
+    names: drafting.Names,
+) -> _Packing:
+    """Find the components with very many small arrays, and pack those.
+
+    Args:
+        counts: how many of the leaves are in each component, in their order.
+    """
+    found = _Packing()
+    start = 0
+    alone: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+    for key, count in counts.items():
+        indices = range(start, start + count)
+        start += count
+        if count < LEAST_ARRAYS:
+            continue
+        if alone is None:
+            alone = _alone(arrays)
+        small = [index for index in indices if alone[index] and _is_packable(leaves[index], arrays[index])]
+        if len(small) < LEAST_ARRAYS:
+            continue
+        groups = _groups(small, leaves, arrays, lazy)
+        found.packed.update(small)
+        numbers: dict[int, int] = {}
+        made = []
+        for members in groups:
+            draft, one = _packed(key, members, leaves, arrays, lazy, names)
+            found.drafts.append(draft)
+            made.append(one)
+            for index in members:
+                numbers[id(leaves[index].node)] = len(numbers)
+        others = tuple([leaves[index] for index in indices if index not in found.packed])
+        found.components[key] = _Component(tuple(made), numbers, others)
+    return found
+
+
+def _is_packable(leaf: ArrayLeaf, array: torch.Tensor) -> bool:
+    return (
+        leaf.shard is None
+        and leaf.node["$"] == "tensor"
+        and 0 < array.numel() * array.element_size() < SMALL_BYTES
+        and array.is_contiguous()
+        and not array.is_complex()
+        and not array.is_neg()
+        and drafting.dtype_name(array.dtype) in DTYPES
+        # Keys of some mappings are leaves as well.
+        and not any(type(part) is str and part.startswith("key ") for part in leaf.path)
+    )
+
+
+def _alone(arrays: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which arrays share no byte with any other."""
+    extents = np.array([_extent(array) for array in arrays], dtype=np.uint64).reshape(-1, 2)
+    order = np.lexsort((extents[:, 1], extents[:, 0]))
+    starts, stops = extents[order, 0], extents[order, 1]
+    before = np.concatenate([np.zeros(1, np.uint64), np.maximum.accumulate(stops)[:-1]])
+    after = np.concatenate([starts[1:], np.full(1, np.iinfo(np.uint64).max, np.uint64)])
+    found = np.zeros(len(arrays), np.bool_)
+    found[order] = (before <= starts) & (stops <= after)
+    return found
+
+
+def _extent(array: torch.Tensor) -> tuple[int, int]:
+    start, size = array.data_ptr(), array.element_size()
+    if array.layout is not torch.strided or not array.numel():
+        return start, start
+    if array.is_contiguous():
+        return start, start + array.numel() * size
+    reach = sum((n - 1) * step for n, step in zip(array.shape, array.stride(), strict=True))
+    return start, start + (reach + 1) * size
+
+
+def _groups(
+    small: Sequence[int], leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None
+) -> list[list[int]]:
+    """What can lie in one entry: of one dtype and device, copied at one time, with nodes that say the same."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for index in small:
+        leaf, array = leaves[index], arrays[index]
+        node = repr(leaf.node) if len(leaf.node) > 1 else ""
+        key = (array.dtype, drafting.device_of(array), node, _is_lazy(leaf, array, lazy))
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+def _is_lazy(leaf: ArrayLeaf, array: torch.Tensor, lazy: LazyPredicate | None) -> bool:
+    return lazy is not None and drafting.device_of(array).type in drafting.LAZY_ON and lazy(leaf.path)
+
+
+def _packed(
+    key: str,
+    members: Sequence[int],
+    leaves: Sequence[ArrayLeaf],
+    arrays: Sequence[torch.Tensor],
+    lazy: LazyPredicate | None,
+    names: drafting.Names,
+) -> tuple[EntryDraft, Pack]:
+    first, leaf = arrays[members[0]], leaves[members[0]]
+    shapes: dict[torch.Size, int] = {}
+    numbers = [shapes.setdefault(arrays[index].shape, len(shapes)) for index in members]
+    dtype = drafting.dtype_name(first.dtype)
+    node = {what: value for what, value in leaf.node.items() if what != "$"}
+    counts = [shape.numel() for shape in shapes]
+    sizes = np.array(counts, np.uint64)[numbers] * np.uint64(first.element_size())
+    total = int(sizes.sum()) // first.element_size()
+    name = names.unique((key, f"packed {dtype}"))
+    draft = EntryDraft(
+        name,
+        first.dtype,
+        (total,),
+        total * first.element_size(),
+        members[0],
+        None,
+        _is_lazy(leaf, first, lazy),
+        [leaf],
+        drafting.device_of(first),
+        members=PackMembers(np.array(members), sizes),
+    )
+    return draft, Pack(name, dtype, node, [tuple(shape) for shape in shapes], numbers)
+
+
+def _numbered(node: Any, numbers: Mapping[int, int]) -> Any:
+    """The tree with numbers in the place of the nodes that have one."""
+    if isinstance(node, dict):
+        number = numbers.get(id(node))
+        return number if number is not None else {key: _numbered(child, numbers) for key, child in node.items()}
+    return [_numbered(child, numbers) for child in node] if isinstance(node, list) else node

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import collections
+import copy
 import datetime
 import decimal
 import enum
@@ -25,6 +26,8 @@ import types
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,8 @@ from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
 from ckpt_engine.state.json_types import FACTORIES
+from ckpt_engine.store.manifest import PACKED
+from ckpt_engine.store.packs import Pack, Schema, at, key_of
 from ckpt_engine.store.tree import TreePath
 
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -65,6 +70,7 @@ class Rebuilder:
         finished: entries that are the very tensors that the tree shall have.
         plain: take no class from this process: what would be of one comes back as a plain equivalent, and what is
             pickled as a `PickledLeaf`.
+        schemas: of the packed components, by entry.
     """
 
     def __init__(
@@ -74,8 +80,13 @@ class Rebuilder:
         finished: Collection[str] = (),
         *,
         plain: bool = False,
+        schemas: Mapping[str, Schema] = MappingProxyType({}),
     ) -> None:
         self._entries = entries
+        self._schemas = schemas
+        self._arrays: Mapping[int, torch.Tensor] = {}
+        self._values: Sequence[Any] = ()
+        self._outside: Rebuilder | None = None
         self._plain = plain
         self._finished = frozenset(finished)
         self._pickle_paths = tuple(pickle_paths)
@@ -97,13 +108,19 @@ class Rebuilder:
             NewerFormatError: a kind this version does not know.
             FormatError: a pickled leaf that was not opted in, or a malformed node.
         """
+        arrays = self._arrays
         if isinstance(node, list):
             return [self.node(child, (*path, i)) for i, child in enumerate(node)]
         if not isinstance(node, dict):
-            return node
+            return arrays[node] if arrays and type(node) is int else node
         kind = node.get("$")
         if kind is None:
-            return {key: self.node(child, (*path, key)) for key, child in node.items()}
+            return {
+                key: arrays[child] if arrays and type(child) is int else self.node(child, (*path, key))
+                for key, child in node.items()
+            }
+        if kind == "v" and self._outside is not None:
+            return self._outside.node(at(node.get("i"), self._values), path)
         build = _KINDS.get(kind)
         if build is None:
             raise NewerFormatError(
@@ -121,8 +138,10 @@ class Rebuilder:
 
     def pairs(self, node: Mapping[str, Any], path: TreePath) -> list[tuple[Any, Any]]:
         out = []
+        outside = self._outside
         for raw_key, raw_value in node["items"]:
-            key = self.node(raw_key, path)
+            # A schema's numbers are arrays in the place of values only.
+            key = self.node(raw_key, path) if outside is None else outside.node(key_of(raw_key, self._values), path)
             out.append((key, self.node(raw_value, (*path, key))))
         return out
 
@@ -171,6 +190,25 @@ class Rebuilder:
             self._tied[key] = torch.nn.Parameter(self._tied[memory], requires_grad=parameter["requires_grad"] is True)
         return self._tied[key]
 
+    def packed(self, node: Mapping[str, Any], path: TreePath) -> Any:
+        """A component by its schema. Each array has its own storage, in memory that those of its pack share."""
+        schema = self._schemas[node["entry"]]
+        arrays = (array for pack in schema.packs for array in self._unpack(pack))
+        inside = copy.copy(self)
+        inside._arrays, inside._values, inside._outside = dict(enumerate(arrays)), node["values"], self
+        return inside.node(schema.tree, path)
+
+    def _unpack(self, pack: Pack) -> list[torch.Tensor]:
+        flat = self._entries[pack.entry]
+        buffer, dtype, parameter = _flat(flat), flat.dtype, pack.node.get("parameter")
+        found = [
+            torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)
+            for start, count, shape in pack.places()
+        ]
+        if not parameter:
+            return found
+        return [torch.nn.Parameter(one, requires_grad=parameter["requires_grad"]) for one in found]
+
     def raw_bytes(self, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
         """What is in an entry as bytes, once for all leaves that refer to it."""
         key = (node["$"], node["entry"])
@@ -198,6 +236,9 @@ def _show(path: TreePath) -> str:
 def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Sequence[int] | None) -> torch.Tensor:
     if view is not None:
         dtype = json_types.dtype_of(view["dtype"])
+        if view.get("own"):
+            flat, count = _flat(raw), prod(view["shape"])
+            return torch.frombuffer(flat, dtype=dtype, count=count, offset=view["byte_offset"]).view(view["shape"])
         offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
         if offset % dtype.itemsize:
             raise ValueError(f"{view['dtype']} at byte {offset} of its memory")
@@ -372,6 +413,7 @@ _BIT_GENERATORS: dict[str, Any] = {
 _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "tensor": Rebuilder.tensor,
     "sharded": Rebuilder.tensor,
+    PACKED: Rebuilder.packed,
     "ndarray": _ndarray,
     "bytes": _bytes,
     "bytearray": _bytes,

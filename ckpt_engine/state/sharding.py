@@ -307,7 +307,7 @@ def optimizer_shell(
             continue
         for name, node in _pairs(states):
             entry = entries.get(str(node.get("entry"))) if isinstance(node, dict) else None
-            if entry is not None and entry.shape == tuple(parameter.shape):
+            if entry is not None and tuple(node.get("view", {}).get("shape", entry.shape)) == tuple(parameter.shape):
                 found.setdefault(number, {})[name] = _empty(parameter, dtype_of(entry.dtype))
     return {"state": found}
 

@@ -27,7 +27,11 @@ STORED_VERSION = 2
 """Of manifests with pieces that are encoded, or lie in several places."""
 PARTIAL_VERSION = 3
 """Of manifests of some of the ranks, see `Partial`."""
-MANIFEST_VERSION = PARTIAL_VERSION
+PACKED_VERSION = 4
+"""Of manifests with a component whose structure is in an entry, see `packs`."""
+PACKED = "packed"
+"""The kind of the node of such a component."""
+MANIFEST_VERSION = PACKED_VERSION
 """The newest that manifests are written in and read."""
 RAW = "raw"
 """The codec of bytes as they are."""

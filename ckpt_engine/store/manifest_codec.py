@@ -40,6 +40,8 @@ from ckpt_engine.store.decode import is_plain, stored_pieces
 from ckpt_engine.store.manifest import (
     FORMAT,
     MANIFEST_VERSION,
+    PACKED,
+    PACKED_VERSION,
     PARTIAL_VERSION,
     RANKS,
     RAW,
@@ -109,6 +111,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def version_of(manifest: Manifest) -> int:
     """The oldest format version whose readers can read a manifest."""
+    if any(type(node) is dict and node.get("$") == PACKED for node in manifest.tree.values()):
+        return PACKED_VERSION
     if manifest.info.partial is not None:
         return PARTIAL_VERSION
     return VERSION if all(map(is_plain, manifest.entries.values())) else STORED_VERSION

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_engine.errors import CorruptError, MismatchError, WriterError
 from ckpt_engine.store.container import are_sizes, is_shape, item_bytes
-from ckpt_engine.store.manifest import Entry
+from ckpt_engine.store.manifest import PACKED, Entry
 
 TreePath = tuple[Any, ...]
 """The keys from the top of a state to one of its nodes."""
@@ -67,6 +67,9 @@ def entries_in(tree: Any) -> Iterator[str]:
         if isinstance(node, Mapping):
             if "$" in node and isinstance(node.get("entry"), str):
                 yield node["entry"]
+                if node["$"] == PACKED:
+                    yield from node["entries"]
+                    continue
             left += reversed(list(node.values()))
         elif isinstance(node, list | tuple):
             left += reversed(node)
@@ -137,9 +140,19 @@ def _problem(node: Mapping[str, Any], kind: str, entries: Mapping[str, Entry] | 
             entry = entries.get(node["entry"])
             if entry is None:
                 return f"there is no entry {node['entry'][:200]!r}"
+            if kind == PACKED:
+                return _problem_of_packed(node, entry, entries)
             return _problem_of_array(node, kind, entry)
     elif kind in ("bytes", "bytearray") and not isinstance(node.get("b64"), str):
         return "it has no bytes"
+    return None
+
+
+def _problem_of_packed(node: Mapping[str, Any], schema: Entry, entries: Mapping[str, Entry]) -> str | None:
+    if schema.dtype != "uint8":
+        return "its schema is no text"
+    if not all(type(name) is str and name in entries for name in node["entries"]):
+        return "it has entries that are not there"
     return None
 
 
@@ -243,10 +256,12 @@ _FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "torch.memory_format": _V,
     "torch.layout": _V,
     "torch.device": _V,
-    "torch.Generator": {"device": _TEXT, "state": _MAP},
+    "torch.Generator": {"device": _TEXT, "state": (dict, int)},
     "np.Generator": {"state": _NODE},
     "np.RandomState": {"state": _NODE},
     "random.Random": {"state": _NODE},
+    PACKED: {"entry": _TEXT, "entries": _LIST, "values": _LIST},
+    "v": {"i": (int,)},
 }
 """What each kind has at least, and of which types."""
 
@@ -281,6 +296,8 @@ class KeySkeleton:
                 return True
             if kind is not None and isinstance(node.get("entry"), str):
                 entries[node["entry"]] = None
+                if kind == PACKED:
+                    entries.update(dict.fromkeys(node["entries"]))
             children = list(node.values())
         elif isinstance(node, list):
             children = node

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.copy.job import EntryLayout
 from ckpt_engine.snapshot.arena import SharedSlot, slot_bytes
 from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.state.rebuild import Rebuilder
+from ckpt_engine.store import packs
+from ckpt_engine.store.manifest import Entry, Piece
+from ckpt_engine.store.tree import check
 
 
 def filled_tree(capture: CapturedState) -> dict[str, Any]:
@@ -34,13 +38,24 @@ def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tupl
     slot = SharedSlot(0, slot_bytes(capture.plan))
     views = slot.views(capture.plan)
     errors: list[BaseException | None] = []
-    Staging(capture, views, errors.append).begin(Copier(0))
+    Staging(capture, views, errors.append, fd=slot.fd).begin(Copier(0))
     assert errors == [None]
-    entries = {
-        e.name: v.clone().view(getattr(torch, e.dtype)) for e, v in zip(capture.plan.layout.entries, views, strict=True)
-    }
+    layout = capture.plan.layout.entries
+    entries = {e.name: v.clone().view(getattr(torch, e.dtype)) for e, v in zip(layout, views, strict=True)}
     slot.close()
-    return Rebuilder(entries, pickle_paths).state(filled_tree(capture))
+    tree = filled_tree(capture)
+    forms = {e.name: Entry(e.dtype, e.shape, _pieces(e), e.container_dtype) for e in layout}
+    check(tree, forms)
+    schemas = {
+        node["entry"]: packs.decode(entries[node["entry"]].numpy().tobytes(), forms)
+        for node in tree.values()
+        if packs.is_packed(node)
+    }
+    return Rebuilder(entries, pickle_paths, schemas=schemas).state(tree)
+
+
+def _pieces(entry: EntryLayout) -> tuple[Piece, ...]:
+    return (Piece(0, entry.offset, entry.nbytes, "", entry.nbytes),) if entry.nbytes else ()
 
 
 def same(a: Any, b: Any) -> bool:

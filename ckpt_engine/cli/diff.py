@@ -1,7 +1,4 @@
-"""`ckpt diff`: where two snapshots differ.
-
-Which snapshots' files the bytes of a snapshot lie in, and what two snapshots have in common, by their manifests.
-"""
+"""`ckpt diff`: where two snapshots differ, and which bytes they share."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""`ckpt export`: a snapshot as files that other programs read.
+"""`ckpt export`: a snapshot as files that other programs read. No torch.
 
-Copies arrays of a snapshot into one safetensors file, verified on the way. No torch.
-
-Tied tensors are stored once, as `safetensors.torch.save_model` does: the metadata maps each other name to the stored
-one, and `safetensors.torch.load_model` ties them again.
-
-Numbers in a smaller floating-point format, for exported files only: what is lost is counted and shown. No torch.
+One safetensors file gets the arrays, verified on the way. Tied tensors are stored once, as
+`safetensors.torch.save_model` does: the metadata maps each other name to the stored one, and
+`safetensors.torch.load_model` ties them again. A smaller floating-point format is for exported files only, and what it
+loses is counted and shown.
 """
 
 from __future__ import annotations

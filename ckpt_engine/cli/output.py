@@ -1,7 +1,4 @@
-"""How commands write: tables, JSON and progress, and files that appear whole or not at all.
-
-A file or folder that appears whole or not at all, where the user asked for it.
-"""
+"""How commands write: tables, JSON, progress, and files that appear whole or not at all."""
 
 from __future__ import annotations
 

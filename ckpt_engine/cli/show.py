@@ -1,7 +1,4 @@
-"""`ckpt show`: what is inside one snapshot.
-
-Walks the typed JSON tree of a manifest (docs/format.md, "Tree") without torch: leaves, and a short outline.
-"""
+"""`ckpt show`: what is inside one snapshot, from its manifest (docs/format.md, "Tree"). No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How a run is: `ckpt status` shows its tiers, `ckpt top` as it changes, `ckpt goodput` what its time went into.
 
-`ckpt stop` and `ckpt save-now` ask one that is trained on this machine, through the writer that serves it.
+`ckpt stop` and `ckpt save-now` ask a run that trains on this machine, through its writer.
 """
 
 from __future__ import annotations

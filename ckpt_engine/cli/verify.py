@@ -1,7 +1,4 @@
-"""`ckpt verify`: whether every stored byte is what was written.
-
-Re-reads every byte of a run and says what is wrong and which tensor it hits. No torch.
-"""
+"""`ckpt verify`: reads every byte of a run again, and says what is damaged and which tensor it hits. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads, verifies and encodes the pieces of a snapshot in threads of its own; differences are decoded to be sure.
+"""Encodes the pieces of a planned snapshot on threads of its own, and makes its data files and manifest of them.
 
-Puts together the data files and the manifest of a planned snapshot from its encoded pieces.
+Each piece is verified before it is encoded, and a difference is decoded once to be sure.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Stores a snapshot as it was planned, from another place or from the arena.
+"""Stores a planned snapshot at a place, from another place or from the arena, in the codec of that place.
 
-Piece by piece, verified before it is encoded, in parts of bounded size: while one part is sent the next one is encoded.
-A part's name follows from what it holds, so that an interrupted copy finds what it has sent, and a part that another
-snapshot needs is never written over.
-
-How one further tier stores what it gets: by the codec it was given, or by the one that pays (`auto`).
+It works in parts of bounded size: while one part is sent the next one is encoded. The name of a part follows from what
+it holds, so that an interrupted copy finds what it has sent, and a part that another snapshot needs is never written
+over.
 """
 
 from __future__ import annotations

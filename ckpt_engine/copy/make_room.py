@@ -1,12 +1,8 @@
-"""Making room: forget what retention does not keep, then collect the data nothing needs.
+"""Makes room: forgets what retention does not keep, then collects the data that nothing needs.
 
-Deletion has an order (crash rule 4): manifests, durably, then data. A crash in between leaves garbage, never a snapshot
-without its data; the next collection removes it. Pinned snapshots stay (see `pins`), and so do those of
-another line of history (see `lines`).
-
-Room for the next snapshot: made before it is written, and foreseen before the first one.
-
-Where the bytes of a run are: the one reading that limits need.
+Deletion has an order (crash rule 4): manifests, durably, then data. A crash in between leaves garbage, never a
+snapshot without its data; the next collection removes it. Pinned snapshots and other lines of history stay. Room for a
+snapshot is made before it is written, and a run that will not fit is warned before its first one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""A staged snapshot as its writer sees it: slots of the arena, mapped, cut into pieces and digested.
+"""A staged snapshot as its writer sees it: a slot of the arena, mapped, cut into pieces and digested.
 
-Map a shared memory file at a huge-page boundary, and let the kernel put huge pages under it.
-
-Without huge pages every direct write has to look up each small page of the arena: several times the processor time,
-taken from training. Shared memory gets none by itself on most systems, but may ask (`MADV_COLLAPSE`, Linux 6.1) if
-address and size are aligned.
-
-Cut the entries of a layout into pieces, and digest the pieces on threads of their own.
+Without huge pages every direct write looks up each small page of the arena: several times the processor time, taken
+from training. Most systems give shared memory none by itself, but it may ask (`MADV_COLLAPSE`, Linux 6.1) if address
+and size are aligned.
 """
 
 from __future__ import annotations

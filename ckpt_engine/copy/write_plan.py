@@ -1,13 +1,10 @@
-"""Plans what a snapshot writes at a place, what it refers to there, and what it may store as differences. Pure.
+"""Plans what a snapshot writes at a place, what it refers to there, and what it stores as differences. Pure.
 
-Of older snapshots at the place the newest one is built on. A piece that has not changed is referred to, with whatever
+The plan builds on the newest of the older snapshots there. A piece that has not changed is referred to, with whatever
 it was encoded against; one that has changed may be stored as the difference. Chains of differences are bounded in
-number and in bytes, so that reading back never takes much more than reading the state itself.
-
-A file stays as long as one byte of it is needed. So what lies unchanged in files that are hardly needed is written once
-more, apart from what changes, and referred to from then on.
-
-Reads what differences are made against: from where the snapshot comes from, which is near, or from the target.
+number and in bytes, so that reading back never takes much more than reading the state itself. A file stays as long as
+one byte of it is needed; so what lies unchanged in files that are hardly needed is written once more, apart from what
+changes, and referred to from then on.
 """
 
 from __future__ import annotations

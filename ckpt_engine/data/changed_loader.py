@@ -1,12 +1,8 @@
-"""What a saved position means for a loader that is not the one that was saved: changed, or of another number of ranks.
+"""What a saved position means for another loader: one that the user has changed, or one of another number of ranks.
 
-A pure function of the state, the differences and the two recipes. Between two epochs a changed loader is the user's
-business and is reported. Within an epoch nothing is right by itself, so the user chooses.
-
-Turns the positions of a loader on several ranks into the one with which another number of ranks goes on.
-
-A pure function of the saved states and the loader. In the middle of an epoch the samples that no rank has seen are
-dealt again; where an epoch begins there is nothing to divide.
+Pure functions. Between two epochs a changed loader is the user's decision and is reported. Within an epoch nothing is
+right by itself, so the user chooses (`fit_to`). Another number of ranks gets the samples that no rank has seen dealt
+again (`resplit`); where an epoch begins there is nothing to divide.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The values that say how exactly a loader's position is recorded or was put back.
+"""How exactly a loader's position is recorded or put back, and what a difference between two loaders means for that.
 
-What a loader's position depends on, and what a difference between two loaders means for a resume.
-
-Tells whether two objects hold the same values, from a bounded look at them: the samples of a dataset, attributes.
-
-Nothing is loaded for it: no sample is asked for, and of what lies in memory only some values are read. Floating-point
-samples are compared with a tolerance, as another machine may have computed them with other last bits.
+The comparison loads nothing: it asks for no sample, and of what lies in memory it reads some values only. It compares
+floating-point samples with a tolerance, as another machine may have computed them with other last bits.
 """
 
 from __future__ import annotations

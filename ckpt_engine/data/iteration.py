@@ -1,9 +1,8 @@
 """One running epoch of a loader: what is known about it, and the iterator that keeps that up to date.
 
-Loader workers send their random streams along with each batch and can be started in the middle of an epoch.
-
-`ShippingCollate` and `RoleInit` stand in for the loader's `collate_fn` and `worker_init_fn` while an iterator is built.
-Both travel to the workers (by fork or pickle), so they hold nothing but the user's functions and plain bytes.
+`ShippingCollate` and `RoleInit` stand in for the loader's `collate_fn` and `worker_init_fn` while an iterator is
+built. Both travel to the workers (by fork or pickle), so they hold nothing but the user's functions and plain bytes.
+Workers send their random streams along with each batch.
 
 An iterator deals its first batch to the worker at position 0. A resumed epoch continues where the uninterrupted run
 would have asked worker `first`: the worker at position w therefore plays the *role* `(w + first) % n`, with that

@@ -1,11 +1,9 @@
 """Where one DataLoader is: `attach` follows it, `state` says it, `load_state` puts a new process there.
 
-Makes an existing DataLoader report its iterations without changing the object, its type's name or its methods.
-
-The loader's class becomes a subclass that overrides `__iter__` only. Pickles and copies of the loader are of the
-original class, so spawned workers, launchers and `copy.deepcopy` never see the subclass.
-
-A loaded state that no batch was fetched under yet: trainers may ask for an iterator several times before they do.
+The loader's class becomes a subclass that overrides `__iter__` only, so an existing loader reports its iterations
+without other changes. Pickles and copies of it are of the original class: spawned workers, launchers and
+`copy.deepcopy` never see the subclass. A loaded state stays `Pending` until a batch is fetched, because trainers may
+ask for an iterator several times before.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""How the samples of one epoch are ordered and go to the batches of one rank: values that any number of ranks can read.
+"""How the samples of an epoch are ordered and dealt to the batches of the ranks, for any number of ranks.
 
 Whatever shuffles (torch's samplers, Accelerate's) makes the order from one seed or one generator. Whatever divides it
-among ranks gives each step of training the next samples of that order. So what all ranks together have seen is always a
-beginning of the order, and one number says how much of it.
-
-Reads off a loader's samplers how they order an epoch and divide it among ranks.
-
-Only samplers whose every index is known to follow from a seed are read; of any other one the recipe says why it is not.
-
-Deals the rest of an epoch to another number of ranks, so that each remaining sample is seen exactly once.
+among ranks gives each step of training the next samples of that order. So what all ranks together have seen is always
+a beginning of the order, and one number says how much of it. Only samplers whose every index is known to follow from a
+seed are read; of any other one the recipe says why it is not.
 """
 
 from __future__ import annotations

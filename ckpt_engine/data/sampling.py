@@ -1,13 +1,11 @@
 """Records where a loader's index sampler started and what it gave, and starts it again in the middle of an epoch.
 
 `RecordingSampler` stands in for the loader's index sampler (`batch_sampler`, or `sampler` without batching) while an
-iterator is built; the iterator keeps it. Nothing is loaded to get past samples that were already trained: their indices
-are drawn and dropped.
+iterator is built; the iterator keeps it. To get past samples that were trained already it draws and drops their
+indices, and loads nothing.
 
-Samplers that change with training (curricula, losses, weights) and cannot save themselves: found out and named.
-
-A sampler without `state_dict` is put back by its generators and plain counters. Whether that was all shows in its other
-attributes: what they have now is compared with what they had when the snapshot was taken.
+A sampler without `state_dict` is put back by its generators and plain counters. Whether that was all shows in its
+other attributes: what they are now is compared with what they were at the snapshot, and a difference is named.
 """
 
 from __future__ import annotations

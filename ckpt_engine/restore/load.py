@@ -1,4 +1,4 @@
-"""Load the newest valid snapshot, falling back to older ones and remembering why each one was rejected.
+"""Loads the newest valid snapshot; falls back to older ones and remembers why it rejected each newer one.
 
 Several ranks load the same snapshot: rank 0 chooses it, and all take it if each of them can read what it needs.
 """

@@ -1,11 +1,8 @@
-"""Put a snapshot into the user's live state, in place: find the live tensor of every entry, and copy what is left.
+"""Puts a snapshot into the user's live state, in place, from whatever pieces are stored.
 
-Fill parts of arrays from whatever stored pieces overlap them: any number of ranks reads what any other has written.
-
-A piece of which at least half is needed is read whole and verified. Of a large raw piece that is hardly needed only the
-needed run of bytes is read; nothing can verify that, and it is counted.
-
-Read entries into live tensors where they are: host tensors directly, device tensors through page-locked memory.
+Any number of ranks reads what any other has written. A piece of which at least half is needed is read whole and
+verified. Of a large raw piece that is hardly needed only the needed run of bytes is read; nothing can verify that, and
+it is counted. Host tensors are read directly, device tensors through page-locked memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Ranks meet before they load: those of one node share what they read, and each node says what its root has.
-
-The ranks of one node meet before they load, so that each byte of a remote snapshot is read by one of them.
-"""
+"""Ranks meet before they load: those of one node share what they read, and each node says what its root has."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Several ranks restore from memory: the shares that the writers of dead ranks hold are one snapshot, the nearest one.
 
-What is on the same machine is mapped; with replication or parity what is on others is fetched from there, and what a
-lost machine had is a copy there, or made from parity. All ranks attach to the same snapshot, or none does, and none
-goes on before all have: the next writers end those that serve it.
-
-Which snapshot in memory all ranks can have: from where each share comes, and which are made from parity.
-
-Makes the share of a lost machine from the shares and the parity of the other members of its group.
+What is on the same machine is mapped; with replication or parity what is on others is fetched from there, and the
+share of a lost machine is a copy there, or is made from parity. All ranks attach to the same snapshot, or none does,
+and none goes on before all have: the next writers end those that serve it.
 """
 
 from __future__ import annotations

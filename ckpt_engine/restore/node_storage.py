@@ -1,7 +1,5 @@
 """A remote storage whose data files the ranks of one node read together: each byte is requested by one of them.
 
-Blocks of bytes that processes of one node share: who fetches which, without anybody who could leave them hanging.
-
 The blocks are in a file in shared memory that has no name any more: they are gone with the last process that has it
 open. A process that fetches a block has a lock on it, which the kernel frees if that process dies.
 """

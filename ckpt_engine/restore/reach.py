@@ -1,6 +1,6 @@
 """Reaches the places of a run for its trainer: the memory of the writer of one that died, and all tiers.
 
-The line of history that a load goes on with: all of its snapshot's, or none where others went on from there.
+It knows the line of history that a load goes on with.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The arena: preallocated, pre-faulted, reused host memory whose slots are laid out exactly as the files on disk.
+"""The arena: preallocated, touched, reused host memory whose slots are laid out exactly as the files on disk.
 
-Which arena slot is free, being filled, or being persisted, and making slots ready in the background.
+It knows which slot is free, being filled or being persisted, and makes slots ready in the background.
 """
 
 from __future__ import annotations

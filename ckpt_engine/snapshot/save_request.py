@@ -1,17 +1,9 @@
-"""What a snapshot is asked for with, the id that all ranks give it, and the promise that the user gets.
+"""What a snapshot is asked for with, the id that all ranks give it, and the promise (`SaveHandle`) that the user gets.
 
-The promise that a snapshot will be durable, as the user holds it.
-
-Versions of the software that took a snapshot.
-
-Every rank counts the snapshots of all ranks alike, also those that it has no part in.
-
-Whether partners have kept up: with replication the next snapshot into memory waits for the one before.
-
-Which snapshot all nodes have, where each has a root of its own: until that is known none may remove it.
-
-Each leader counts up a number in the ranks' store when its node has committed a snapshot. Where that has reached the
-number of places all of them have it. Asked once per snapshot, when the next one is taken, without a wait.
+Every rank counts the snapshots of all ranks alike, also those that it has no part in. With replication the next
+snapshot into memory waits until partners have the one before (`Mirroring`). Where each node has a root of its own, no
+node removes a snapshot before all have a newer one (`Common`): each leader counts up a number in the ranks' store when
+its node has committed a snapshot, and rank 0 looks once per snapshot, without a wait.
 """
 
 from __future__ import annotations

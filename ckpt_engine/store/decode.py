@@ -1,6 +1,6 @@
-"""From stored pieces to the bytes of entries: decodes them, and finds the bases of those that need one.
+"""From stored pieces to the bytes of entries: finds the bases of those that need one, and decodes.
 
-Decodes pieces that were encoded together: one of them needs the others, so all come out at once.
+What was encoded together is decoded together.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Runs of a script or of a test suite in processes of their own, and what they get to know.
+"""Runs of a user's script or test suite in processes of their own, and what they report.
 
-Runs a test suite without us and with our callback in every Trainer, and tells which tests that changes.
-
-Takes a command line such as `python -u train.py --lr 1` apart, so that its script runs in a rehearsal.
-
-What a rehearsal tells the process that runs the script, and what that process writes down.
+`PythonCommand` takes a command line such as `python -u train.py --lr 1` apart, so that its script runs in a rehearsal.
+`Suite` runs tests without us and with our callback in every Trainer, and compares.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What differences between two runs mean: which one is first, and what usually causes it. Pure functions of values.
 
-Pairs the snapshots of two runs that were taken at the same place of the training, and compares each pair.
+Snapshots that both runs took at the same place of the training make a pair.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The seam of codecs: what a codec knows and promises, which there are by name, and which one pays for which tensors.
 
-The seam of codecs that need several arrays at once, because one tells what another must have become.
-
-Which codec for which tensors: a pure choice from measured speeds, the link and the processor time allowed.
-
 Encoding overlaps sending. A snapshot is durable after the longer of the two, so that a codec pays as long as the link
-is the slower one: cheap savings are taken first, until the link waits for the processor or the budget is spent.
+is the slower one: `auto` takes cheap savings first, until the link waits for the processor or the budget is spent.
 """
 
 from __future__ import annotations

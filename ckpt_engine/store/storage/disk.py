@@ -1,19 +1,9 @@
 """The files of a disk: opened safely, written in big blocks or in parts, metered, their errors explained.
 
-They are a class so that a test can stand in between: record them, drop them, let them fail.
-
-What stands beside the bytes that a storage sends, to limit, watch or count them; and the disk that asks it.
-
-Opens the files of a run: regular files only, and never what a link leads to.
-
-Moving big blocks between memory and a file, around the page cache where the file system takes that.
-
-Direct I/O needs addresses, offsets and sizes that are multiples of a page. Where that does not hold the
-kernel says EINVAL, and the rest goes through the page cache.
-
-A file that arrives in parts, in any order, and becomes an object when whole; an interrupted one is continued.
-
-From the operating system's errors to ours: what happened, where, and what to do.
+`Disk` is a class so that a test can stand in between: record the calls, drop them, let them fail. It opens regular
+files only, and never what a link leads to. Direct I/O moves big blocks around the page cache; it needs addresses,
+offsets and sizes that are multiples of a page. Where that does not hold the kernel says EINVAL, and the rest goes
+through the page cache.
 """
 
 from __future__ import annotations

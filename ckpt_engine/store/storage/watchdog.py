@@ -1,7 +1,4 @@
-"""Notices calls to a tier that hang, tells them from slow ones, and leaves them behind.
-
-Storages that say when they get on, so that one that hangs differs from one that is slow.
-"""
+"""Notices calls to a tier that hang, tells them from slow ones, and leaves them behind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Storages around another storage: they pass on what they do not change, and a bandwidth limit for what they send.
-
-A bandwidth limit: a token bucket that is asked before bytes are sent.
-"""
+"""Storages around another storage: they pass on what they do not change, or limit the bandwidth (a token bucket)."""
 
 from __future__ import annotations
 

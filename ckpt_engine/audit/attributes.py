@@ -234,7 +234,7 @@ class Walk:
         self._seen.add(id(value))
         if isinstance(value, nn.Module | torch.optim.Optimizer):
             for index, hook in enumerate(hooks_of_user(value)):
-                self.visit(hook, f"{path}.hooks[{index}]", depth - 1)
+                self._visit_hook(hook, f"{path}.hooks[{index}]", depth - 1)
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
         elif isinstance(value, Variables):
@@ -279,6 +279,15 @@ class Walk:
         self._visit_class(type(value), records=True)
         for name, one in tuple(values.items()):
             self._visit_used(one, f"{path}.{name}", depth - 1)
+
+    def _visit_hook(self, hook: Any, path: str, depth: int) -> None:
+        """Hooks often only record: their containers that grow are no state, as those of other objects that are used."""
+        if isinstance(hook, functools.partial):
+            for one in (*hook.args, *hook.keywords.values()):
+                self._visit_used(one, path, depth)
+            self._visit_hook(hook.func, path, depth)
+        else:
+            self._visit_used(getattr(hook, "__self__", hook), path, depth)
 
     def _visit_state(self, module: nn.Module, path: str) -> None:
         """Of a module that is in none of those that a snapshot has."""

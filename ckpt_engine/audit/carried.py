@@ -297,8 +297,12 @@ def is_of_user(frame: FrameType) -> bool:
 
 
 def frames_of_users(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the user's own code, innermost first."""
-    return filter(is_of_user, frames_around(frame))
+    """The frames of the user's own code, innermost first; of a function that calls itself the innermost one only."""
+    seen = set[CodeType]()
+    for one in filter(is_of_user, frames_around(frame)):
+        if one.f_code not in seen:
+            seen.add(one.f_code)
+            yield one
 
 
 @dataclass(frozen=True, slots=True)

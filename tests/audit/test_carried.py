@@ -168,6 +168,25 @@ def test_a_script_is_a_frame_too() -> None:
     assert found.names == ["seen"]
 
 
+def test_a_function_that_calls_itself_carries_what_its_innermost_call_does() -> None:
+    """A server of jobs that becomes a job: its variables of two calls are of one name, and do not change."""
+
+    def serve(jobs: list[list[int]], found: CarriedLocals) -> int:
+        done = 0
+        for job in jobs:
+            if len(job) < 3:
+                serve([[*job, 2, 3]], found)
+            else:
+                for _ in Batches(found):
+                    pass
+            done = done + len(job)
+        return done
+
+    found = CarriedLocals()
+    serve([[1]], found)
+    assert found.names == []
+
+
 def test_known_counters_are_not_named() -> None:
     """The tracker has them."""
     found = CarriedLocals()

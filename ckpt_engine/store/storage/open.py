@@ -108,4 +108,5 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
         hint = "pip install 'ckpt-engine[s3]'" if scheme in S3_SCHEMES else f"install it ({missing})"
         if transport == "obstore":
             hint = "pip install 'ckpt-engine[s3-fast]'"
-        raise StorageError(f"storage on {scheme}:// needs a package that is not installed", hint=hint) from err
+        needed = "a package that" if err.name is None else f"the package {err.name}, which"
+        raise StorageError(f"storage on {scheme}:// needs {needed} is not installed", hint=hint) from err

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -437,7 +438,16 @@ def is_library(kind: type) -> bool:
 
 def is_library_file(file: str) -> bool:
     """Whether a file or folder belongs to an installed package."""
-    return any(folder in file for folder in _LIBRARY_FOLDERS)
+    return any(folder in file for folder in _LIBRARY_FOLDERS) or file.startswith(_installed_into(tuple(sys.path)))
+
+
+@functools.lru_cache(maxsize=4)
+def _installed_into(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Other folders of the import path that pip has installed into, but not where the script is: that is the user's."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    own = (Path.cwd(), script.parent)
+    folders = [one for one in map(Path, path) if one.resolve() not in own and one.is_dir()]
+    return tuple(f"{one}{os.sep}" for one in folders if any(one.glob("*.dist-info")))
 
 
 def of_framework(kind: type) -> bool:

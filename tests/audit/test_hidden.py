@@ -364,6 +364,20 @@ def test_a_package_that_is_partly_the_users_is_looked_into(tmp_path: Path, monke
     assert [name for name in of_modules() if name.startswith("plugins")] == ["plugins.of_a_user"]
 
 
+@pytest.mark.parametrize("script", [False, True])
+def test_what_pip_has_installed_into_a_folder_is_a_library(
+    script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --target`; but beside the script the user's own modules are, too."""
+    name = "beside_the_script" if script else "in_a_folder"
+    user_module(tmp_path, monkeypatch, "count = 0\ndef step():\n    global count\n    count += 1\n", name)
+    (tmp_path / "of_a_user-1.0.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    if script:
+        monkeypatch.chdir(tmp_path)
+    assert (name in of_modules()) is script
+
+
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str = "of_a_user") -> None:
     """A module that a user has written, imported."""
     file = tmp_path / "of_a_user.py"

@@ -388,7 +388,10 @@ class _Beginning:
             if not one.untouched():
                 one.look()
             for name, path, value in one.rows:
-                frozen = self._moved_to(path, value, one.before.get(name, MISSING), quick=quick)
+                was = one.before.get(name, MISSING)
+                if was is MISSING and value is getattr(type(one.holder.owner), name, MISSING):
+                    continue  # `self.seen += …` of a list of the class: the class has it
+                frozen = self._moved_to(path, value, was, quick=quick)
                 before = self.frozen.get(path, ())
                 if frozen is None:
                     continue

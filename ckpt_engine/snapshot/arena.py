@@ -165,7 +165,8 @@ class Slots:
         self._next = 0
         self._warm_up: _WarmUp | None = None
         self._touched_seconds = 0.0
-        self._mapping: set[int] = set()
+        self._mapping: dict[int, threading.Thread] = {}
+        """Threads that map the pages of slots that were filled while they were cold."""
 
     def take(self, plan: StatePlan) -> SharedSlot | None:
         """A slot that holds `plan`; None while all are in use. It is cold where it is the first use of that slot.
@@ -227,8 +228,8 @@ class Slots:
             slot = self._busy.pop(index)
             self._free.insert(0, slot)
             if slot.is_cold and index not in self._mapping:
-                self._mapping.add(index)
-                threading.Thread(target=self._map, args=(slot,), name="ckpt-map", daemon=True).start()
+                self._mapping[index] = threading.Thread(target=self._map, args=(slot,), name="ckpt-map", daemon=True)
+                self._mapping[index].start()
 
     def _map(self, slot: SharedSlot) -> None:
         self._touched_seconds += slot.map_filled()
@@ -287,6 +288,8 @@ class Slots:
             self._warm_up.stop()
         for slot in self.known():
             slot.close()
+        for thread in self._mapping.values():  # one that lets go of a slot while the interpreter ends would abort it
+            thread.join(PREFAULT_TIMEOUT_SECONDS)
         self._free, self._busy, self._warm_up = [], {}, None
         self._uses.clear()
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt_engine.audit.attributes import UsedObject
 from ckpt_engine.audit.audit import HiddenState
 from ckpt_engine.audit.modules import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
@@ -158,6 +159,29 @@ def test_another_beginning_is_left_alone_and_named() -> None:
     assert fresh.count == 0
     assert [one.name for one in missing] == ["hidden state net.count"]
     assert "state_dict" in missing[0].why
+
+
+class Evaluation:
+    """As metrics are written: adding in place gives the object the list of its class, which each result empties."""
+
+    seen: list[int] = []  # noqa: RUF012 - that is the case
+
+    def add(self, one: int) -> None:
+        self.seen += [one]
+
+    def compute(self) -> float:
+        mean, self.seen[:] = sum(self.seen) / len(self.seen), []
+        return mean
+
+
+def test_a_list_of_the_class_is_not_one_of_the_object() -> None:
+    """It was there before, and is as empty as then."""
+    evaluation = Evaluation()
+    hidden = begun(UsedObject(evaluation))
+    evaluation.add(1)
+    assert evaluation.compute() == 1.0
+    assert "seen" in vars(evaluation)
+    assert hidden.state() == {}
 
 
 def test_what_is_already_there_is_neither_restored_nor_named() -> None:

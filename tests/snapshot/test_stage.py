@@ -245,6 +245,18 @@ def test_a_cold_slot_is_filled_through_its_file_and_mapped_once_it_is_free() -> 
     slots.close()
 
 
+def test_no_thread_keeps_a_slot_that_is_closed() -> None:
+    """One that lets go of the last view while the interpreter ends would end the process with SIGABRT."""
+    planner, slots = Planner(Flattener()), Slots(1)
+    capture = planner.capture({"w": torch.ones(100_000_000)})
+    slot = slots.take(capture.plan)
+    assert slot is not None
+    Staging(capture, slot.views(capture.plan), lambda _: None, cold=slot.cold).begin(Copier(0))
+    slots.release(slot.index)
+    slots.close()
+    assert not [one.name for one in threading.enumerate() if one.name == "ckpt-map"]
+
+
 def test_huge_pages_are_made_without_touching_what_is_there() -> None:
     """A snapshot may be copied into a slot while another thread still touches it."""
     slot = SharedSlot(0, 200_000_000)

@@ -241,9 +241,13 @@ class TrainerInternals:
         """
         trainer = self._trainer
         loss = getattr(trainer, _RUNNING_LOSS, self._shown)
+        # At its end a training adds what is left to the total: one that is started again, or goes on, does so again.
+        last = trainer.state.log_history[-1] if trainer.state.log_history else {}
+        ended = "train_loss" in last and last.get("step") == trainer.state.global_step
+        added = float(loss) if ended and loss is not None else 0.0
         return {
             "loss": None if loss is None else loss.detach().clone(),
-            "total": float(getattr(trainer, _TOTAL_LOSS)),
+            "total": float(getattr(trainer, _TOTAL_LOSS)) - added,
             "first": int(getattr(trainer, _FIRST_STEP, 0)),
             "last_logged": int(getattr(trainer, _LAST_LOGGED)),
             "flos": float(trainer.current_flos),

@@ -105,12 +105,15 @@ def test_other_arguments_than_those_of_the_saved_run_are_refused(steps: int, cou
 
 def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(tmp_path: Path) -> None:
     """The final snapshot is of the end; more epochs with the same schedule continue it exactly."""
-    schedule = {"lr_scheduler_type": "constant"}
+    schedule = {"lr_scheduler_type": "constant", "logging_steps": 5}  # some of the loss is not logged at the end
     reference = train_hf({**schedule, "num_train_epochs": 3}, None, tmp_path / "out")
     shorter = train_hf({**schedule, "num_train_epochs": 2}, every_boundary(tmp_path / "run"), tmp_path / "out")
     again = train_hf({**schedule, "num_train_epochs": 2}, every_boundary(tmp_path / "run"), tmp_path / "out", seed=4)
     assert [entry for entry in again.trace if entry[0] == "train"] == []
     assert again.digest["weights"] == shorter.digest["weights"]
+    ends = [[one for one in run.trace if one[0] == "log" and "train_loss" in one[2]][-1] for run in (shorter, again)]
+    losses = [dict(ast.literal_eval(end[2]))["train_loss"] for end in ends]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     longer = train_hf({**schedule, "num_train_epochs": 3}, every_boundary(tmp_path / "run"), tmp_path / "out", seed=5)
     trained = [entry for entry in reference.trace if entry[0] == "train"]
     assert [entry for entry in longer.trace if entry[0] == "train"] == trained[-6:]

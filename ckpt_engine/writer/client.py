@@ -27,7 +27,7 @@ from ckpt_engine.copy.job import (
     job_to_json,
     layout_to_json,
 )
-from ckpt_engine.errors import WriterError
+from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, Notice, Requested, SnapshotFailed, WriterLost
 from ckpt_engine.observe.log import LOGGER_NAME, announce
@@ -37,6 +37,9 @@ from ckpt_engine.writer.channel import Body
 
 TELL_SECONDS = 3.0
 """A longer wait for the end is said."""
+ANSWER_SECONDS = 60.0
+"""How long a writer may take to start and answer, on top of waiting for the lease."""
+REAP_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 
 
@@ -67,12 +70,18 @@ class WriterClient(abc.ABC):
         self._owner = os.getpid()
         self.first_seq = self.peer_port = 0
         self.history: History | None = None
+        self._refused: CkptError | None = None
+        """Why it has not started."""
         self._answered = threading.Event()
         self._news = threading.Event()
         """Set whenever the writer says something before it has answered."""
+        self._closing = self._goes_on = False
+        self._closed = threading.Event()
+        """Nothing more comes that the trainer waits for; `_goes_on`: although the writer has not ended."""
 
-    def _wait_for_answer(self, timeout: float, emit: Callable[[Event], None] | None) -> bool:
-        """Wait until the writer has started or was refused; what it says meanwhile goes to `emit` at once."""
+    def _begin(self, config: WriterConfig, emit: Callable[[Event], None] | None, kind: str) -> None:
+        """Wait until the writer has started; what it says meanwhile goes to `emit` at once. Raises as `open_client`."""
+        timeout = config.lease_wait_seconds + ANSWER_SECONDS
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
@@ -80,11 +89,44 @@ class WriterClient(abc.ABC):
             self._news.clear()
             for message in self._mailbox.poll() if emit is not None else ():
                 if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
-                    emit(message)  # that it is lost is what `start` raises
+                    emit(message)  # that it is lost is raised
             if self._answered.is_set():
-                return True
+                break
             if left <= 0.0:
-                return False
+                raise WriterError(f"the writer {kind} does not answer after {timeout:.0f} s; storage: {config.url}")
+        if self._refused is not None:
+            self._closed.wait(REAP_SECONDS)
+            raise self._refused
+
+    def _hear(self, body: Body) -> None:
+        """Take what the writer says, on the thread that hears it."""
+        match body["kind"]:
+            case channel.STARTED:
+                self._started(body)
+                self._answered.set()
+            case channel.REFUSED:
+                self._closing = True
+                self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
+                self._answered.set()
+            case channel.COPYING:
+                self._copies_remain(body)
+            case channel.CLOSED:
+                if body["unfinished"]:
+                    left = f"not everything is on {'; nor on '.join(body['unfinished'])}; {self._goes_on_with_copies}"
+                    self._mailbox.hear(channel.event(Notice("INFO" if body["said"] else "WARNING", left)))
+                    self._goes_on = True
+                    self._closed.set()
+            case _:
+                self._mailbox.hear(body)
+        self._news.set()
+
+    def _no_more(self, message: str, early: CkptError, *, expected: bool) -> None:
+        """The writer has ended. `early`: what that means if it has not answered yet."""
+        if not self._answered.is_set():
+            self._refused = early
+        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=expected)
+        self._answered.set()
+        self._news.set()
 
     def _started(self, body: Body) -> None:
         """Take what a `started` says."""
@@ -122,9 +164,10 @@ class WriterClient(abc.ABC):
     def _goes_on_with_copies(self) -> str:
         """Who takes care of what further tiers lack when the trainer waits no more."""
 
-    @abc.abstractmethod
     def _leave_copies(self) -> bool:
         """The user does not want to wait for further tiers; True."""
+        self._goes_on = True
+        return True
 
     def _say_left(self) -> None:
         """Say that the trainer waits for copies no more, once."""

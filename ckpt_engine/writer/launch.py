@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Self
 
 from ckpt_engine.copy.job import ErrorRecord, WriterConfig, config_to_json
-from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
+from ckpt_engine.errors import WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.writer import channel
 from ckpt_engine.writer import channel as protocol
 from ckpt_engine.writer.channel import Body, Channel, decode, encode
-from ckpt_engine.writer.client import WriterClient, never
-from ckpt_engine.writer.worker import Worker, refusal, unfinished
+from ckpt_engine.writer.client import REAP_SECONDS, WriterClient, never
+from ckpt_engine.writer.worker import Worker
 
 
 class ThreadWriter(WriterClient):
@@ -33,9 +32,6 @@ class ThreadWriter(WriterClient):
 
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config)
-        self._refused: ErrorRecord | None = None
-        self._closing = False
-        self._closed = threading.Event()
         self._worker = Worker(config, self._hear, self._ended)
 
     @classmethod
@@ -43,15 +39,11 @@ class ThreadWriter(WriterClient):
         """Start the thread; see `open_client` for what is raised, and `ProcessWriter.start` for `emit`."""
         client = cls(config)
         client._worker.start()
-        timeout = config.lease_wait_seconds + ANSWER_SECONDS
         try:
-            if not client._wait_for_answer(timeout, emit):
-                raise WriterError(f"the writer thread does not answer after {timeout:.0f} s; storage: {config.url}")
+            client._begin(config, emit, "thread")
         except BaseException:
             client._worker.skip_waiting()
             raise
-        if client._refused is not None:
-            raise client._refused.exception()
         return client
 
     def close(
@@ -75,9 +67,6 @@ class ThreadWriter(WriterClient):
     def _goes_on_with_copies(self) -> str:
         return "the writer thread goes on with it as long as this process lives, and then the next run does"
 
-    def _leave_copies(self) -> bool:
-        return True
-
     @property
     def flushed(self) -> bool:
         return True
@@ -86,38 +75,14 @@ class ThreadWriter(WriterClient):
         # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
         self._worker.put(decode(encode(body)), tuple(os.dup(fd) for fd in fds))
 
-    def _hear(self, body: Body) -> None:
-        match body["kind"]:
-            case channel.STARTED:
-                self._started(body)
-                self._answered.set()
-            case channel.REFUSED:
-                self._refused = refusal(body)
-            case channel.COPYING:
-                self._copies_remain(body)
-            case channel.CLOSED:
-                if body["unfinished"]:
-                    self._mailbox.hear(channel.event(unfinished(body, self._goes_on_with_copies)))
-                    self._closed.set()
-            case _:
-                self._mailbox.hear(body)
-        self._news.set()
-
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
-        if not self._answered.is_set() and self._refused is None:
-            self._refused = ErrorRecord(WriterError.code, message)
-        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and not broken)
-        self._answered.set()
-        self._news.set()
+        self._no_more(message, WriterError(message), expected=self._closing and not broken)
         self._closed.set()
 
 
-ANSWER_SECONDS = 60.0
-"""How long the process may take to start and answer, on top of waiting for the lease."""
 ENTRY = Path(__file__).with_name("__main__.py")
 _TAIL_BYTES = 8192
-_REAP_SECONDS = 10.0
 
 
 class CannotSpawnError(WriterError):
@@ -136,10 +101,7 @@ class ProcessWriter(WriterClient):
         super().__init__(config)
         self._process = process
         self._channel = channel
-        self._answer: CkptError | None = None
-        self._closing = self._leaving = False
-        self._closed = threading.Event()
-        self._goes_on = False
+        self._leaving = False
         self._abandoned = False
         self._tail = b""
         self._exit_fd = _pidfd(process.pid)
@@ -161,17 +123,12 @@ class ProcessWriter(WriterClient):
         client._listener.start()
         folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
         channel.send({"kind": protocol.START, "config": config_to_json(config), "path": folders})
-        timeout = config.lease_wait_seconds + ANSWER_SECONDS
         try:
-            if not client._wait_for_answer(timeout, emit):
-                raise WriterError(f"the writer process does not answer after {timeout:.0f} s; storage: {config.url}")
+            client._begin(config, emit, "process")
         except BaseException:
             process.kill()
-            client._listener.join(_REAP_SECONDS)
+            client._listener.join(REAP_SECONDS)
             raise
-        if client._answer is not None:
-            client._listener.join(_REAP_SECONDS)
-            raise client._answer
         return client
 
     @property
@@ -188,7 +145,7 @@ class ProcessWriter(WriterClient):
         self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
         closed = self._wait_for_the_end(self._closed, timeout, hurries)
         if closed and not self._goes_on:
-            self._listener.join(_REAP_SECONDS)
+            self._listener.join(REAP_SECONDS)
             return True
         late = "" if closed else f"not durable {timeout:.0f} s after closing; "
         why = f"{late}the writer process {self.pid} goes on by itself"
@@ -200,10 +157,6 @@ class ProcessWriter(WriterClient):
     @property
     def _goes_on_with_copies(self) -> str:
         return f"the writer process {self.pid} goes on with it, and then the next run does"
-
-    def _leave_copies(self) -> bool:
-        self._goes_on = True
-        return True
 
     @property
     def flushed(self) -> bool:
@@ -278,39 +231,16 @@ class ProcessWriter(WriterClient):
             if not text:
                 selector.unregister(stderr)
 
-    def _hear(self, body: Body) -> None:
-        match body["kind"]:
-            case protocol.STARTED:
-                self._started(body)
-                self._answered.set()
-            case protocol.REFUSED:
-                self._closing = True
-                self._answer = refusal(body).exception()
-                self._answered.set()
-            case protocol.COPYING:
-                self._copies_remain(body)
-            case protocol.CLOSED:
-                if body["unfinished"]:
-                    self._mailbox.hear(protocol.event(unfinished(body, self._goes_on_with_copies)))
-                    self._goes_on = True
-                    self._closed.set()
-            case _:
-                self._mailbox.hear(body)
-        self._news.set()
-
     def _reap(self, because: str | None = None) -> None:
         try:
-            status = self._process.wait(_REAP_SECONDS)
+            status = self._process.wait(REAP_SECONDS)
         except subprocess.TimeoutExpired:
             status = None
         ended = because or _describe(status)
         tail = self._tail.decode(errors="replace").strip()
         message = f"the writer process {self.pid} {ended}" + (f":\n{tail}" if tail else "")
-        if not self._answered.is_set():
-            self._answer = CannotSpawnError(f"{message} (before it was ready)")
-        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and status == 0)
-        self._answered.set()
-        self._news.set()
+        early = CannotSpawnError(f"{message} (before it was ready)")
+        self._no_more(message, early, expected=self._closing and status == 0)
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:

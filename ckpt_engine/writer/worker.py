@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_engine.copy.job import ErrorRecord, RankConfig, WriterConfig
+from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
@@ -399,18 +399,3 @@ class Worker:
                 if left <= 0:
                     return
                 self._changed.wait_for(lambda: self._hurried, min(_AGAIN_SECONDS, left))
-
-
-def refusal(body: Body) -> ErrorRecord:
-    """The error of a `refused` message."""
-    return ErrorRecord(body["code"], body["message"], body["hint"])
-
-
-def unfinished(body: Body, who: str) -> Notice:
-    """What a `closed` message means for people.
-
-    Args:
-        who: takes care of it.
-    """
-    tiers = "; nor on ".join(body["unfinished"])
-    return Notice("INFO" if body["said"] else "WARNING", f"not everything is on {tiers}; {who}")

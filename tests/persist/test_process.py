@@ -22,7 +22,7 @@ from ckpt_engine.errors import LeaseHeldError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.writer import launch
+from ckpt_engine.writer import client, launch
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, open_client
 from tests.persist.conftest import Writers
@@ -335,7 +335,7 @@ def test_any_script_can_start_a_writer(tmp_path: Path) -> None:
 
 def test_a_writer_that_does_not_answer_is_given_up(processes: Writers, monkeypatch: pytest.MonkeyPatch) -> None:
     """`start` has an end even if the new process hangs, and does not leave it behind."""
-    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("mute_writer.py"))
     with pytest.raises(WriterError, match="does not answer"):
         processes.start()

@@ -26,6 +26,8 @@ from ckpt_engine.errors import (
     ForeignError,
     FormatError,
     LeaseHeldError,
+    SnapshotFailedError,
+    SnapshotSkippedError,
     StorageError,
     StorageMissingError,
     WriterError,
@@ -35,7 +37,7 @@ from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
 from ckpt_engine.store.manifest import RAW, Line
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.retention import Retention, policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.base import Storage
@@ -116,7 +118,10 @@ class PrimaryTier:
         self._drafts_fail = False
         self._swept = False
         self._ranks = ranks
+        self._session = in_flight
         self._in_flight: Container[str] = () if in_flight is None else in_flight
+        self.left: dict[str, SnapshotCommitted] = {}
+        """What `leave` and `commit_shares` have made durable, by snapshot."""
         self._room = self._make_rooms(lease) if lease is not None else None
         self._common_seq = 0
         self._line: Line | None = None
@@ -185,6 +190,59 @@ class PrimaryTier:
             part = part_records.no_part(snapshot, why, self._repository.run_id, self._ranks)
             with suppress(CkptError):
                 part_records.put(self._repository.storage, part)
+
+    def shares(self) -> dict[str, set[int]]:
+        """The ranks that have left a share, by snapshot. Raises `StorageError`."""
+        return part_records.there(self._repository.storage)
+
+    def has(self, snapshot: str) -> bool:
+        """Whether it is committed. Raises `StorageError`."""
+        return any(info.id == snapshot for info in self._repository.list())
+
+    def leave(self, staged: Staged) -> None:
+        """Make the share of this rank durable and say so; only that again where it was left before.
+
+        Raises:
+            CkptError: it is not.
+        """
+        assert self._ranks is not None
+        storage, contents = self._repository.storage, Plain(staged, self._repository)
+        if staged.snapshot in self.left:
+            staged.digest()
+            share = contents.manifest()
+            if not lacking(storage, share.files):
+                part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
+                return
+        not_undone = partial(self._not_undone, staged)
+        finish = Contributing(self._ranks, says_failure=False)
+        self.left[staged.snapshot], _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+
+    def commit_shares(self, snapshot: str) -> bool:
+        """The shares of all ranks are there: make the snapshot exist. False: they make none.
+
+        Raises:
+            LeaseHeldError: the tier is not ours any more.
+            CkptError: calling again continues.
+        """
+        assert self._ranks is not None
+        storage, members = self._repository.storage, self._ranks.members
+        try:
+            whole = part_records.merge(list(part_records.read_all(storage, snapshot, members).values()))
+        except (FormatError, SnapshotSkippedError, SnapshotFailedError):
+            return False
+        self.check_lease()
+        self._progress.check()
+        self._repository.commit(whole)
+        if self._ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
+            part_records.remove(storage, snapshot, members)
+        elif self._session is not None:
+            for one, ranks in part_records.there(storage).items():
+                if one == snapshot or one in self._session:
+                    part_records.remove(storage, one, ranks)  # what is newer is not complete, and never will be
+            self._session.settle(snapshot)
+        if snapshot in self.left:
+            self.left[snapshot] = replace(self.left[snapshot], nbytes=whole.info.nbytes)
+        return True
 
     def _contents(self, staged: Staged) -> Plain | Encoded:
         if self._codec != RAW:

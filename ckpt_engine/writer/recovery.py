@@ -15,21 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
-from ckpt_engine.errors import CkptError, FormatError, SnapshotFailedError, SnapshotSkippedError
+from ckpt_engine.copy.write_snapshot import Staged
+from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import SnapshotCommitted
-from ckpt_engine.store import repository
-from ckpt_engine.store.manifest import Manifest, SnapshotInfo
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.watchdog import CallProgress
-from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import LOOKS, Contributing, SessionSnapshots
+from ckpt_engine.writer.commit import LOOKS
 from ckpt_engine.writer.memory_snapshots import StagedJob
+from ckpt_engine.writer.primary_tier import PrimaryTier
 
 PATIENCE_SECONDS = 5.0
 """How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
@@ -219,95 +214,46 @@ class NearestTier:
     """The nearest tier as the place where the writers meet.
 
     Args:
-        ranks: whose writer this is.
-        repository: of the run.
-        tier: how it is called in events.
-        progress: of the lane that the calls run in.
-        lane: runs a call in it; one that reads the arena comes with what it reads.
-        still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
-        in_flight: notes what is settled; None where this is not the coordinator.
+        tier: of this writer.
+        lane: runs a call to it; one that reads the arena comes with what it reads.
         done: called for each share that is durable, or for each snapshot on the coordinator.
-        not_undone: called if data of a share stays that could not be left.
     """
 
     def __init__(
         self,
-        ranks: RankConfig,
-        repository: Repository,
-        tier: str,
-        progress: CallProgress,
+        tier: PrimaryTier,
         lane: Callable[[Callable[[], object], Staged | None], object],
-        still_ours: Callable[[], object],
-        in_flight: SessionSnapshots | None,
         done: Callable[[SnapshotCommitted], object],
-        not_undone: Callable[[CkptError], object],
+        *,
+        leads: bool,
     ) -> None:
-        self._ranks = ranks
-        self._repository = repository
         self._tier = tier
-        self._progress = progress
         self._lane = lane
-        self._still_ours = still_ours
-        self._in_flight = in_flight
         self._done = done
-        self._not_undone = not_undone
-        self._written: dict[str, SnapshotCommitted] = {}
+        self._leads = leads
 
     def look(self) -> There:
         found: dict[str, set[int]] = {}
-        self._lane(lambda: found.update(part_records.there(self._repository.storage)), None)
+        self._lane(lambda: found.update(self._tier.shares()), None)
         return found
 
     def exists(self, snapshot: str) -> bool:
-        found: list[SnapshotInfo] = []
-        self._lane(lambda: found.extend(self._repository.list()), None)
-        return any(info.id == snapshot for info in found)
+        found: list[bool] = []
+        self._lane(lambda: found.append(self._tier.has(snapshot)), None)
+        return found[0]
 
     def leave(self, order: StagedJob) -> None:
         staged = order.staged(order.snapshot or "")
-
-        def write() -> None:
-            storage = self._repository.storage
-            if staged.snapshot in self._written:
-                staged.digest()
-                share = Plain(staged, self._repository).manifest()
-                if not repository.lacking(storage, share.files):
-                    part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
-                    return
-            finish = Contributing(self._ranks, says_failure=False)
-            contents = Plain(staged, self._repository)
-            event, _ = write_snapshot(contents, self._tier, self._progress, self._not_undone, finish)
-            self._written[staged.snapshot] = event
-
-        self._lane(write, staged)
-        if not self._ranks.leads:
-            self._done(self._written[staged.snapshot])
+        self._lane(partial(self._tier.leave, staged), staged)
+        if not self._leads:
+            self._done(self._tier.left[staged.snapshot])
 
     def commit(self, order: StagedJob) -> bool:
-        storage, members, snapshot = self._repository.storage, self._ranks.members, order.snapshot or ""
-        whole: list[Manifest] = []
-
-        def commit() -> None:
-            with suppress(FormatError, SnapshotSkippedError, SnapshotFailedError):
-                whole.append(part_records.merge(list(part_records.read_all(storage, snapshot, members).values())))
-            if not whole:
-                return
-            self._still_ours()
-            self._progress.check()
-            self._repository.commit(whole[0])
-            if self._ranks.places:  # what else is left here may be what all nodes have: nothing of it is garbage
-                part_records.remove(storage, snapshot, members)
-            elif self._in_flight is not None:
-                for one, ranks in part_records.there(storage).items():
-                    if one == snapshot or one in self._in_flight:
-                        part_records.remove(storage, one, ranks)  # what is newer is not complete, and never will be
-                self._in_flight.settle(snapshot)
-
-        self._lane(commit, None)
-        if not whole:
+        snapshot, found = order.snapshot or "", list[bool]()
+        self._lane(lambda: found.append(self._tier.commit_shares(snapshot)), None)
+        if not found[0]:
             return False
         order.durable = True
-        event = self._written.get(snapshot)
-        if event is not None:
-            self._done(replace(event, nbytes=whole[0].info.nbytes))
+        if snapshot in self._tier.left:
+            self._done(self._tier.left[snapshot])
         return True

@@ -35,7 +35,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
-from ckpt_engine.writer import channel, part_records
+from ckpt_engine.writer import channel
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body, SpentTimes
 from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
@@ -146,7 +146,7 @@ class Writer:
             self._attempts.spent = lambda: self.spent()
             self._attempts.begin()
             if ranks is not None and config.memory:
-                self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
+                self._reunion = self._meet(ranks)
             if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
                 self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
             self._opened = True
@@ -157,7 +157,7 @@ class Writer:
         self._near = self._tier_at(repository, None, None, KeepAll(), None)
         if self._config.memory:
             self.run = RunText.of(repository)
-            self._reunion = self._meet(ranks, repository, lambda: None, None)
+            self._reunion = self._meet(ranks)
         self._keeps_all = self._opened = True
         self._ids.begin(0)
 
@@ -359,13 +359,7 @@ class Writer:
         assert self._reunion is not None
         return self._reunion.is_committed(order)
 
-    def _meet(
-        self,
-        ranks: RankConfig,
-        repository: Repository,
-        still_ours: Callable[[], None],
-        in_flight: SessionSnapshots | None,
-    ) -> CrashRecovery:
+    def _meet(self, ranks: RankConfig) -> CrashRecovery:
         def lane(work: Callable[[], object], staged: Staged | None) -> object:
             return self._lane.call(work) if staged is None else self._in_lane(self._lane, staged, work)
 
@@ -374,14 +368,7 @@ class Writer:
             if ranks.leads:
                 self._committed(event.snapshot)
 
-        def not_undone(err: CkptError) -> None:
-            self._notice(f"cannot take back a share that was not made durable: {err}")
-
-        tier = part_records.share_place(self._config.url, ranks.rank) if not ranks.leads else self._config.url
-        progress = self._lane.progress
-        return CrashRecovery(
-            ranks, NearestTier(ranks, repository, tier, progress, lane, still_ours, in_flight, done, not_undone)
-        )
+        return CrashRecovery(ranks, NearestTier(self._near, lane, done, leads=ranks.leads))
 
     def _learn(self, job: PersistJob) -> None:
         self._near.learn(job.line, job.common)

@@ -491,10 +491,10 @@ class Engine:
         self.events.emit(event)
 
     def _tell(self, found: restore.Loaded) -> None:
-        line = resumed_from_memory(found.lost_steps)
+        line = resumed_from_memory(found.lost_steps) if found.from_memory else None
         if isinstance(self.events, LogSink):  # nothing else reports of this resume
             found.announce(logging.getLogger(LOGGER_NAME), line)
-        elif found.from_memory:
+        elif line is not None:
             self._emit(Notice("INFO", line))
 
     def _surface(self) -> None:

@@ -12,6 +12,7 @@ from importlib import import_module
 
 import click
 
+from ckpt_engine.cli.output import at_work
 from ckpt_engine.errors import CkptError
 
 VERBS = {
@@ -41,6 +42,8 @@ VERBS = {
     "completion": "explain.completion",
 }
 """Each verb's module and its command there, in the order of the help."""
+SAY_THEMSELVES = frozenset({"top", "init", "verify-resume"})
+"""Verbs that ask, or show each thing when it is found."""
 
 
 class _Verbs(click.Group):
@@ -71,12 +74,15 @@ class _Verbs(click.Group):
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt-engine", prog_name="ckpt")
-def commands() -> None:
+@click.pass_context
+def commands(ctx: click.Context) -> None:
     """Look at, check, keep, import and export the snapshots of a training run, or ask it for one.
 
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.
     """
+    if ctx.invoked_subcommand not in SAY_THEMSELVES:
+        ctx.with_resource(at_work(f"ckpt {ctx.invoked_subcommand}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,6 +31,8 @@ _QUIET_SECONDS = 3.0
 """Before the first of them."""
 _SHOWN_SECONDS = 0.2
 """Between two changes of a line."""
+_CLEARED = "\r\033[K"
+"""The terminal's line is empty."""
 
 json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text."
@@ -62,32 +64,78 @@ def print_away(away: Sequence[Away]) -> None:
 
 def say_waiting(line: str) -> None:
     """Says what takes so long, on the error stream."""
-    click.echo(line, err=True)
+    _at_work.say(line)
+
+
+class _AtWork:
+    """What the command does now, and when something was last said of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = math.inf
+        self.now: Callable[[], str] = str
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            self._next = time.monotonic() + _LINES_SECONDS
+            click.echo(f"{_CLEARED if sys.stderr.isatty() else ''}{line}", err=True)
+
+    def shown(self) -> None:
+        """A line that changes says it."""
+        self._next = time.monotonic() + _LINES_SECONDS
+
+    def watch(self, ended: threading.Event) -> None:
+        """Says it after some seconds, and now and then after that, until the command has ended."""
+        self._next = time.monotonic() + _QUIET_SECONDS
+        while not ended.wait(max(0.0, self._next - time.monotonic())):
+            if time.monotonic() >= self._next:
+                self.say(self.now())
+
+
+_at_work = _AtWork()
+
+
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """A command that may take long: what it does is said after some seconds, and then from time to time."""
+    began, ended = time.monotonic(), threading.Event()
+    _at_work.now = lambda: f"{what}: {units.duration(time.monotonic() - began)} so far"
+    thread = threading.Thread(target=_at_work.watch, args=(ended,), name="ckpt-at-work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
 def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
-    """Says how many of `total` bytes are done, as `changing_line` does; it leaves no line behind on a terminal.
+    """Says how many of `total` bytes are done: on a terminal in a line that changes and goes at the end, elsewhere as
+    `at_work` does.
 
     What it gives takes the bytes that came since, on any thread.
     """
     done, shown, began, lock = 0, -math.inf, time.monotonic(), threading.Lock()
+    before, moves = _at_work.now, not hidden and sys.stderr.isatty()
+    _at_work.now = lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}"
 
     def advance(nbytes: int) -> None:
         nonlocal done, shown
         with lock:
             done += nbytes
             now = time.monotonic()
-            if now - shown >= _SHOWN_SECONDS:
+            if moves and now - shown >= _SHOWN_SECONDS:
                 shown = now
-                say(f"{what}: {_far(done, max(done, total), now - began)}", False)
+                _at_work.shown()
+                click.echo(f"{_CLEARED}{_at_work.now()}", err=True, nl=False)
 
-    with changing_line(hidden=hidden) as say:
-        try:
-            yield advance
-        finally:
-            if not hidden and sys.stderr.isatty():
-                click.echo("\r\033[K", err=True, nl=False)
+    try:
+        yield advance
+    finally:
+        _at_work.now = before
+        if moves:
+            click.echo(_CLEARED, err=True, nl=False)
 
 
 def _far(done: int, total: int, seconds: float) -> str:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ckpt_engine.observe.events import (
     AttemptsFound,
@@ -235,3 +237,29 @@ def announce(logger: logging.Logger, text: str, *, line: str | None = None, alou
         logger.info("%s", text)
     else:
         (aloud or on_stderr(logger))(text if line is None else line)
+
+
+TELL_SECONDS = 3.0
+"""A longer wait is said."""
+
+
+@contextmanager
+def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
+    """Announce what the block waits for if it takes some seconds.
+
+    Args:
+        line: or what makes it then, on another thread; None: there is nothing to say.
+    """
+
+    def say() -> None:
+        text = line if isinstance(line, str) else line()
+        if text is not None:
+            announce(logging.getLogger(LOGGER_NAME), text)
+
+    timer = threading.Timer(TELL_SECONDS, say)
+    timer.name, timer.daemon = "ckpt-slow", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

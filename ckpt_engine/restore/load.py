@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ckpt_engine.copy.job import ErrorRecord
@@ -25,7 +26,7 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
 )
 from ckpt_engine.observe import units
-from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.log import announce, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import memory
@@ -92,9 +93,9 @@ class Loaded:
             for one in self.away
         )
 
-    def announce(self, log: logging.Logger, from_memory: str) -> None:
+    def announce(self, log: logging.Logger, from_memory: str | None) -> None:
         """Say what is out of the ordinary: that it came from memory, in the words given, and what was left out."""
-        if self.from_memory:
+        if from_memory is not None:
             announce(log, from_memory)
         for line in self.left_out:
             log.warning("%s", line)
@@ -177,7 +178,11 @@ def load(
             manifest = as_rank(candidate.manifest, rank)
             others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
             takes = into if live is None else live(manifest)
-            found = _read(sources, manifest, takes, others, pickle_paths)
+            nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
+            place = candidate.sources[0].storage.url
+            line = partial(_reading, candidate.info.id, nbytes, place)
+            with said_if_slow(line) if rank == 0 else nullcontext():
+                found = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
@@ -189,9 +194,9 @@ def load(
             manifest=manifest,
             notes=(*found.notes, *_told(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
-            read_bytes=sum([piece.nbytes for _, piece in stored_pieces(manifest)]),
+            read_bytes=nbytes,
             seconds=time.perf_counter() - began,
-            place=candidate.sources[0].storage.url,
+            place=place,
             repairs=tuple(sources.repairs),
             away=tuple(search.away),
             lost_steps=_lost_steps(where, candidate.info.step),
@@ -203,6 +208,10 @@ def load(
     if error is not None:
         raise error
     return None
+
+
+def _reading(snapshot: str, nbytes: int, place: str) -> str:
+    return f"reading {snapshot} ({units.size(nbytes)}) from {place}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, ForeignError, StorageError
-from ckpt_engine.observe.log import LOGGER_NAME, announce
+from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -29,8 +29,6 @@ LONGER_SECONDS = 120.0
 """The same where no other place has it."""
 SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
-TELL_SECONDS = 3.0
-"""A longer wait is said."""
 RECENT_SECONDS = 0.5
 """A place that has given a sign since then gets on."""
 _LOOK_SECONDS = 0.1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ckpt_engine.copy.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
+from ckpt_engine.observe.log import said_if_slow
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import host_memory
@@ -369,6 +371,13 @@ class Pipeline:
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
+        with said_if_slow(partial(self._waited_for, timeout)):
+            return self._drain(timeout)
+
+    def _waited_for(self, timeout: float | None) -> str | None:
+        return self._writer.client.unwritten(wait_seconds(timeout)) if self._writer is not None else None
+
+    def _drain(self, timeout: float | None) -> bool:
         self.before_update()
         if not self._hand_over(wait_seconds(timeout)):
             return False
@@ -396,13 +405,14 @@ class Pipeline:
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
-        drained = self.drain(timeout) if self._pending or self._staging or self._starting else True
-        self._guard.close()
-        self._copier.close(max(timeout, _CHUNK_SECONDS))
-        if self._writer is not None:
-            self._writer.client.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
-            self.poll()  # what further tiers had to say until the end
-            self._writer = None
+        with said_if_slow(partial(self._waited_for, timeout)):
+            drained = self._drain(timeout) if self._pending or self._staging or self._starting else True
+            self._guard.close()
+            self._copier.close(max(timeout, _CHUNK_SECONDS))
+            if self._writer is not None:
+                self._writer.client.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
+                self.poll()  # what further tiers had to say until the end
+                self._writer = None
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None

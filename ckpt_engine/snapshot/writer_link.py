@@ -62,6 +62,10 @@ class Coming:
     def alive(self) -> bool:
         return self._failed is None and (self._client is None or self._client.alive)
 
+    def unwritten(self, timeout: float) -> str | None:
+        """As `WriterClient` has it."""
+        return f"waiting for {self._tier} to be opened" if self._client is None else self._client.unwritten(timeout)
+
     @property
     def flushed(self) -> bool:
         return self._failed is not None if self._client is None else self._client.flushed

@@ -30,13 +30,11 @@ from ckpt_engine.copy.job import (
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, Notice, Requested, SnapshotFailed, WriterLost
-from ckpt_engine.observe.log import LOGGER_NAME, announce
+from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce, said_if_slow
 from ckpt_engine.observe.units import duration
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 
-TELL_SECONDS = 3.0
-"""A longer wait for the end is said."""
 ANSWER_SECONDS = 60.0
 """How long a writer may take to start and answer, on top of waiting for the lease."""
 REAP_SECONDS = 10.0
@@ -83,17 +81,18 @@ class WriterClient(abc.ABC):
         """Wait until the writer has started; what it says meanwhile goes to `emit` at once. Raises as `open_client`."""
         timeout = config.lease_wait_seconds + ANSWER_SECONDS
         deadline = time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            self._news.wait(max(0.0, left))
-            self._news.clear()
-            for message in self._mailbox.poll() if emit is not None else ():
-                if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
-                    emit(message)  # that it is lost is raised
-            if self._answered.is_set():
-                break
-            if left <= 0.0:
-                raise WriterError(f"the writer {kind} does not answer after {timeout:.0f} s; storage: {config.url}")
+        with said_if_slow(f"opening {self._url} for writing, up to {duration(timeout)}"):
+            while True:
+                left = deadline - time.monotonic()
+                self._news.wait(max(0.0, left))
+                self._news.clear()
+                for message in self._mailbox.poll() if emit is not None else ():
+                    if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
+                        emit(message)  # that it is lost is raised
+                if self._answered.is_set():
+                    break
+                if left <= 0.0:
+                    raise WriterError(f"the writer {kind} does not answer after {timeout:.0f} s; storage: {config.url}")
         if self._refused is not None:
             self._closed.wait(REAP_SECONDS)
             raise self._refused
@@ -134,9 +133,9 @@ class WriterClient(abc.ABC):
         self.history = None if body["history"] is None else History(**body["history"])
 
     def _wait_for_the_end(self, closed: threading.Event, timeout: float, hurries: Callable[[], bool]) -> bool:
-        """Wait at most `timeout` seconds until the writer has nothing more to do; a longer wait is said."""
+        """Wait at most `timeout` seconds until the writer has nothing more to do."""
         began = time.monotonic()
-        self._close_by, said = began + timeout, False
+        self._close_by = began + timeout
         try:
             # In short waits: a signal that comes right before one is heard after it.
             while not closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
@@ -144,13 +143,7 @@ class WriterClient(abc.ABC):
                 if now >= self._close_by:
                     self._say_left()
                     return False
-                if now < began + TELL_SECONDS:
-                    continue
-                if not said and not self._only_copies:
-                    line = f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
-                    announce(logging.getLogger(LOGGER_NAME), line)
-                said = True
-                if self._only_copies and hurries():
+                if self._only_copies and now >= began + TELL_SECONDS and hurries():
                     self._say_left()
                     return self._leave_copies()
             return True
@@ -158,6 +151,12 @@ class WriterClient(abc.ABC):
             if not self._said_copies:
                 raise
             return self._leave_copies()
+
+    def unwritten(self, timeout: float) -> str | None:
+        """The line about a wait of at most `timeout` seconds; None: only copies are missing, which `copying` says."""
+        if self._only_copies:
+            return None
+        return f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
 
     @property
     @abc.abstractmethod

@@ -19,6 +19,8 @@ from tests.recipes.lives import PATIENCE_SECONDS, REPOSITORY
 from tests.recipes.test_quickstart import script
 
 OURS = "snapshot|resumed|durable"
+SLOW = ("opening ", "waiting for ", "reading ")
+"""How lines begin that say what takes more than three seconds, as everything may on a machine that is busy."""
 
 
 def watch(command: list[object], folder: Path) -> tuple[str, int]:
@@ -55,7 +57,7 @@ def test_a_run_says_little_and_the_bar_is_one_line(role: str, tmp_path: Path) ->
         shown, status = watch([sys.executable, "-W", "ignore", "train.py"], tmp_path)
         assert status == 0, shown
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-        said = [line for line in plain.splitlines() if re.search(OURS, line)]
+        said = [line for line in plain.splitlines() if re.search(OURS, line) and not line.startswith(SLOW)]
         assert 1 <= len(said) <= 4, said
         drawn = [part for part in re.split(r"[\r\n]|`Trainer", plain) if "ckpt=" in part or "ckpt:" in part]
         assert [part for part in drawn if len(part.rstrip()) > 80 or not re.search(r"ckpt[=:] ?\d+\b", part)] == []

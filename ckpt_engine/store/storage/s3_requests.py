@@ -190,8 +190,7 @@ class S3Calls:
             span = f"bytes={start + done}-{start + len(out) - 1}"
             answer = await client.get_object(Range=span, **arguments)
             expected = done + int(answer["ContentLength"])
-            body = answer["Body"]
-            async with body:  # what old releases of aiobotocore give to `as` cannot read so many bytes
+            async with (body := answer["Body"]):  # what old aiobotocore gives to `as` cannot read so many bytes
                 while done < len(out) and (data := await body.read(min(READ_BYTES, len(out) - done))):
                     out[done : done + len(data)] = data
                     done += len(data)
@@ -215,8 +214,7 @@ class S3Calls:
             answer = await client.get_object(**arguments)
             expected = int(answer["ContentLength"])
             found = bytearray()
-            body = answer["Body"]
-            async with body:
+            async with (body := answer["Body"]):
                 require_size(f"{self.url}/{name}", expected, names.most_bytes(name))
                 while len(found) <= expected and (data := await body.read(READ_BYTES)):
                     found += data

@@ -35,9 +35,10 @@ class Heard:
 
     def until(self, pattern: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(
-                lambda: any(re.search(pattern, line) for line in self.lines), WAIT_SECONDS
-            ), (pattern, self.lines)
+            assert self._changed.wait_for(lambda: any(re.search(pattern, line) for line in self.lines), WAIT_SECONDS), (
+                pattern,
+                self.lines,
+            )
 
 
 @pytest.fixture

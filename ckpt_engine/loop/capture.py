@@ -169,6 +169,8 @@ class Packer:
     def __init__(self, root: str) -> None:
         self._root = root
         self._flattener = Flattener()
+        self._known: tuple[Any, Filler] | None = None
+        """The form of the last tree, and its skeleton."""
         self._nbytes = _SMALLEST_BYTES
 
     def pack(self, tree: Any) -> torch.Tensor:
@@ -178,18 +180,22 @@ class Packer:
             UnstorableLeafError: a leaf would need pickle; names it.
         """
         scan = self._flattener.scan(tree, (self._root,))
-        skeleton = self._flattener.describe(tree, (self._root,))
+        # A tree whose values alone have changed is most of them, and describing it takes longer than all the rest.
+        form = (scan.signature, [(a.dtype, a.shape, a.layout, a.device, a.requires_grad) for a in scan.arrays])
+        if self._known is None or self._known[0] != form:
+            skeleton = self._flattener.describe(tree, (self._root,))
+            for index, leaf in enumerate(skeleton.leaves):
+                leaf.node["entry"] = str(index)
+            self._known = (form, Filler(skeleton.tree))
         arrays, blocks, at = [], [], 0
-        for index, (leaf, array) in enumerate(zip(skeleton.leaves, scan.arrays, strict=True)):
-            leaf.node["entry"] = str(index)
+        for array in scan.arrays:
             block = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             dtype = str(array.dtype).removeprefix("torch.")
             arrays.append({"dtype": dtype, "shape": list(array.shape), "at": at, "nbytes": block.numel()})
             blocks.append(block)
             at += block.numel()
-        text = json.dumps(
-            {"tree": Filler(skeleton.tree).fill(scan.values), "arrays": arrays}, separators=(",", ":")
-        ).encode()
+        filled = self._known[1].fill(scan.values)
+        text = json.dumps({"tree": filled, "arrays": arrays}, separators=(",", ":")).encode()
         self._nbytes = max(self._nbytes, _rounded(8 + len(text) + at))
         packed = torch.zeros(self._nbytes, dtype=torch.uint8)
         head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)

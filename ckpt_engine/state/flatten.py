@@ -171,7 +171,7 @@ class Flattener:
             return
         array = _as_array(node)
         if array is not None:
-            out.signature.extend((type(node), getattr(node, "dtype", None), len(node) if array.ndim else 0))
+            out.signature.extend((type(node), getattr(node, "dtype", None), getattr(node, "shape", None)))
             out.copied.append(len(out.arrays))
             out.arrays.append(array)
             return

@@ -57,6 +57,18 @@ def test_a_large_tree_makes_room_once() -> None:
     assert sizes[0] < sizes[1] == sizes[2] == sizes[3]
 
 
+def test_one_packer_packs_what_changes() -> None:
+    """Values, shapes, types of elements, keys, and shapes of arrays that torch has no type for."""
+    packer, wide = Packer("own"), np.arange(24, dtype=np.longdouble)
+    steps: list[Any] = [tree(), tree(5), tree() | {7: "another"}, tree() | {"none": 3}, tree() | {"more": 1}]
+    steps += [{"array": wide.reshape(2, 3, 4)}, {"array": wide.reshape(2, 4, 3)}]
+    steps += [{"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)}, {"w": torch.nn.Parameter(torch.ones(2))}]
+    for step in steps:
+        assert same(unpack(packer.pack(step))[0], step)
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert not unpack(packer.pack({"w": frozen}))[0]["w"].requires_grad
+
+
 def test_packing_copies() -> None:
     """What training changes afterwards does not reach the snapshot."""
     live = torch.zeros(3)

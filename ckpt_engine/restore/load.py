@@ -173,7 +173,7 @@ def load(
     for candidate in candidates(where, search, step=step, check=fits if asks else None, only=only):
         sources = Sources([place.storage for place in candidate.sources])
         try:
-            if into is not None or live is not None:
+            if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
             manifest = as_rank(candidate.manifest, rank)
             others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}

@@ -191,14 +191,22 @@ def copy_into(loaded: Any, into: Any, path: TreePath = ()) -> Any:
     Raises:
         MismatchError: the structures differ; names the path.
     """
+    with torch.no_grad():
+        return _copy_into(loaded, into, path)
+
+
+def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
     if into is None and len(path) == 1:
         return loaded
+    if type(loaded) is torch.Tensor and type(into) in (torch.Tensor, torch.nn.Parameter) and into.shape == loaded.shape:
+        if into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
+            into.copy_(loaded)
+        return into
     where = "/".join(map(str, path)) or "(root)"
     if isinstance(into, FlatPart):
         if isinstance(loaded, torch.Tensor) and tuple(loaded.shape) == into.shape:
             (first,), (count,) = into.box.offsets, into.box.shape
-            with torch.no_grad():
-                into.part.copy_(loaded.reshape(-1)[first : first + count])
+            into.part.copy_(loaded.reshape(-1)[first : first + count])
         elif loaded is not into:
             raise MismatchError(f"{where} is not a tensor of shape {list(into.shape)} in the snapshot, as in `into`")
         return into
@@ -207,21 +215,19 @@ def copy_into(loaded: Any, into: Any, path: TreePath = ()) -> Any:
             raise MismatchError(f"{where} is a tensor of shape {list(loaded.shape)} in the snapshot, not so in `into`")
         if is_sharded(into):
             if not is_sharded(loaded):  # else all live DTensors of that entry are filled
-                with torch.no_grad():
-                    local(into).copy_(loaded[_box(where, into).slices(Box.whole(loaded.shape))])
+                local(into).copy_(loaded[_box(where, into).slices(Box.whole(loaded.shape))])
             return into
         if is_sharded(loaded):
             return into
         if into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
-            with torch.no_grad():
-                into.copy_(loaded)
+            into.copy_(loaded)
         return into
     if isinstance(loaded, dict) and isinstance(into, Mapping):
         for key, value in loaded.items():
-            loaded[key] = copy_into(value, into[key], (*path, key)) if key in into else value
+            loaded[key] = _copy_into(value, into[key], (*path, key)) if key in into else value
         return loaded
     if isinstance(loaded, list | tuple) and isinstance(into, list | tuple) and len(loaded) == len(into):
-        items = [copy_into(a, b, (*path, i)) for i, (a, b) in enumerate(zip(loaded, into, strict=True))]
+        items = [_copy_into(a, b, (*path, i)) for i, (a, b) in enumerate(zip(loaded, into, strict=True))]
         if isinstance(loaded, list):
             return items
         return type(loaded)(items) if type(loaded) is tuple else tuple.__new__(type(loaded), items)

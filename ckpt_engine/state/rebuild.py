@@ -26,6 +26,7 @@ import types
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -191,20 +192,20 @@ class Rebuilder:
         return self._tied[key]
 
     def packed(self, node: Mapping[str, Any], path: TreePath) -> Any:
-        """A component by its schema. Each array has its own storage, in memory that those of its pack share."""
+        """A component by its schema. Each array has its own storage."""
         schema = self._schemas[node["entry"]]
-        arrays = (array for pack in schema.packs for array in self._unpack(pack))
+        arrays = chain.from_iterable(map(self._unpack, schema.packs))
         inside = copy.copy(self)
         inside._arrays, inside._values, inside._outside = dict(enumerate(arrays)), node["values"], self
         return inside.node(schema.tree, path)
 
     def _unpack(self, pack: Pack) -> list[torch.Tensor]:
-        flat = self._entries[pack.entry]
-        buffer, dtype, parameter = _flat(flat), flat.dtype, pack.node.get("parameter")
-        found = [
-            torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)
-            for start, count, shape in pack.places()
-        ]
+        # One call makes all of them, each in memory of its own.
+        flat = torch.split_with_sizes_copy(self._entries[pack.entry].view(-1), pack.lengths())
+        shapes = [None if len(shape) == 1 else shape for shape in pack.shapes]
+        wanted = map(shapes.__getitem__, pack.arrays)
+        found = [one if shape is None else one.view(shape) for one, shape in zip(flat, wanted, strict=True)]
+        parameter = pack.node.get("parameter")
         if not parameter:
             return found
         return [torch.nn.Parameter(one, requires_grad=parameter["requires_grad"]) for one in found]

@@ -42,14 +42,10 @@ class Pack:
     shapes: Sequence[Sequence[int]]
     arrays: Sequence[int]
 
-    def places(self) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Of each array its first byte, the number of its elements, and its shape."""
-        size = DTYPES[self.dtype][1]
+    def lengths(self) -> list[int]:
+        """Of each array the number of its elements."""
         counts = [prod(shape) for shape in self.shapes]
-        lengths = [counts[number] for number in self.arrays]
-        starts = accumulate([size * count for count in lengths], initial=0)
-        shapes = map(self.shapes.__getitem__, self.arrays)
-        return zip(starts, lengths, shapes)  # noqa: B905 - the last start is where the next array would be
+        return [counts[number] for number in self.arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +189,10 @@ def unpacked(manifest: Manifest, decoder: Callable[[Manifest], Decoder]) -> Mani
 
 def _leaves(pack: Pack) -> Iterator[dict[str, Any]]:
     strides = [list(accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1] for shape in pack.shapes]
-    for (start, _, shape), number in zip(pack.places(), pack.arrays, strict=True):
+    size = DTYPES[pack.dtype][1]
+    starts = accumulate([size * length for length in pack.lengths()], initial=0)
+    for start, number in zip(starts, pack.arrays):  # noqa: B905 - the last start is where the next array would be
+        shape = pack.shapes[number]
         stride = strides[number] if shape else []
         view = {"dtype": pack.dtype, "shape": shape, "stride": stride, "byte_offset": start, "own": True}
         yield {"$": "tensor", **pack.node, "entry": pack.entry, "view": view}

@@ -1,4 +1,4 @@
-"""Makes the committed repositories of this folder: format 1 as it is, and one per kind of damage.
+"""Makes the committed repositories of this folder: formats 1 and 4 as they are, and one per kind of damage of format 1.
 
     python -m tests.compat.make_fixtures
 
@@ -12,6 +12,7 @@ import json
 import shutil
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_engine.store import names
@@ -44,6 +45,29 @@ ARRAYS: Mapping[str, tuple[str, tuple[int, ...], bytes]] = {
 
 MOMENT = ("float32", (4, 2), struct.pack("<8f", *range(8)))
 """The array that only the second snapshot has; stored in two pieces."""
+
+
+SCHEMA = {
+    "packs": [
+        {"entry": "model/packed float32", "dtype": "float32", "node": {}, "shapes": [[2], [2, 3]], "arrays": [0, 1]},
+        {
+            "entry": "model/packed bfloat16",
+            "dtype": "bfloat16",
+            "node": {"parameter": {"requires_grad": True}},
+            "shapes": [[]],
+            "arrays": [0, 0],
+        },
+    ],
+    "tree": {"lr": {"$": "v", "i": 0}, "a": 0, "w": 1, "scales": [2, 3]},
+}
+"""Of the one component of the snapshot of format 4."""
+
+_SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":")).encode()
+PACKS: Mapping[str, tuple[str, tuple[int, ...], bytes]] = {
+    "model/packed float32": ("float32", (8,), struct.pack("<8f", *range(8))),
+    "model/packed bfloat16": ("bfloat16", (2,), struct.pack("<2H", 0x3F80, 0xC000)),
+    "model/schema": ("uint8", (len(_SCHEMA_TEXT),), _SCHEMA_TEXT),
+}
 
 
 def tree(step: int, names: list[str]) -> dict[str, object]:
@@ -108,6 +132,16 @@ def second() -> tuple[Manifest, bytes]:
     return _manifest(SECOND, 200, metrics, FIRST, entries, files), data
 
 
+def packed() -> tuple[Manifest, bytes]:
+    """A snapshot whose component is packed."""
+    data, offsets = container(PACKS)
+    entries = {name: entry(*array, 0, offsets[name]) for name, array in PACKS.items()}
+    manifest = _manifest(FIRST, 100, {}, None, entries, {names.data_name(FIRST): len(data)})
+    others = [name for name in PACKS if name != "model/schema"]
+    node = {"$": "packed", "entry": "model/schema", "entries": others, "values": [0.1]}
+    return replace(manifest, tree={"model": node}), data
+
+
 def _manifest(
     snapshot: str,
     step: int,
@@ -130,13 +164,13 @@ def _manifest(
     return Manifest(info, RUN, {"size": 1}, software, named, entries, tree(step, list(entries)), {"adapter": None})
 
 
-def write(root: Path) -> None:
-    """A healthy repository with both snapshots."""
+def write(root: Path, *snapshots: tuple[Manifest, bytes]) -> None:
+    """A healthy repository with these snapshots."""
     record = {"format": "ckpt-engine", "version": 1, "run": RUN, "created": 1.75e9}
     (root / "snapshots").mkdir(parents=True)
     (root / "data").mkdir()
     (root / names.RECORD).write_bytes(json.dumps(record).encode() + b"\n")
-    for manifest, data in (first(), second()):
+    for manifest, data in snapshots:
         (root / names.data_name(manifest.info.id)).write_bytes(data)
         (root / names.manifest_name(manifest.info.id)).write_bytes(encode(manifest))
 
@@ -174,10 +208,11 @@ def damages() -> dict[str, tuple[str, bytes | None]]:
 
 def make(target: Path) -> None:
     """Write all fixtures below `target`."""
-    write(target / "v1")
+    write(target / "v1", first(), second())
+    write(target / "v4", packed())
     for kind, (name, content) in damages().items():
         root = target / "damaged" / kind
-        write(root)
+        write(root, first(), second())
         if content is None:
             (root / name).unlink()
         else:
@@ -185,6 +220,6 @@ def make(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    for old in (HERE / "v1", HERE / "damaged"):
+    for old in (HERE / "v1", HERE / "v4", HERE / "damaged"):
         shutil.rmtree(old, ignore_errors=True)
     make(HERE)

@@ -48,8 +48,9 @@ _RECORD = {"record-foreign": ForeignError, "record-newer": NewerFormatError}
 
 @pytest.fixture
 def root(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A copy of the fixture named by the parameter, else of v1."""
-    source = f"damaged/{request.param}" if hasattr(request, "param") else "v1"
+    """A copy of the fixture named by the parameter, a format or a damage, else of v1."""
+    name = getattr(request, "param", "v1")
+    source = name if (HERE / name).is_dir() else f"damaged/{name}"
     return Path(shutil.copytree(HERE / source, tmp_path / "run"))
 
 
@@ -58,9 +59,9 @@ def _repository(root: Path) -> Repository:
 
 
 def test_the_committed_fixtures_are_what_the_script_makes(tmp_path: Path) -> None:
-    """The program of today still writes format 1, byte for byte."""
+    """The program of today still writes formats 1 and 4, byte for byte."""
     make(tmp_path)
-    made, committed = files(tmp_path), {name for name in files(HERE) if name.startswith(("v1/", "damaged/"))}
+    made, committed = files(tmp_path), {name for name in files(HERE) if name.startswith(("v1/", "v4/", "damaged/"))}
     assert made == committed
     _, different, errors = filecmp.cmpfiles(tmp_path, HERE, sorted(made), shallow=False)
     assert (different, errors) == ([], [])
@@ -112,6 +113,27 @@ def test_a_v1_repository_is_read_by_strangers(root: Path) -> None:
             known = dtype != "complex128"
             assert str(tensor.dtype) == (f"torch.{dtype}" if known else "torch.uint8")
             assert tuple(tensor.shape) == (shape if known else (len(raw),))
+
+
+@pytest.mark.parametrize("root", ["v4"], indirect=True)
+def test_a_v4_repository_is_restored(root: Path) -> None:
+    """Its component is packed: each array by its schema, also into live tensors."""
+    (info,) = _repository(root).list()
+    assert json.loads((root / names.manifest_name(info.id)).read_bytes())["manifest"]["version"] == 4
+    state = Checkpointer(root).load()
+    model = state["model"]
+    assert (list(state), list(model), model["lr"]) == (["model"], ["lr", "a", "w", "scales"], 0.1)
+    assert torch.equal(model["a"], torch.arange(2.0))
+    assert torch.equal(model["w"], torch.arange(2.0, 8.0).reshape(2, 3))
+    assert [type(one) for one in model["scales"]] == [torch.nn.Parameter] * 2
+    assert [(one.dtype, one.shape, one.item()) for one in model["scales"]] == [
+        (torch.bfloat16, (), 1.0),
+        (torch.bfloat16, (), -2.0),
+    ]
+    live = {"model": {**model, "a": torch.zeros(2), "w": torch.zeros(2, 3)}}
+    back = Checkpointer(root).load(into=live)
+    assert back["model"]["w"] is live["model"]["w"]
+    assert torch.equal(live["model"]["w"], model["w"])
 
 
 def test_a_v1_repository_is_restored(root: Path) -> None:

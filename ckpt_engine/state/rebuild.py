@@ -201,7 +201,8 @@ class Rebuilder:
 
     def _unpack(self, pack: Pack) -> list[torch.Tensor]:
         # One call makes all of them, each in memory of its own.
-        flat = torch.split_with_sizes_copy(self._entries[pack.entry].view(-1), pack.lengths())
+        copies: Any = torch.split_with_sizes_copy  # torch types it as if it always filled given tensors
+        flat = copies(self._entries[pack.entry].view(-1), pack.lengths())
         shapes = [None if len(shape) == 1 else shape for shape in pack.shapes]
         wanted = map(shapes.__getitem__, pack.arrays)
         found = [one if shape is None else one.view(shape) for one, shape in zip(flat, wanted, strict=True)]

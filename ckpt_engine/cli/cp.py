@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import click
 
@@ -13,7 +14,7 @@ from ckpt_engine.cli.output import json_option, print_away, print_json, progress
 from ckpt_engine.cli.root import LATEST, Run, open_run, options_of, storage_options
 from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import catalogue, compact
-from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_data, copy_snapshot, scratch_of
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
@@ -22,7 +23,6 @@ from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Partial
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.wrappers import SLICE_BYTES, metered
@@ -85,10 +85,10 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
         missing = [one for one in sorted(set(ids), reverse=True) if one not in there]
         done = _Done(run.tiers[0], storage.url, present=len(set(ids)) - len(missing))
         with progress("copying", _data_bytes(run, missing), hidden=as_json) as advance:
-            sink = metered(open_storage(tier.url, tier.for_storage()), lambda _: _Counting(advance))
+            counted = Repository(metered(open_storage(tier.url, tier.for_storage()), lambda _: _Counting(advance)))
             holders = {parsed.id: found for parsed, found in run.holders.items()}
             for snapshot in missing:
-                _copy(holders[snapshot], far, snapshot, sink, done, advance)
+                _copy(holders[snapshot], counted, snapshot, done, advance)
         if done.partial:
             _complete(far, done)
         for place in run.places:
@@ -113,7 +113,6 @@ def _copy(
     holders: Sequence[Repository],
     far: Repository,
     snapshot: str,
-    sink: Storage,
     done: _Done,
     advance: Callable[[int], None],
 ) -> None:
@@ -125,9 +124,8 @@ def _copy(
     error: CkptError | None = None
     away = False
     for near in holders:
-        scratch = scratch_of(near.storage) or scratch_of(far.storage)
         try:
-            copied = _send(near, far, snapshot, sink, scratch, done)
+            copied = _send(near, far, snapshot, done)
         except CopySourceError as err:
             gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
             if not gone:  # by retention, meanwhile
@@ -148,13 +146,14 @@ def _copy(
         done.failed.append(_Failed(snapshot, error.code, error.message))
 
 
-def _send(near: Repository, far: Repository, snapshot: str, sink: Storage, scratch: str | None, done: _Done) -> Copied:
+def _send(near: Repository, far: Repository, snapshot: str, done: _Done) -> Copied:
+    put = partial(copy_data, near, far, scratch=scratch_of(near.storage) or scratch_of(far.storage))
     try:
-        return copy_snapshot(near, far, snapshot, sink=sink, scratch=scratch)
+        return copy_snapshot(near, far, snapshot, put)
     except CopySourceError as err:
         if not isinstance(err.error, PartialError):
             raise
-    manifest, copied = give(near, far, snapshot, sink, scratch)
+    manifest, copied = give(near, far, snapshot, put)
     done.partial[snapshot] = str(manifest.info.partial)
     return copied
 

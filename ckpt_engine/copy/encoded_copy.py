@@ -11,7 +11,6 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -30,7 +29,6 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
 from ckpt_engine.store.manifest import RAW, DataFile, Manifest, Piece
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Aside, CallProgress
 
 
@@ -71,57 +69,23 @@ class Tally:
         }
 
 
-def copy_encoded(
-    source: Repository,
-    target: Repository,
-    snapshot: str,
-    pick: Pick,
-    tally: Tally,
-    *,
-    sink: Storage | None = None,
-    committing: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Copied:
-    """Copy one snapshot, encoded; every piece is compared with its digest first. Needs the target's lease.
+def put_encoded(
+    source: Repository, target: Repository, manifest: Manifest, pick: Pick, tally: Tally
+) -> tuple[Manifest, Copied]:
+    """Store the data of a snapshot, encoded; every piece is compared with its digest first. See `transfer.Put`.
+
+    What some of several ranks have refers to nothing at the target: of its arrays that has other slices.
 
     Args:
         pick: the codec of each class of tensors; a piece that it does not pay for is stored as it is.
         tally: takes what it took.
-        sink: what the objects are put into instead of `target.storage`: the same place at another pace.
-        committing: entered while the manifest is written: no snapshot may be forgotten at the target meanwhile.
-
-    Raises:
-        SourceError: the snapshot is missing or damaged at the source, or the source cannot be read.
-        StorageError: from the target.
     """
-    put = sink or target.storage
-    try:
-        manifest = source.read(snapshot)
-    except CkptError as err:
-        raise CopySourceError(err) from err
-    planned = plan(manifest, target, differences=_takes_differences(manifest, pick))
-    files = Files(manifest, planned)
-    copied = _put_parts(files, source, target, put, pick, tally)
-    stored, old = files.manifest(), files.old_files()
-    with committing():
-        if planned.before is not None and old and not target.still_has(planned.before.info.id, old):
-            raise StorageMissingError(
-                f"{target.storage.url}: what a copy was to refer to in {planned.before.info.id} was removed meanwhile",
-                hint="the copy is made again",
-            )
-        target.commit_copy(stored, manifest_codec.encode(stored), put)
-    return copied
-
-
-def copy_part(
-    source: Repository, target: Repository, manifest: Manifest, pick: Pick, tally: Tally, sink: Storage
-) -> tuple[Manifest, Copied]:
-    """Copy the data of a manifest of some of several ranks, encoded, and without a reference to what the target has: of
-    its arrays that has other slices. What is stored, and what was sent; arguments and errors as above.
-    """
-    ranks = manifest.info.partial.ranks if manifest.info.partial is not None else (0,)
-    planned = decide(manifest, None, (), lambda _: False, write_plan.ENCODED)
-    files = Files(manifest, planned, ranks[0])
-    copied = _put_parts(files, source, target, sink, pick, tally)
+    if manifest.info.partial is None:
+        planned, rank = plan(manifest, target, differences=_takes_differences(manifest, pick)), 0
+    else:
+        planned, rank = decide(manifest, None, (), lambda _: False, write_plan.ENCODED), manifest.info.partial.ranks[0]
+    files = Files(manifest, planned, rank)
+    copied = _put_parts(files, source, target, pick, tally)
     return files.manifest(), copied
 
 
@@ -130,7 +94,7 @@ def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
     return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
 
 
-def _put_parts(files: Files, source: Repository, target: Repository, put: Storage, pick: Pick, tally: Tally) -> Copied:
+def _put_parts(files: Files, source: Repository, target: Repository, pick: Pick, tally: Tally) -> Copied:
     """Encode and put all data files of a plan that are not there yet.
 
     Raises:
@@ -148,7 +112,7 @@ def _put_parts(files: Files, source: Repository, target: Repository, put: Storag
             present += file.nbytes
         else:
             began = time.monotonic()
-            put.put(file.name, blocks)
+            target.storage.put(file.name, blocks)
             tally.put_seconds += time.monotonic() - began
             tally.put_bytes += file.nbytes
             sent += file.nbytes
@@ -466,11 +430,11 @@ class Encoding:
         """Whether what the tier has is worth keeping near: the next snapshot is made against it."""
         return self._codec == DELTA
 
-    def pick(self, source: Repository, snapshot: str) -> Pick | None:
+    def pick(self, source: Repository, manifest: Manifest) -> Pick | None:
         """The codecs of the next snapshot; None: it is copied as it is.
 
         Raises:
-            SourceError: the snapshot is missing or damaged at the source, or the source cannot be read.
+            SourceError: it is damaged at the source, or that cannot be read.
         """
         if self._codec != AUTO:
             return None if self.is_plain else lambda _: self._codec
@@ -481,13 +445,12 @@ class Encoding:
         if not self._links:
             self.why = "as it is, to measure the link"
             return None
+        sizes: Counter[str] = Counter()
+        for name, entry in manifest.entries.items():
+            for piece in entry.pieces:
+                sizes[class_of(chunk_of(name, entry, piece))] += piece.raw_nbytes
+        due = codec.due(self._known, list(sizes), TRIED, self._number)
         try:
-            manifest = source.read(snapshot)
-            sizes: Counter[str] = Counter()
-            for name, entry in manifest.entries.items():
-                for piece in entry.pieces:
-                    sizes[class_of(chunk_of(name, entry, piece))] += piece.raw_nbytes
-            due = codec.due(self._known, list(sizes), TRIED, self._number)
             self._learn(_measured(source, manifest, due))
         except CkptError as err:
             raise CopySourceError(err) from err

@@ -10,20 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
-from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError
+from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import DataFile, Manifest, Piece, require_whole
-from ckpt_engine.store.repository import Repository, encode_record, parse_record
+from ckpt_engine.store.repository import Repository, encode_record, lacking, parse_record
 from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.disk import PartialFile, open_regular, translating
 
@@ -48,56 +48,69 @@ class Copied:
     present_bytes: int
 
 
+Put = Callable[[Manifest], tuple[Manifest, Copied]]
+"""Stores the data files of a manifest at a target, durably; the manifest of what is stored. Raises as `copy_data`."""
+
+
 def copy_snapshot(
     source: Repository,
     target: Repository,
     snapshot: str,
-    *,
-    sink: Storage | None = None,
-    scratch: str | None = None,
+    put: Put | None = None,
+    committing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Copied:
     """Copy one snapshot. Its bytes are verified on the way: damage does not spread. Needs the target's lease.
 
     Args:
-        sink: what the objects are put into instead of `target.storage`: the same place at another pace.
-        scratch: a folder for what is not local on its way; default: the system's temporary one.
+        put: stores the data; default: `copy_data`.
+        committing: entered while the manifest is written: no snapshot may be forgotten at the target meanwhile.
 
     Raises:
         SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
         StorageError: from the target.
     """
-    put = sink or target.storage
     try:
         text = source.storage.get(names.manifest_name(snapshot))
         manifest = manifest_codec.decode(text)
         require_whole(manifest.info, source.storage.url)
     except CkptError as err:
         raise CopySourceError(err) from err
-    copied = copy_data(source, target, manifest, sink=put, scratch=scratch)
-    target.commit_copy(manifest, text, put)
+    stored, copied = copy_data(source, target, manifest) if put is None else put(manifest)
+    with committing():
+        if stored is not manifest:
+            text = manifest_codec.encode(stored)
+            if lost := lacking(target.storage, [file for file in stored.files if snapshot not in file.name]):
+                raise StorageMissingError(
+                    f"{target.storage.url}: {', '.join(lost)}, to which a copy was to refer, was removed meanwhile",
+                    hint="the copy is made again",
+                )
+        target.commit_copy(stored, text)
     return copied
 
 
 def copy_data(
-    source: Repository,
-    target: Repository,
-    manifest: Manifest,
-    *,
-    sink: Storage,
-    scratch: str | None = None,
-) -> Copied:
-    """Copy the data files of one manifest, and make sure that they are durable. Arguments and errors as above."""
+    source: Repository, target: Repository, manifest: Manifest, *, scratch: str | None = None
+) -> tuple[Manifest, Copied]:
+    """Copy the data files of a manifest as they are; see `Put`.
+
+    Args:
+        scratch: a folder for what is not local on its way; default: the system's temporary one.
+
+    Raises:
+        SourceError: a file is missing or damaged at the source, or that cannot be read.
+        StorageError: from the target.
+    """
     sent = present = 0
     for index, file in enumerate(manifest.files):
         if has_file(target.storage, file):
             present += file.nbytes
         else:
-            sent_bytes = _copy_file(source.storage, sink, manifest, index, scratch)
+            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch)
             sent += sent_bytes
             present += file.nbytes - sent_bytes
     if present:
         settle_data(target.storage)
-    return Copied(sent, present)
+    return manifest, Copied(sent, present)
 
 
 @dataclass(frozen=True, slots=True)

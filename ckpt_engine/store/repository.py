@@ -244,29 +244,28 @@ class Repository:
         """
         if manifest.bases:
             require_decodable(manifest)
-        self._put(manifest, manifest_codec.encode(manifest), self.storage)
+        self._put(manifest, manifest_codec.encode(manifest))
 
-    def commit_copy(self, manifest: Manifest, text: bytes, sink: Storage) -> None:
+    def commit_copy(self, manifest: Manifest, text: bytes) -> None:
         """Make a snapshot exist that another place has; an earlier attempt may have done it. Raises as `commit`.
 
         Args:
             text: the bytes of its manifest.
-            sink: what they are put into: the same place as this, at another pace.
         """
         try:
-            self._put(manifest, text, sink)
+            self._put(manifest, text)
         except StorageExistsError:
             if self.storage.get(names.manifest_name(manifest.info.id)) != text:
                 raise
             self.remember(manifest)
 
-    def _put(self, manifest: Manifest, text: bytes, sink: Storage) -> None:
+    def _put(self, manifest: Manifest, text: bytes) -> None:
         """The commit point: from here on the snapshot exists."""
         name = names.manifest_name(manifest.info.id)
         if names.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
         self._forgotten.discard(manifest.info.id)
-        sink.put(name, [memoryview(text)])
+        self.storage.put(name, [memoryview(text)])
         self.remember(manifest)
 
     def still_has(self, snapshot: str, files: Sequence[DataFile]) -> bool:

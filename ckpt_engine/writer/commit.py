@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.transfer import Copied, CopySourceError, copy_data
+from ckpt_engine.copy.transfer import Copied, CopySourceError, Put
 from ckpt_engine.copy.write_snapshot import Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
@@ -195,10 +195,6 @@ GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
 """Between two looks at the tier for what others have left."""
 
 
-Give = Callable[[Repository, Repository, str], tuple[Manifest, Copied]]
-"""Copies what this node has of a snapshot, and says so at the target; its manifest there."""
-
-
 class Gather:
     """Rank 0's side, for one tier.
 
@@ -221,11 +217,11 @@ class Gather:
         _forget_questions(target.storage, ())
         return found.completed
 
-    def copy(self, source: Repository, target: Repository, snapshot: str, give: Give) -> Copied:
+    def copy(self, source: Repository, target: Repository, snapshot: str, put: Put) -> Copied:
         """Copy a snapshot of which each node has a part. Needs the target's lease. What was copied is of this node.
 
         Args:
-            give: copies the part of this node; raises as this.
+            put: stores the part of this node.
 
         Raises:
             SourceError: this node's part is missing or damaged, or cannot be read.
@@ -238,7 +234,7 @@ class Gather:
         self._ask(storage, snapshot)
         began = time.monotonic()
         try:
-            manifest, copied = give(source, target, snapshot)
+            manifest, copied = give(source, target, snapshot, put)
             seconds = time.monotonic() - began
             mine = part_records.of_manifest(manifest)
             whole = part_records.merge(
@@ -297,18 +293,8 @@ class Gather:
         return part.size == self.ranks.size and (part.cancelled is None or part.rank in leads)
 
 
-def give(
-    source: Repository,
-    target: Repository,
-    snapshot: str,
-    sink: Storage,
-    scratch: str | None,
-    encode: Callable[[Manifest], tuple[Manifest, Copied]] | None = None,
-) -> tuple[Manifest, Copied]:
+def give(source: Repository, target: Repository, snapshot: str, put: Put) -> tuple[Manifest, Copied]:
     """Copy what this node has of a snapshot to a further tier, and say so there; its manifest there.
-
-    Args:
-        encode: copies the data in another form, and says what is stored then; None: as it is.
 
     Raises:
         SourceError: it is missing or damaged at the source, or that cannot be read.
@@ -318,10 +304,7 @@ def give(
         manifest = source.read(snapshot)
     except CkptError as err:
         raise CopySourceError(err) from err
-    if encode is None:
-        copied = copy_data(source, target, manifest, sink=sink, scratch=scratch)
-    else:
-        manifest, copied = encode(manifest)
+    manifest, copied = put(manifest)
     with suppress(StorageExistsError):  # of an earlier attempt: what that says is there, too
         part_records.put(target.storage, part_records.of_manifest(manifest))
     return manifest, copied

@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.copy.transfer import CopySourceError
 from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
-from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, TierDegraded, TierRecovered
+from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_requests import GrowingPauses, asking
 from ckpt_engine.store.storage.watchdog import AbandonedError
 from ckpt_engine.store.storage.wrappers import SLICE_BYTES, Throttle
 from ckpt_engine.writer.secondary_tier import SecondaryTier
-from ckpt_engine.writer.tier_status import AWAY, HANGS, WORKING, TierStatus, Unfinished
+from ckpt_engine.writer.tier_status import TierHealth, TierStatus, Unfinished
 
 
 class CopyStoppedError(Exception):
@@ -119,9 +118,7 @@ class Replicator:
         self._rests = False
         """The last attempt has not failed, and there is no next one without a reason."""
         self._failures = 0
-        self._error: ErrorRecord | None = None
-        self._since = time.time()
-        self._away_from = 0.0
+        self._health = TierHealth(tier.url, emit, fatal=tier.config.fatal)
         self._swept = False
         self._hung_in: str | None = None
         """The nearer tier in which the last attempt hung."""
@@ -176,7 +173,7 @@ class Replicator:
     @property
     def works(self) -> bool:
         """Whether the tier is open, and did not fail last time or hangs only in what is copied there."""
-        return self.tier.is_open and not self.tier.direct.stuck and (self._error is None or self.hangs)
+        return self.tier.is_open and not self.tier.direct.stuck and (self._health.error is None or self.hangs)
 
     @property
     def silent(self) -> bool:
@@ -191,47 +188,38 @@ class Replicator:
     @property
     def hangs(self) -> bool:
         """Whether what was asked of the tier last has not come back."""
-        return self._error is not None and self._error.code == StorageStalledError.code
+        return self._health.hangs
 
     @property
     def hopeless(self) -> bool:
         """Whether it fails in a way that waiting does not mend: the place is not one of this run."""
-        return self._error is not None and self._error.code in (ForeignError.code, NewerFormatError.code)
+        error = self._health.error
+        return error is not None and error.code in (ForeignError.code, NewerFormatError.code)
 
     def failed(self, error: BaseException) -> None:
         """Note that the tier failed."""
-        record = ErrorRecord.of(error)
         with self._state:
             self._failures += 1
-            known = self._error is not None and self._error.code == record.code
-            if self._error is None:
-                self._away_from, self._since = time.monotonic(), time.time()
-            self._error = record
-        if not known and (self.tier.config.fatal or not self._finishing):  # else the end says it
-            self._emit(TierDegraded(self.tier.url, record.code, record.message, self.tier.config.fatal))
+        silent = self._finishing and not self.tier.config.fatal  # the end says it
+        self._health.failed(error, silent=silent)
         self._tell()
 
     def status(self) -> TierStatus:
         """How the tier is."""
-        tier, error = self.tier, self._error
+        tier = self.tier
         waiting, newest, copying = tier.waiting, tier.newest, tier.copying
-        return TierStatus(
-            url=tier.url,
-            state=WORKING if error is None else HANGS if self.hangs else AWAY,
+        return self._health.status(
             newest=newest.id if newest else None,
             copying=copying.id if copying else None,
             waiting=len(waiting),
             waiting_bytes=sum(info.nbytes for info in waiting),
             sent_bytes=self.sent_bytes,
-            code=error.code if error else None,
-            message=error.message if error else None,
-            since=self._since,
             encoding=tier.encoding.why or None,
         )
 
     def unfinished(self, newest: str | None) -> Unfinished:
         """What the tier is left without; `newest` is that of the nearest one, which may not have been looked at yet."""
-        error, there = self._error, self.tier.newest
+        error, there = self._health.error, self.tier.newest
         waiting = self.tier.waiting
         unseen = (newest,) if newest is not None and (there is None or there.id != newest) else ()
         silent = "it does not answer" if self.silent else None
@@ -284,7 +272,8 @@ class Replicator:
                 self._release()
             delay = self._pause()
         else:
-            self._worked()
+            self._failures = 0
+            self._health.worked()
             if more:
                 self._tell()
                 return 0.0
@@ -352,14 +341,6 @@ class Replicator:
             # What is new does not shorten the pause after a failure.
             self._state.wait_for(lambda: self._hurried or (self._rests and self._woken), seconds)
             self._woken = self._hurried = False
-
-    def _worked(self) -> None:
-        with self._state:
-            was_away, self._error, self._failures = self._error is not None, None, 0
-            if was_away:
-                self._since = time.time()
-        if was_away:
-            self._emit(TierRecovered(self.tier.url, time.monotonic() - self._away_from))
 
     def _source_failed(self, err: CopySourceError) -> None:
         """No nearer tier can be read: not this tier's fault."""

@@ -13,10 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ckpt_engine.copy.encoded_copy import AUTO, Encoding, Tally, copy_encoded, copy_part, encoded
+from ckpt_engine.copy.encoded_copy import AUTO, Encoding, Tally, encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune
-from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.copy.transfer import (
+    Copied,
+    CopySourceError,
+    RunText,
+    adopt_run,
+    copy_data,
+    copy_snapshot,
+    scratch_of,
+)
 from ckpt_engine.copy.write_plan import plan
 from ckpt_engine.copy.write_snapshot import Contents, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
@@ -38,7 +46,7 @@ from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, branch_id
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
-from ckpt_engine.writer.commit import Gather, give
+from ckpt_engine.writer.commit import Gather
 from ckpt_engine.writer.primary_tier import LEASE_SECONDS
 
 GUARD_SECONDS = 60.0
@@ -62,14 +70,12 @@ class Places:
 
     Args:
         plain: for its lease, which is renewed whatever hangs; watched for signs only, as all others are too.
-        watched: for everything else that copying needs; watched by the lane `copies`.
-        sink: what copies are put into, at the tier's bandwidth; watched as `watched`.
+        copies: for everything else that copying needs, at the tier's bandwidth; watched by the lane `copies`.
         direct: what snapshots are written to that no nearer tier takes; watched by the lane `direct`.
     """
 
     plain: Storage
-    watched: Storage
-    sink: Storage
+    copies: Storage
     direct: Storage
 
 
@@ -292,7 +298,7 @@ class SecondaryTier:
             self.copies.progress.moved(LEASE_SECONDS)
             lease = acquire(self._places.plain, self._holder)
             try:
-                self._repository = adopt_run(self.run, self._places.watched)
+                self._repository = adopt_run(self.run, self._places.copies)
                 completed = self._gather.begin(self._repository) if self._gather is not None else ()
             except BaseException:
                 self._repository = None
@@ -335,29 +341,22 @@ class SecondaryTier:
 
     def _transfer(self, found: CopySource, repository: Repository) -> Copied:
         """Copy it as the tier stores it. Raises as `copy_snapshot`."""
-        snapshot, sink, tally = found.info.id, self._places.sink, Tally()
-        if found.info.partial is not None:
-            assert self._gather is not None
-            return self._gather.copy(found.source, repository, snapshot, self._give)
-        pick = self.encoding.pick(found.source, snapshot)
-        if pick is not None:
-            copied = copy_encoded(found.source, repository, snapshot, pick, tally, sink=sink, committing=self._guarded)
-        else:
-            began = time.monotonic()
-            copied = copy_snapshot(found.source, repository, snapshot, sink=sink, scratch=self._scratch())
-            tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
-        self.encoding.done(tally)
-        return copied
+        snapshot, put = found.info.id, partial(self._put, found.source, repository)
+        if found.info.partial is None:
+            return copy_snapshot(found.source, repository, snapshot, put=put, committing=self._guarded)
+        assert self._gather is not None
+        return self._gather.copy(found.source, repository, snapshot, put)
 
-    def _give(self, source: Repository, target: Repository, snapshot: str) -> tuple[Manifest, Copied]:
-        """See `commit.give`; as the tier stores it."""
-        sink, tally, pick, began = self._places.sink, Tally(), self.encoding.pick(source, snapshot), time.monotonic()
-        encode = None if pick is None else partial(copy_part, source, target, pick=pick, tally=tally, sink=sink)
-        manifest, copied = give(source, target, snapshot, sink, self._scratch(), encode)
+    def _put(self, source: Repository, target: Repository, manifest: Manifest) -> tuple[Manifest, Copied]:
+        """See `transfer.Put`; as the tier stores it."""
+        tally, pick, began = Tally(), self.encoding.pick(source, manifest), time.monotonic()
         if pick is None:
+            stored, copied = copy_data(source, target, manifest, scratch=self._scratch())
             tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
+        else:
+            stored, copied = put_encoded(source, target, manifest, pick, tally)
         self.encoding.done(tally)
-        return manifest, copied
+        return stored, copied
 
     def _not_readable(self, found: CopySource, err: CopySourceError) -> None:
         """A snapshot that is gone was forgotten meanwhile; a damaged one is not asked for again there."""
@@ -413,7 +412,7 @@ class SecondaryTier:
         if isinstance(self._policy, KeepAll):
             repository.write_catalog_if_due()
             return
-        self._unpruned = self.line is None
+        self._unpruned = True
         if self.line is None:
             return
         assert self._lease is not None
@@ -425,9 +424,10 @@ class SecondaryTier:
                 )
         except CkptError as err:
             self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
-            return
-        if pruned.plan.remove:
-            self._emit(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+        else:
+            if pruned.plan.remove:
+                self._emit(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+        self._unpruned = False
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
-from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.copy.job import ErrorRecord
+from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, StorageStalledError
+from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
 from ckpt_engine.observe.units import size
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import seal, unseal
@@ -53,6 +54,51 @@ class TierStatus:
     message: str | None = None
     since: float = 0.0
     encoding: str | None = None
+
+
+class TierHealth:
+    """Whether a tier works, and since when. Any thread.
+
+    Args:
+        emit: hears when it begins to fail, and when it works again.
+        fatal: see `TierConfig`.
+    """
+
+    def __init__(self, url: str, emit: Callable[[Event], object], *, fatal: bool = False) -> None:
+        self._url = url
+        self._emit = emit
+        self._fatal = fatal
+        self.error: ErrorRecord | None = None
+        """What it fails with; None: it works."""
+        self._since = time.time()
+        self._away_from = 0.0
+
+    @property
+    def hangs(self) -> bool:
+        """Whether what was asked of it last has not come back."""
+        return self.error is not None and self.error.code == StorageStalledError.code
+
+    def failed(self, error: BaseException, *, silent: bool = False) -> None:
+        """Note that it failed; says so unless that is known."""
+        before, record = self.error, ErrorRecord.of(error)
+        if before is None:
+            self._away_from, self._since = time.monotonic(), time.time()
+        self.error = record
+        if not silent and (before is None or before.code != record.code):
+            self._emit(TierDegraded(self._url, record.code, record.message, self._fatal))
+
+    def worked(self) -> None:
+        """Note that it worked; says so if it was away."""
+        if self.error is not None:
+            self.error, self._since = None, time.time()
+            self._emit(TierRecovered(self._url, time.monotonic() - self._away_from))
+
+    def status(self, **more: Any) -> TierStatus:
+        """How it is; `more`: what else is known of it."""
+        error = self.error
+        state = WORKING if error is None else HANGS if self.hangs else AWAY
+        code, message = (None, None) if error is None else (error.code, error.message)
+        return TierStatus(self._url, state, code=code, message=message, since=self._since, **more)
 
 
 _ATTEMPTS = 20

@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ckpt_engine.copy.job import ErrorRecord, RankConfig, WriterConfig
+from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
     StorageExistsError,
     StorageMissingError,
-    StorageStalledError,
     WriterError,
 )
-from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
@@ -33,10 +33,10 @@ from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
 from ckpt_engine.store.storage.wrappers import Throttle, metered
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, questions
+from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, give, questions
 from ckpt_engine.writer.replicate import PAUSES, Gate, Replicator
 from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
-from ckpt_engine.writer.tier_status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
+from ckpt_engine.writer.tier_status import StatusWriter, TierHealth, TierStatus, Unfinished
 
 TELL_SECONDS = 3.0
 """A longer wait of the trainer is said."""
@@ -80,8 +80,9 @@ class SecondaryTiers:
         """Rank 0's writer has asked the tiers for this one."""
         self._storages: list[Storage] = []
         self._changed = threading.Condition()
-        self._primary = TierStatus(nearest.url, WORKING, since=time.time())
-        self._primary_away_from = 0.0
+        self._primary = TierHealth(nearest.url, emit)
+        self._newest: str | None = None
+        """At the nearest tier, of what this writer has made."""
         self._primary_lacks: list[str] = []
         self._status = StatusWriter(nearest, holder, self.status, emit)
         self._started = self._stopping = self._finishing = False
@@ -102,7 +103,6 @@ class SecondaryTiers:
         # Storages of their own: what stops a copy does not stop direct writes.
         places = Places(
             self._storages[number],
-            WatchedStorage(WatchedStorage(self._open(number), copies.progress), signs),
             WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
             WatchedStorage(
                 metered(self._open(number), lambda meter: Gate(throttle) if throttle is not None else meter),
@@ -227,7 +227,9 @@ class SecondaryTiers:
 
     def committed(self, snapshot: str) -> None:
         """The nearest tier has a new snapshot."""
-        self._primary_worked(snapshot)
+        self._newest = snapshot
+        self._primary_lacks.clear()
+        self._primary.worked()
         self._wake()
 
     def committed_elsewhere(self, snapshot: str) -> None:
@@ -261,28 +263,8 @@ class SecondaryTiers:
 
     def primary_failed(self, error: BaseException) -> None:
         """The nearest tier did not take a snapshot."""
-        record = ErrorRecord.of(error)
-        if self._primary.state == WORKING:
-            self._primary_away_from = time.monotonic()
-        if self._primary.code != record.code:
-            self._emit(TierDegraded(self._nearest.url, record.code, record.message))
-        self._primary = TierStatus(
-            self._nearest.url,
-            HANGS if isinstance(error, StorageStalledError) else AWAY,
-            newest=self._primary.newest,
-            code=record.code,
-            message=record.message,
-            since=time.time() if self._primary.state == WORKING else self._primary.since,
-        )
+        self._primary.failed(error)
         self._note()
-
-    def _primary_worked(self, snapshot: str) -> None:
-        was_away = self._primary.state != WORKING
-        since = time.time() if was_away else self._primary.since
-        self._primary = TierStatus(self._nearest.url, WORKING, newest=snapshot, since=since)
-        self._primary_lacks.clear()
-        if was_away:
-            self._emit(TierRecovered(self._nearest.url, time.monotonic() - self._primary_away_from))
 
     def working(self) -> Iterator[Replicator]:
         """The further tiers that may take a snapshot instead of the nearest one: the nearest first, but those that
@@ -313,7 +295,7 @@ class SecondaryTiers:
             for replicator in self._replicators:
                 replicator.finish()
             self._wait_for_the_end(min(deadline, time.monotonic() + self._config.end_wait_seconds), waits)
-        left = [one.unfinished(self._primary.newest) for one in self._replicators if not one.idle]
+        left = [one.unfinished(self._newest) for one in self._replicators if not one.idle]
         if nearest_hangs:
             left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
         settled(left)
@@ -333,7 +315,7 @@ class SecondaryTiers:
         self._wait(lambda: not left(), min(deadline, tell_at))
         # One that has just stopped answering is left soon, and the end says that.
         self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
-        late = [one.unfinished(self._primary.newest) for one in left()]
+        late = [one.unfinished(self._newest) for one in left()]
         if late and time.monotonic() < deadline:
             waits(late)
             self._wait(lambda: not left(), deadline)
@@ -353,7 +335,7 @@ class SecondaryTiers:
 
     def status(self) -> list[TierStatus]:
         """All tiers, nearest first."""
-        return [self._primary, *(replicator.status() for replicator in self._replicators)]
+        return [self._primary.status(newest=self._newest), *(replicator.status() for replicator in self._replicators)]
 
     def _note(self) -> None:
         with self._changed:
@@ -419,7 +401,7 @@ class NodeMemberTier(SecondaryTier):
         newest = max(near.values(), key=lambda info: info.seq, default=None)
         if newest is not None and newest.seq != self._last_seq:
             self._last_seq, self._pause = newest.seq, _DUE_LOOKS.first_seconds
-        target = Repository(self._places.watched)
+        target = Repository(self._places.copies)
         record = target.record()
         if record is None or record.run != self.run.run:
             self.waiting = tuple(self._wanted(list(near.values()), ()))
@@ -449,7 +431,7 @@ class NodeMemberTier(SecondaryTier):
 
     def _is_unasked(self) -> bool:
         """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""
-        if read_holder(self._places.watched) is not None:
+        if read_holder(self._places.copies) is not None:
             self._was_held, self._free_since = True, 0.0
             return False
         self._free_since = self._free_since or time.monotonic()
@@ -474,9 +456,9 @@ class NodeMemberTier(SecondaryTier):
         assert info.partial is not None
         if info.partial.ranks[0] in answered:
             return False
-        self.copying = info
+        self.copying, near_by = info, self._nearer[0].repository
         try:
-            self._give(self._nearer[0].repository, target, asked.id)
+            give(near_by, target, asked.id, partial(self._put, near_by, target))
         except CopySourceError as err:
             if not isinstance(err.error, FormatError | StorageMissingError):
                 raise

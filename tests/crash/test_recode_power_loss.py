@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.copy.write_plan import placed
@@ -25,6 +25,7 @@ from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed, RecordingDisk
 from tests.support.bounds import bounds
+from tests.support.copies import copy_encoded
 
 _Copy = Callable[[Repository, Repository, str], object]
 POLICY = policy_from({"last": 2})

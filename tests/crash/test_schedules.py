@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.copy import drop_components
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect, compact, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import FormatError, StorageMissingError
@@ -26,6 +26,7 @@ from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed
 from tests.incremental.evolving import Evolving
 from tests.support.bounds import bounds
+from tests.support.copies import copy_encoded
 
 BAR_SCHEDULES = 200
 QUICK_SEEDS = range(12, 20)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
 from ckpt_engine.store import names, pins
@@ -30,6 +30,7 @@ from ckpt_engine.store import repository as catalog
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.tier_status import StatusFile, TierStatus
+from tests.support.copies import copy_encoded
 
 
 class Color(enum.Enum):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_snapshot
 from ckpt_engine.copy.write_plan import plan
@@ -30,6 +30,7 @@ from tests.incremental.scattered import Scatter, with_flip
 from tests.snapshot.passage import same
 from tests.store.test_transfer import Remote
 from tests.support.bounds import bounds
+from tests.support.copies import copy_encoded
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +236,7 @@ def test_what_is_referred_to_must_still_be_there(tmp_path: Path) -> None:
                 collect(other, lease, in_flight=[two.id])
 
     with pytest.raises(StorageMissingError, match="removed meanwhile"):
-        encoded(near, far, two.id, sink=Forgetting(tmp_path / "far"))
+        encoded(near, Repository(Forgetting(tmp_path / "far")), two.id)
     assert far.ids() == ()
     encoded(near, far, two.id)
     assert restored(tmp_path / "far", 2)

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.copy.adam_groups import AdamGroup, find
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError
@@ -32,6 +32,7 @@ from tests.incremental.evolving import codecs_of
 from tests.incremental.test_recode import flip
 from tests.incremental.training import Training
 from tests.snapshot.passage import same
+from tests.support.copies import copy_encoded
 
 
 class Near:

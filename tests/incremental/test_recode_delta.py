@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import Copied, RunText, adopt_run, copy_snapshot
 from ckpt_engine.copy.write_plan import plan
@@ -23,6 +23,7 @@ from tests.incremental.evolving import Evolving, codecs_of, contents
 from tests.incremental.test_recode import flip
 from tests.store.test_transfer import Remote
 from tests.support.bounds import bounds
+from tests.support.copies import copy_encoded
 
 
 def far_of(life: Evolving, root: Path) -> Repository:

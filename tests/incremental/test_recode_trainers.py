@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.incremental.evolving import contents
+from tests.support.copies import copy_encoded
 
 
 def predicted(near: Path, far: Path) -> int:

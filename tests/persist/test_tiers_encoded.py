@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt_engine.copy import encoded_copy
-from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Encoding, Tally
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.errors import StorageFullError
@@ -24,6 +24,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.tier_status import read_status
 from tests.persist.staged import weight_bytes
 from tests.persist.tiered import Run, steps
+from tests.support.copies import copy_encoded
 
 
 def decoded_steps(root: Path) -> list[int]:
@@ -172,7 +173,7 @@ def test_a_codec_that_loses_is_off_after_two_snapshots(tmp_path: Path) -> None:
     used = []
     for step, link in enumerate([1e6] * 4 + [1e12] * 4 + [1e6] * 4, 1):
         snapshot = place.save(step)
-        pick = auto.pick(place.near, snapshot)
+        pick = auto.pick(place.near, place.near.read(snapshot))
         tally = Tally()
         if pick is not None:
             copy_encoded(place.near, place.far, snapshot, pick, tally)
@@ -193,7 +194,7 @@ def test_a_codec_that_became_slow_is_off_after_two_snapshots(tmp_path: Path) -> 
     used = []
     for step in range(1, 8):
         snapshot = place.save(step)
-        pick = auto.pick(place.near, snapshot)
+        pick = auto.pick(place.near, place.near.read(snapshot))
         tally = Tally()
         if pick is not None:
             copy_encoded(place.near, place.far, snapshot, pick, tally)
@@ -217,5 +218,5 @@ def test_a_codec_that_does_not_decode_its_own_bytes_is_not_chosen(
     tally.put_bytes, tally.put_seconds = 1 << 21, 2.0
     auto.done(tally)
     monkeypatch.setattr(type(codec), "decode", lambda self, stored, out, base: out.cast("B").__setitem__(0, 7))
-    pick = auto.pick(place.near, place.save(1))
+    pick = auto.pick(place.near, place.near.read(place.save(1)))
     assert pick is None or pick("values/float32") == "zstd"

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_data
 from ckpt_engine.observe.events import Notice, SnapshotReplicated, TierDegraded
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
@@ -157,7 +158,8 @@ def test_what_a_dead_session_left_is_completed_or_dropped(tmp_path: Path, left: 
     target = adopt_run(RunText.of(nodes.repository(0)), open_storage(tmp_path / "far"))
     target.storage.put(names.wanted_name(snapshot), [memoryview(b"{}")])
     for node in left:
-        commit.give(nodes.repository(node), target, snapshot, target.storage, None)
+        near = nodes.repository(node)
+        commit.give(near, target, snapshot, partial(copy_data, near, target))
     if len(left) == 1:  # nobody has it any more
         for node in (0, 1):
             (nodes.root(node) / names.manifest_name(snapshot)).unlink()

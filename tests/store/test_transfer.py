@@ -6,12 +6,13 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ckpt_engine.copy import transfer
-from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_data, copy_snapshot, scratch_of
 from ckpt_engine.errors import CorruptError, ForeignError, StorageError, StorageFullError, StorageMissingError
 from ckpt_engine.store import names
 from ckpt_engine.store.container import digest
@@ -75,9 +76,9 @@ def test_a_copy_is_the_same_byte_for_byte(pair: tuple[Repository, Repository], t
     """Between all kinds of storage; data that is there already is not sent again."""
     source, target = pair
     first, second = [parsed.id for parsed in source.ids()]
-    one = copy_snapshot(source, target, second, scratch=str(tmp_path))
+    one = copy_snapshot(source, target, second, partial(copy_data, source, target, scratch=str(tmp_path)))
     assert one.present_bytes == 0
-    two = copy_snapshot(source, target, first, scratch=str(tmp_path))
+    two = copy_snapshot(source, target, first, partial(copy_data, source, target, scratch=str(tmp_path)))
     assert two.sent_bytes == 0
     assert one.sent_bytes == 2 * two.present_bytes == sum(file.nbytes for file in source.read(second).files)
     assert files(tmp_path / "source") == files(tmp_path / "target")

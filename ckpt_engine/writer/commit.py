@@ -105,7 +105,7 @@ class Gathering:
         """Raises `WaitTimeoutError` if a part does not come, `SnapshotFailedError` if the parts make no snapshot."""
         mine = part_records.part_of(manifest, staged.cut_layout.layout, self._ranks)
         part_records.put(repository.storage, mine)
-        whole = part_records.merge([mine, *self._gather(repository, staged.snapshot)])
+        whole = part_records.merge([mine, *self._gather(repository.storage, mine)])
         # Only the owner of the lease removes anything: what is there now is there when it is committed.
         require_files(repository.storage, [file for file in whole.files if staged.snapshot not in file.name])
         self._still_ours()
@@ -125,34 +125,23 @@ class Gathering:
         repository.storage.delete(*new)
         self._in_flight.settle(staged.snapshot)
 
-    def _gather(self, repository: Repository, snapshot: str) -> list[PartRecord]:
-        storage, found = repository.storage, dict[int, PartRecord]()
-        wanted = set(self._ranks.members) - {self._ranks.rank}
-        deadline = time.monotonic() + self._ranks.wait_seconds
-        alone_until: float | None = None
-        pause = LOOKS.first_seconds
-        while wanted:
-            self._progress.moved()
-            new = part_records.read_all(
-                storage, snapshot, wanted & part_records.there(storage, snapshot).get(snapshot, set())
-            )
-            found |= new
-            wanted -= new.keys()
-            if not wanted or any(part.cancelled is not None for part in found.values()):
-                break
-            now = time.monotonic()
-            if self._alone.is_set() and alone_until is None:
-                alone_until = now + self._alone_seconds
-            left = min(deadline, deadline if alone_until is None else alone_until) - now
-            if left <= 0.0:
-                raise WaitTimeoutError(
-                    f"no part of {snapshot} came from {_listed(wanted)} in time ({self._ranks.wait_seconds:.0f} s)",
-                    hint="see whether these ranks live, and whether they write to the same place",
-                )
+    def _gather(self, storage: Storage, mine: PartRecord) -> list[PartRecord]:
+        deadline, alone_until = time.monotonic() + self._ranks.wait_seconds, float("inf")
+
+        def until() -> float:
+            nonlocal alone_until
+            if self._alone.is_set():
+                alone_until = min(alone_until, time.monotonic() + self._alone_seconds)
+            return min(deadline, alone_until)
+
+        def pause(seconds: float) -> None:
             self._progress.check()
-            (_never if self._alone.is_set() else self._alone).wait(min(pause, left))
-            pause = LOOKS.after(pause)
-        return list(found.values())
+            (_never if self._alone.is_set() else self._alone).wait(seconds)
+            self._progress.moved()
+
+        self._progress.moved()
+        members = set(self._ranks.members)
+        return _other_parts(storage, mine, members, LOOKS, until, pause, lambda part: part.rank in members)
 
 
 class Contributing:
@@ -184,6 +173,48 @@ class Contributing:
                 repository.storage, part_records.no_part(staged.snapshot, why, repository.run_id, self._ranks)
             )
         repository.storage.delete(*new)
+
+
+def _other_parts(
+    storage: Storage,
+    mine: PartRecord,
+    ranks: Collection[int],
+    looks: GrowingPauses,
+    until: Callable[[], float],
+    pause: Callable[[float], object],
+    counts: Callable[[PartRecord], bool],
+) -> list[PartRecord]:
+    """The parts of others, once they cover these ranks, or as soon as one says that it has none.
+
+    Args:
+        until: when they are waited for no longer, in monotonic seconds.
+        pause: waits so long between two looks.
+        counts: whether a part is one of this job.
+
+    Raises:
+        WaitTimeoutError: one does not come.
+        StorageError, FormatError
+    """
+    snapshot, found, strange = mine.manifest.info.id, dict[int, PartRecord](), set[int]()
+    pause_seconds = looks.first_seconds
+    while True:
+        new = part_records.there(storage, snapshot).get(snapshot, set()) - {mine.rank} - found.keys() - strange
+        for rank, part in part_records.read_all(storage, snapshot, new).items():
+            if counts(part):
+                found[rank] = part
+            else:
+                strange.add(rank)
+        missing = set(ranks).difference(mine.ranks, *(part.ranks for part in found.values()))
+        if not missing or any(part.cancelled is not None for part in found.values()):
+            return list(found.values())
+        remaining = until() - time.monotonic()
+        if remaining <= 0.0:
+            raise WaitTimeoutError(
+                f"no part of {snapshot} came from {_listed(missing)} in time",
+                hint="see whether these ranks live, and whether they write to the same place",
+            )
+        pause(min(pause_seconds, remaining))
+        pause_seconds = looks.after(pause_seconds)
 
 
 def _listed(ranks: set[int]) -> str:
@@ -237,9 +268,7 @@ class Gather:
             manifest, copied = give(source, target, snapshot, put)
             seconds = time.monotonic() - began
             mine = part_records.of_manifest(manifest)
-            whole = part_records.merge(
-                [mine, *self._others(storage, snapshot, mine, self.ranks.wait_seconds + seconds)]
-            )
+            whole = part_records.merge([mine, *self._others(storage, mine, self.ranks.wait_seconds + seconds)])
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
@@ -260,32 +289,9 @@ class Gather:
         with suppress(StorageExistsError):
             storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
 
-    def _others(self, storage: Storage, snapshot: str, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
-        """The parts of other nodes, once they cover all other ranks, or as soon as one says that it has none."""
+    def _others(self, storage: Storage, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
         deadline = time.monotonic() + patience_seconds
-        found: dict[int, PartRecord] = {}
-        strange: set[int] = set()
-        pause = GATHER_LOOKS.first_seconds
-        while True:
-            new = part_records.there(storage, snapshot).get(snapshot, set()) - {mine.rank} - found.keys() - strange
-            for rank, part in part_records.read_all(storage, snapshot, new).items():
-                if self._counts(part):
-                    found[rank] = part
-                else:
-                    strange.add(rank)
-            covered = {*mine.ranks, *(rank for part in found.values() for rank in part.ranks)}
-            if len(covered) == mine.size or any(part.cancelled is not None for part in found.values()):
-                return list(found.values())
-            left = deadline - time.monotonic()
-            if left <= 0.0:
-                missing = sorted(set(range(mine.size)) - covered)
-                raise WaitTimeoutError(
-                    f"no part of {snapshot} came to {storage.url} from the nodes of ranks "
-                    f"{', '.join(map(str, missing[:8]))}{' and others' if len(missing) > 8 else ''} in time",
-                    hint="see whether these nodes live, and whether they reach it",
-                )
-            self._pause(min(pause, left))
-            pause = GATHER_LOOKS.after(pause)
+        return _other_parts(storage, mine, range(mine.size), GATHER_LOOKS, lambda: deadline, self._pause, self._counts)
 
     def _counts(self, part: PartRecord) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""

@@ -20,7 +20,7 @@ from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import ALONE, Contents, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     ForeignError,
@@ -36,7 +36,7 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, Snapsho
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
-from ckpt_engine.store.manifest import RAW, Line
+from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.retention import Retention, policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
@@ -121,7 +121,8 @@ class PrimaryTier:
         self._session = in_flight
         self._in_flight: Container[str] = () if in_flight is None else in_flight
         self.left: dict[str, SnapshotCommitted] = {}
-        """What `leave` and `commit_shares` have made durable, by snapshot."""
+        """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
+        self._shares: dict[str, Manifest] = {}
         self._room = self._make_rooms(lease) if lease is not None else None
         self._common_seq = 0
         self._line: Line | None = None
@@ -177,12 +178,14 @@ class PrimaryTier:
         while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
             contents = self._contents(staged)
             self._make_room(contents)
-        not_undone = partial(self._not_undone, staged)
-        committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
+        committed, stored = self._write(contents, self._finish())
         self._known.committed(stored)
         if self._room is not None:
             self._room.committed(staged.snapshot)
         return committed
+
+    def _write(self, contents: Contents, finish: Finish) -> tuple[SnapshotCommitted, Manifest]:
+        return write_snapshot(contents, self._tier, self._progress, partial(self._not_undone, contents.staged), finish)
 
     def cancel(self, snapshot: str, why: str) -> None:
         """Say to the coordinator that there is no share of a snapshot; on failure it finds out by its timeout."""
@@ -202,20 +205,19 @@ class PrimaryTier:
     def leave(self, staged: Staged) -> None:
         """Make the share of this rank durable and say so; only that again where it was left before.
 
+        It may refer to what is committed, never to what was left: that may not come to exist.
+
         Raises:
             CkptError: it is not.
         """
         assert self._ranks is not None
-        storage, contents = self._repository.storage, Plain(staged, self._repository)
-        if staged.snapshot in self.left:
-            staged.digest()
-            share = contents.manifest()
-            if not lacking(storage, share.files):
-                part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
-                return
-        not_undone = partial(self._not_undone, staged)
+        storage, snapshot = self._repository.storage, staged.snapshot
+        share = self._shares.get(snapshot)
+        if share is not None and not lacking(storage, share.files):
+            part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
+            return
         finish = Contributing(self._ranks, says_failure=False)
-        self.left[staged.snapshot], _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+        self.left[snapshot], self._shares[snapshot] = self._write(self._contents(staged), finish)
 
     def commit_shares(self, snapshot: str) -> bool:
         """The shares of all ranks are there: make the snapshot exist. False: they make none.
@@ -228,7 +230,8 @@ class PrimaryTier:
         storage, members = self._repository.storage, self._ranks.members
         try:
             whole = part_records.merge(list(part_records.read_all(storage, snapshot, members).values()))
-        except (FormatError, SnapshotSkippedError, SnapshotFailedError):
+            part_records.require_files(storage, [file for file in whole.files if snapshot not in file.name])
+        except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
             return False
         self.check_lease()
         self._progress.check()

@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.store import names
+from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
@@ -29,9 +30,17 @@ MOST_LOST = 2
 class Host:
     """A process with several ranks."""
 
-    def __init__(self, root: Path, size: int, durable_every: int = 10**6, nodes: int = 1, replicate: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        size: int,
+        durable_every: int = 10**6,
+        nodes: int = 1,
+        replicate: int = 0,
+        codec: str = "raw",
+    ) -> None:
         numbers = map(str, (size, durable_every, nodes, replicate))
-        command = [sys.executable, "-m", "tests.memory.rank_host", str(root), *numbers]
+        command = [sys.executable, "-m", "tests.memory.rank_host", str(root), *numbers, codec]
         self.process = interpreters.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
         self.resumed = self._line()
 
@@ -87,6 +96,20 @@ def test_ranks_that_die_resume_from_memory(tmp_path: Path, size: int) -> None:
     with Checkpointer(str(root)) as alone:
         assert [info.step for info in alone.snapshots()] == [step]
     assert not list((root / names.PARTS).glob("*"))
+
+
+def test_what_dead_ranks_leave_is_stored_as_the_tier_stores_snapshots(tmp_path: Path) -> None:
+    """The writers encode the shares that they make durable after a crash, as they would have before."""
+    root = tmp_path / "run"
+    host = Host(root, 2, codec="zstd")
+    host.until_step(5)
+    begun = host.kill()
+    step, _ = resumed(root, 2)
+    assert begun - step <= MOST_LOST
+    repository = Repository(open_storage(root))
+    newest = repository.read(repository.ids()[-1].id)
+    assert newest.info.step == step
+    assert {piece.codec for _, piece in stored_pieces(newest)} == {"zstd"}
 
 
 @pytest.mark.parametrize("replicate", [0, 1])

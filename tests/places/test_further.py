@@ -76,7 +76,7 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
         assert time.monotonic() < deadline
         nodes.ranks[0].engine.poll()
     (told,) = [event for event in nodes.sinks[0].events if isinstance(event, TierDegraded)]
-    assert "from the nodes of ranks 2, 3 in time" in told.message
+    assert "came from ranks 2, 3 in time" in told.message
     assert far(tmp_path).ids() == ()
     assert not list((tmp_path / "far" / "parts").iterdir())
     answers.set()
@@ -293,5 +293,5 @@ def test_what_leaders_of_another_job_say_does_not_count(tmp_path: Path) -> None:
         if len(looks) == 2:
             part_records.put(storage, second)
 
-    assert commit.Gather(job, pause)._others(storage, snapshot, first, 60.0) == [second]
+    assert commit.Gather(job, pause)._others(storage, first, 60.0) == [second]
     assert len(looks) == 2

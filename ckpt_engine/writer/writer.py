@@ -307,36 +307,34 @@ class Writer:
 
     def persist(self, order: StagedJob) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
-        job, snapshot = order.job, ""
-        try:
-            snapshot = self._ids.of(order) if order.known else order.snapshot or ""
-            self._learn(job)
-            event, near = self._make_durable(order.staged(snapshot))
-        except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
-            self._emit_done(job, None, self._failed(order, snapshot, err))
-        else:
-            order.durable = True
-            self._emit_event(event)
-            self._emit_done(job, snapshot)
-            if near:
-                self._committed(snapshot)
-        self._emit({"kind": channel.SETTLED, "job": job.job})
+        self._attempt(order, partial(self._emit_done, order))
+        self._emit({"kind": channel.SETTLED, "job": order.job.job})
 
     def rescue(self, order: StagedJob) -> None:
         """Make durable what was only in memory, or has failed before. Reported like a job, but with no outcome."""
-        snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
-        self._learn(order.job)
+        self._attempt(order, lambda _: None)
+
+    def _attempt(self, order: StagedJob, settle: Callable[[ErrorRecord | None], object]) -> None:
         try:
-            event, near = self._make_durable(order.staged(snapshot))
+            if order.known:
+                (self._ids.renew if order.failed else self._ids.of)(order)
+            self._learn(order.job)
+            event, near = self._make_durable(order.staged(order.snapshot or ""))
         except SupersededError as err:
             self._emit_event(Notice("INFO", err.message))
-        except Exception as err:  # noqa: BLE001 - reported; it stays in memory
-            self._failed(order, snapshot, err)
+            settle(ErrorRecord.of(err))
+        except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next one gets its own chance
+            order.failed, why = True, ErrorRecord.of(err)
+            place, hint = self._config.url, why.hint or ""
+            failed = SnapshotFailed(order.snapshot or "", order.job.step, place, why.code, why.message, hint)
+            self._emit_event(failed)
+            settle(why)
         else:
             order.durable = True
             self._emit_event(event)
+            settle(None)
             if near:
-                self._committed(snapshot)
+                self._committed(event.snapshot)
 
     def reunite(self, orders: Sequence[StagedJob], retry: Callable[[], bool]) -> None:
         """Make durable the newest of these, newest first, that the writers of all ranks hold.
@@ -376,13 +374,6 @@ class Writer:
             self._attempts.paced(job.pace)
         if self._fleet is not None:
             self._fleet.learn(job.line, job.pace.get("far_seconds"))
-
-    def _failed(self, order: StagedJob, snapshot: str, error: Exception) -> ErrorRecord:
-        order.failed = True
-        why = ErrorRecord.of(error)
-        event = SnapshotFailed(snapshot, order.job.step, self._config.url, why.code, why.message, why.hint or "")
-        self._emit_event(event)
-        return why
 
     def _committed(self, snapshot: str) -> None:
         if self._fleet is not None:
@@ -465,7 +456,9 @@ class Writer:
     def _emit_event(self, event: Event) -> None:
         self._emit(channel.event(event))
 
-    def _emit_done(self, job: PersistJob, snapshot: str | None, error: ErrorRecord | None = None) -> None:
+    def _emit_done(self, order: StagedJob, error: ErrorRecord | None) -> None:
+        job, snapshot = order.job, order.snapshot if error is None else None
+
         def tell(is_read: bool) -> None:
             done = JobDone(job.job, snapshot, error, is_read)
             self._emit({"kind": channel.DONE, "done": values.done_to_json(done)})

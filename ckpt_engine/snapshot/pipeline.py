@@ -119,7 +119,7 @@ class Pipeline:
         if self._writer is not None:
             return
         if self._lost:
-            self._writer = Handover(Coming(Starting(self._open_writer, self.memory), self._tier, self._arrived))
+            self._writer = Handover(Coming(Starting(self._open_writer, self.memory), self._tier), self._arrived)
             return
         if not self._fitted_bytes:
             self._fit_to(0)
@@ -138,7 +138,7 @@ class Pipeline:
             client = starting.result()
             for event in starting.events:
                 self._emit(event)
-        self._writer = Handover(client)
+        self._writer = Handover(client, self._arrived)
         self._arrived(client)
 
     def _arrived(self, client: WriterClient) -> None:
@@ -301,7 +301,7 @@ class Pipeline:
                 self._fail(handle, error)
         client = self._writer.client if self._writer is not None else None
         self._newest.settle(lambda: client is not None and client.alive and client.flushed)
-        for message in client.poll() if client is not None else ():
+        for message in self._writer.poll() if self._writer is not None else ():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
             elif isinstance(message, SlotFreed):
@@ -348,7 +348,7 @@ class Pipeline:
         self.process &= fit.process
         if self._writer is not None and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
-            if not self._writer.client.close(WRITER_CLOSE_SECONDS):
+            if not self._writer.close(WRITER_CLOSE_SECONDS):
                 self.before_update()
                 self._hand_over(FENCE_TIMEOUT_SECONDS)  # no device may still copy into them
                 self._slots.discard_busy()  # it goes on by itself, and may still read them
@@ -410,7 +410,7 @@ class Pipeline:
             self._guard.close()
             self._copier.close(max(timeout, _CHUNK_SECONDS))
             if self._writer is not None:
-                self._writer.client.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
+                self._writer.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
                 self.poll()  # what further tiers had to say until the end
                 self._writer = None
         if self._pulse is not None:

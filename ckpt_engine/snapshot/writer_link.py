@@ -20,178 +20,20 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.config import Config, Tier
-from ckpt_engine.copy.job import ArenaNews, ErrorRecord, History, JobDone, PersistJob, TierConfig, WriterConfig
+from ckpt_engine.copy.job import ArenaNews, ErrorRecord, PersistJob, TierConfig, WriterConfig
 from ckpt_engine.errors import CkptError, StorageError, WriterError
-from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.snapshot.arena import SharedSlot
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.layout import StatePlan
+from ckpt_engine.writer.channel import Body, encode
 from ckpt_engine.writer.client import Message, WriterClient, never
-
-
-class Coming:
-    """See `WriterClient`. Training goes on meanwhile, and its snapshots wait in the arena.
-
-    Args:
-        starting: starts the writer.
-        tier: that it writes to, for events.
-        arrived: hears of it, on the training thread, before anything else.
-    """
-
-    def __init__(self, starting: Starting, tier: str, arrived: Callable[[WriterClient], object]) -> None:
-        self.first_seq = self.peer_port = 0
-        self.history: History | None = None
-        self._starting = starting
-        self._tier = tier
-        self._arrived = arrived
-        self._lock = threading.Lock()
-        self._client: WriterClient | None = None
-        self._later: list[Callable[[WriterClient], object]] = []
-        self._fds: list[int] = []
-        self._jobs: list[PersistJob] = []
-        self._failed: CkptError | None = None
-        self._mail: list[Message] = []
-
-    @property
-    def alive(self) -> bool:
-        return self._failed is None and (self._client is None or self._client.alive)
-
-    def unwritten(self, timeout: float) -> str | None:
-        """As `WriterClient` has it."""
-        return f"waiting for {self._tier} to be opened" if self._client is None else self._client.unwritten(timeout)
-
-    @property
-    def flushed(self) -> bool:
-        return self._failed is not None if self._client is None else self._client.flushed
-
-    def meet(self, others: Mapping[str, Any]) -> None:
-        self._tell(lambda client: client.meet(others))
-
-    def describe(self, news: ArenaNews) -> None:
-        with self._lock:
-            if self._client is None and news.slot is not None:
-                slot, fd, nbytes = news.slot
-                news = replace(news, slot=(slot, self._kept(fd), nbytes))
-        self._tell(lambda client: client.describe(news))
-
-    def attach_pulse(self, fd: int) -> None:
-        with self._lock:
-            if self._client is None:
-                fd = self._kept(fd)
-        self._tell(lambda client: client.attach_pulse(fd))
-
-    def cancel(self, snapshot: str, why: str) -> None:
-        self._tell(lambda client: client.cancel(snapshot, why))
-
-    def submit(self, job: PersistJob) -> None:
-        self._give(job, lambda client: client.submit(job), durable=True)
-
-    def hold(self, job: PersistJob) -> None:
-        self._give(job, lambda client: client.hold(job), durable=False)
-
-    def poll(self) -> list[Message]:
-        """As of a client. Training thread only, like all that follows.
-
-        Raises:
-            CkptError: once: the writer did not start, for a reason that concerns more than its snapshots.
-        """
-        if self._client is None and self._failed is None and self._starting.done:
-            self._look()
-        found, self._mail = self._mail, []
-        return found if self._client is None else [*found, *self._client.poll()]
-
-    def wait(self, timeout: float) -> bool:
-        if self._client is not None:
-            return self._client.wait(timeout)
-        self._starting.wait(timeout)
-        return self._starting.done
-
-    def drain(self, timeout: float) -> bool:
-        return self._client.drain(timeout) if self._client is not None else not self._jobs
-
-    def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
-    ) -> bool:
-        if self._client is None and self._failed is None:
-            self._starting.wait(timeout)
-            if self._starting.done:
-                self._look()
-        if self._client is None:
-            return self._failed is not None
-        return self._client.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
-
-    def _tell(self, what: Callable[[WriterClient], object]) -> None:
-        with self._lock:
-            if self._client is not None:
-                what(self._client)
-            elif self._failed is None:
-                self._later.append(what)
-
-    def _give(self, job: PersistJob, what: Callable[[WriterClient], object], *, durable: bool) -> None:
-        with self._lock:
-            if self._client is not None:
-                what(self._client)
-                return
-            if self._failed is not None:
-                raise WriterError(self._failed.message)
-            self._later.append(lambda client: self._hand_over(client, job, what, durable=durable))
-            if durable:
-                self._jobs.append(job)
-
-    def _hand_over(
-        self, client: WriterClient, job: PersistJob, what: Callable[[WriterClient], object], *, durable: bool
-    ) -> None:
-        try:
-            what(client)
-        except CkptError as err:  # it is lost again, which it says itself
-            if durable:
-                self._mail += self._not_taken(job, err)
-
-    def _kept(self, fd: int) -> int:
-        """A descriptor that stays open until it is sent."""
-        self._fds.append(os.dup(fd))
-        return self._fds[-1]
-
-    def _look(self) -> None:
-        """Take the writer that has started, and tell it everything; or fail all that waits for it."""
-        try:
-            client = self._starting.result()
-        except CkptError as err:
-            with self._lock:
-                self._failed = err
-                self._let_go()
-            self._mail += [message for job in self._jobs for message in self._not_taken(job, err)]
-            self._mail.append(WriterLost(f"no other writer starts: {err.message}"))
-            if not isinstance(err, StorageError | WriterError):
-                raise
-            return
-        self._mail += self._starting.events
-        self.first_seq, self.peer_port, self.history = client.first_seq, client.peer_port, client.history
-        self._arrived(client)
-        with self._lock:
-            for what in self._later:
-                what(client)
-            self._client = client
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._later = []
-        for fd in self._fds:
-            with suppress(OSError):
-                os.close(fd)
-        self._fds = []
-
-    def _not_taken(self, job: PersistJob, error: CkptError) -> list[Message]:
-        record = ErrorRecord.of(error)
-        failed = SnapshotFailed("", job.step, self._tier, record.code, record.message, hint=record.hint or "")
-        return [failed, JobDone(job.job, None, record)]
-
 
 OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
 """Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
@@ -239,6 +81,61 @@ class Starting:
             self._error = err
 
 
+class Coming(WriterClient):
+    """Stands for a writer that is being started. Training goes on meanwhile, and its snapshots wait in the arena."""
+
+    def __init__(self, starting: Starting, url: str) -> None:
+        super().__init__(url)
+        self.starting = starting
+        self._later: list[tuple[Body, Sequence[int]]] = []
+
+    def wait(self, timeout: float) -> bool:
+        self.starting.wait(timeout)
+        return self.starting.done
+
+    def unwritten(self, timeout: float) -> str | None:  # noqa: ARG002
+        return f"waiting for {self._url} to be opened"
+
+    @property
+    def flushed(self) -> bool:
+        return not self.alive
+
+    @property
+    def _goes_on_with_copies(self) -> str:
+        return "the writer goes on with it, and then the next run does"
+
+    def close(
+        self,
+        timeout: float,
+        *,
+        failed: bool = False,  # noqa: ARG002 - it has nothing
+        keeps: bool = False,  # noqa: ARG002
+        hurries: Callable[[], bool] = never,  # noqa: ARG002
+    ) -> bool:
+        self.starting.wait(timeout)
+        return not self.alive
+
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        encode(body)  # what is no JSON is refused now
+        self._later.append((body, tuple(os.dup(fd) for fd in fds)))
+
+    def hand_over(self, client: WriterClient) -> None:
+        """The writer has started: it gets everything, and its outcomes come from `client`."""
+        client.take_over(self._mailbox.given_up(), self._later)
+        self._let_go()
+
+    def fail(self, error: CkptError) -> None:
+        """It does not start: everything that it was sent fails."""
+        self._mailbox.lose(ErrorRecord.of(error), expected=False, text=f"no other writer starts: {error.message}")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in [fd for _, fds in self._later for fd in fds]:
+            with suppress(OSError):
+                os.close(fd)
+        self._later = []
+
+
 def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) -> bool:
     """Whether a writer can be a memory tier; else `emit` says why not."""
     from ckpt_engine.writer.launch import ThreadWriter
@@ -250,13 +147,55 @@ def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) ->
 
 
 class Handover:
-    """A running writer and what it knows."""
+    """A writer and what it knows.
 
-    def __init__(self, client: WriterClient | Coming) -> None:
+    Args:
+        client: may be `Coming`: then the writer takes its place once it has started.
+        arrived: hears of that, on the training thread, before anything is sent.
+    """
+
+    def __init__(self, client: WriterClient, arrived: Callable[[WriterClient], object]) -> None:
         self.client = client
+        self._arrived = arrived
+        self._events: list[Event] = []
         self._slots: set[int] = set()
         self._plan: StatePlan | None = None
         self._lock = threading.Lock()
+
+    def poll(self) -> list[Message]:
+        """As of a client. Training thread only, like `close`.
+
+        Raises:
+            CkptError: once: the writer did not start, for a reason that concerns more than its snapshots.
+        """
+        self._look()
+        found, self._events = self._events, []
+        return [*found, *self.client.poll()]
+
+    def close(self, timeout: float, **how: Any) -> bool:
+        """As of a client."""
+        if isinstance(self.client, Coming):
+            self.client.wait(timeout)
+            self._look()
+        return self.client.close(timeout, **how)
+
+    def _look(self) -> None:
+        coming = self.client
+        if not (isinstance(coming, Coming) and coming.alive and coming.starting.done):
+            return
+        try:
+            client = coming.starting.result()
+        except CkptError as err:
+            with self._lock:
+                coming.fail(err)
+            if not isinstance(err, StorageError | WriterError):
+                raise
+            return
+        self._events = coming.starting.events
+        self._arrived(client)
+        with self._lock:
+            coming.hand_over(client)
+            self.client = client
 
     def announce(self, slot: SharedSlot, known: Iterable[SharedSlot], plan: StatePlan) -> None:
         """Send what the next job refers to, unless the writer knows it, and let it free what is no longer used.

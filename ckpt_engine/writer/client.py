@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.copy.job import (
@@ -59,9 +59,9 @@ class WriterClient(abc.ABC):
         peer_port: where the writers of other machines reach this one; 0: nowhere.
     """
 
-    def __init__(self, config: WriterConfig) -> None:
-        self._mailbox = Mailbox(config.url)
-        self._url = config.url
+    def __init__(self, url: str) -> None:
+        self._mailbox = Mailbox(url)
+        self._url = url
         self._only_copies = self._said_copies = False
         """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
         self._close_by = 0.0
@@ -254,6 +254,14 @@ class WriterClient(abc.ABC):
             self._mailbox.withdraw(job)
             raise
 
+    def take_over(self, jobs: Iterable[PersistJob], later: Iterable[tuple[Body, Sequence[int]]]) -> None:
+        """Send what was to be sent before this writer had started; the outcome of these jobs will come."""
+        for job in jobs:
+            if not self._mailbox.expect(job):
+                self._mailbox.fail(job)
+        for body, fds in later:
+            self._send(body, fds)
+
     def cancel(self, snapshot: str, why: str) -> None:
         """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.CANCEL, "snapshot": snapshot, "why": why})
@@ -374,17 +382,38 @@ class Mailbox:
                         self._messages.append(request)
             self._changed.notify_all()
 
-    def lose(self, why: ErrorRecord, *, expected: bool) -> None:
-        """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`."""
+    def given_up(self) -> list[PersistJob]:
+        """The open jobs, whose outcome does not come from here any more."""
+        with self._changed:
+            found = list(self._open.values())
+            self._open.clear()
+            self._unsettled.clear()
+            return found
+
+    def fail(self, job: PersistJob) -> None:
+        """The writer is lost, and was not sent this job."""
+        with self._changed:
+            if self._lost is not None:
+                self._fail(job, self._lost)
+
+    def _fail(self, job: PersistJob, why: ErrorRecord) -> None:
+        failed = SnapshotFailed("", job.step, self._tier, why.code, why.message, hint=why.hint or "")
+        self._messages += (failed, JobDone(job.job, None, why))
+
+    def lose(self, why: ErrorRecord, *, expected: bool, text: str | None = None) -> None:
+        """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`.
+
+        Args:
+            text: of that; None: as of `why`.
+        """
         with self._changed:
             if self._lost is not None:
                 return
             self._lost = why
             for job in self._open.values():
-                self._messages.append(SnapshotFailed("", job.step, self._tier, why.code, why.message))
-                self._messages.append(JobDone(job.job, None, why))
+                self._fail(job, why)
             if not expected or self._open:
-                self._messages.append(WriterLost(why.message))
+                self._messages.append(WriterLost(text or why.message))
             self._open.clear()
             self._unsettled.clear()
             self._changed.notify_all()

@@ -31,7 +31,7 @@ class ThreadWriter(WriterClient):
     """
 
     def __init__(self, config: WriterConfig) -> None:
-        super().__init__(config)
+        super().__init__(config.url)
         self._worker = Worker(config, self._hear, self._ended)
 
     @classmethod
@@ -98,7 +98,7 @@ class ProcessWriter(WriterClient):
     """
 
     def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        super().__init__(config)
+        super().__init__(config.url)
         self._process = process
         self._channel = channel
         self._leaving = False

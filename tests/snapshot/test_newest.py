@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt_engine.copy.job import ArenaNews, ErrorRecord, JobDone, PersistJob
+from ckpt_engine.copy.job import ArenaNews, ErrorRecord, JobDone, PersistJob, job_from_json, layout_from_json
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.snapshot import pipeline
@@ -21,6 +21,8 @@ from ckpt_engine.snapshot.host_memory import MemoryLimit
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import Request, SaveHandle
 from ckpt_engine.snapshot.writer_link import Coming
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.client import Message, never
 
 NUMBERS = 2000
@@ -53,6 +55,17 @@ class FakeWriter:
             self.nbytes = news.layout.nbytes
 
     def attach_pulse(self, fd: int) -> None: ...
+
+    def take_over(self, jobs: Iterable[PersistJob], later: Iterable[tuple[Body, Sequence[int]]]) -> None:
+        waiting = {job.job for job in jobs}
+        for body, fds in later:
+            if body["kind"] == channel.ARENA:
+                slot = None if body["slot"] is None else (body["slot"][0], fds[0], body["slot"][1])
+                layout = None if body["layout"] is None else layout_from_json(body["layout"])
+                self.describe(ArenaNews(slot, tuple(body["gone"]), layout))
+            elif body["kind"] in (channel.PERSIST, channel.HOLD):
+                job = job_from_json(body["job"])
+                (self.submit if job.job in waiting else self.hold)(job)
 
     def content(self, slot: int) -> bytes:
         return os.pread(self.slots[slot], self.nbytes, 0)

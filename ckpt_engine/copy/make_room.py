@@ -15,7 +15,7 @@ from ckpt_engine.copy import drop_components
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.store import manifest_codec, names, pins
-from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.lease_objects import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Repository
 from ckpt_engine.store.retention import (

@@ -18,13 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from ckpt_engine.errors import CkptError, CorruptError, LeaseHeldError
 from ckpt_engine.store import container, lease_objects, names
 from ckpt_engine.store.container import seal, unseal
-from ckpt_engine.store.lease_objects import Timing, slot_of
+from ckpt_engine.store.lease_objects import Lease, Timing, slot_of
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.disk import open_regular, translated, translating
@@ -58,29 +57,6 @@ class LeaseHolder:
         return f"process {self.pid} on {self.host} since {since} ({self.command})"
 
 
-class Lease(Protocol):
-    """The right to write and to collect, until `release` or the end of the process.
-
-    `check` MUST be called before something is deleted: a lease that has to be renewed may be lost meanwhile.
-    """
-
-    holder: LeaseHolder
-
-    def check(self) -> None:
-        """Raises `LeaseHeldError` if the lease is no longer ours."""
-        ...
-
-    def release(self) -> None:
-        """Give it back; twice is fine."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 def acquire(
     storage: Storage,
     holder: LeaseHolder | None = None,
@@ -104,7 +80,7 @@ def acquire(
         if folder is not None:
             return _acquire_lock(folder, holder, wait_seconds, clock, pause)
         timing = Timing(clock=clock, pause=pause)
-        return HeartbeatLease(lease_objects.take(slot_of(storage), asdict(holder), wait_seconds, timing), holder)
+        return lease_objects.take(slot_of(storage), asdict(holder), wait_seconds, timing)
     except LeaseHeldError as err:
         other = read_holder(storage)
         if other is not None and other.is_process_of(holder):
@@ -163,35 +139,12 @@ def parse_holder(text: bytes, where: str) -> LeaseHolder | None:
         raise CorruptError(f"{where} is damaged: {err}") from err
 
 
-class HeartbeatLease:
-    """A lease that is renewed, as `Lease` wants it."""
-
-    def __init__(self, lease: lease_objects.ObjectLease, holder: LeaseHolder) -> None:
-        self._lease = lease
-        self.holder = holder
-
-    def check(self) -> None:
-        self._lease.check()
-
-    def release(self) -> None:
-        self._lease.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class LocalLease:
+class LocalLease(Lease):
     """A lock (`flock`) on the lease file. The kernel frees it when the process dies, however it dies."""
 
-    def __init__(self, fd: int, path: str, holder: LeaseHolder) -> None:
+    def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
         self._path = path
-        self.holder = holder
         _held.add(self)
 
     @classmethod
@@ -211,7 +164,7 @@ class LocalLease:
             except BaseException:
                 os.close(fd)
                 raise
-        return cls(fd, path, holder)
+        return cls(fd, path)
 
     def check(self) -> None:
         if self._fd < 0:
@@ -238,14 +191,6 @@ class LocalLease:
             finally:
                 os.close(fd)
                 _held.discard(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def _drop_in_child(self) -> None:
         """A forked child shares the lock: close its copy (without unlocking), or the lease outlives its holder."""

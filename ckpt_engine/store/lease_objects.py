@@ -12,6 +12,7 @@ import json
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -235,7 +236,30 @@ def _try_to_take(
     return ObjectLease(slot, record, began, timing)
 
 
-class ObjectLease:
+class Lease(ABC):
+    """The right to write and to collect, until `release` or the end of the process.
+
+    `check` MUST be called before something is deleted: a lease that has to be renewed may be lost meanwhile.
+    """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `LeaseHeldError` if the lease is no longer ours."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give it back; twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class ObjectLease(Lease):
     """A lease that a thread goes on renewing. `check` asks the store."""
 
     def __init__(self, slot: LeaseRecord, record: Record, written: float, timing: Timing) -> None:
@@ -312,14 +336,6 @@ class ObjectLease:
                 return  # the next `check` raises it
             except CkptError:
                 continue  # the store is away; whether somebody took the lease meanwhile shows at the next beat
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 def _started_ticks(pid: int) -> int:

@@ -39,7 +39,8 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
+from ckpt_engine.store.lease import LeaseHolder, acquire
+from ckpt_engine.store.lease_objects import Lease
 from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from

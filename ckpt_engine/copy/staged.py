@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.copy.job import EntryLayout, Layout
-from ckpt_engine.errors import WriterError
+from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import Entry, Piece
 
@@ -132,6 +132,19 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> Any:
     # At the end of the interpreter other threads may still use the memory: the kernel takes it back then.
     weakref.finalize(buffer, _LIBC.munmap, base, room).atexit = False
     return buffer
+
+
+def shared_bytes(fd: int, nbytes: int, *, writable: bool) -> memoryview:
+    """The first `nbytes` bytes of a shared memory file, see `map_shared`.
+
+    Raises:
+        CorruptError: it has fewer.
+        OSError: the system refuses.
+    """
+    # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
+    if (size := os.fstat(fd).st_size) < nbytes:
+        raise CorruptError(f"shared memory has {size} bytes instead of {nbytes}")
+    return memoryview(map_shared(fd, max(1, nbytes), writable=writable)).cast("B")[:nbytes]
 
 
 def collapse(address: int, nbytes: int) -> bool:

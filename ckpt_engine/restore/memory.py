@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_engine.copy.staged import map_shared
+from ckpt_engine.copy.staged import map_shared, shared_bytes
 from ckpt_engine.errors import (
     CorruptError,
     StorageError,
@@ -291,7 +291,7 @@ def own_memory(nbytes: int, beside: int) -> tuple[int, memoryview]:
         raise WriterError(f"too little memory for a share of another machine: {nbytes} bytes for each rank here")
     fd = memory_file(nbytes)
     try:
-        return fd, memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes]
+        return fd, shared_bytes(fd, nbytes, writable=True)
     except OSError:
         os.close(fd)
         raise

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from ckpt_engine.copy.staged import map_shared
-from ckpt_engine.errors import CkptError, CorruptError, WaitTimeoutError, WriterError
+from ckpt_engine.copy.staged import shared_bytes
+from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.restore.memory import MemoryPlace, MemoryStorage, SharedFile, answers, beat_of, own_memory, shared_file
@@ -355,8 +355,4 @@ def rebuild(
 
 
 def _image(reply: Received) -> memoryview:
-    fd, nbytes = reply.fds[0], int(reply.body["nbytes"])
-    # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
-    if os.fstat(fd).st_size < nbytes:
-        raise CorruptError(f"the memory of a share has {os.fstat(fd).st_size} bytes instead of {nbytes}")
-    return memoryview(map_shared(fd, max(1, nbytes), writable=False)).cast("B")[:nbytes]
+    return shared_bytes(reply.fds[0], int(reply.body["nbytes"]), writable=False)

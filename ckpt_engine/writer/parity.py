@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine.copy.staged import map_shared
+from ckpt_engine.copy.staged import shared_bytes
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import Running
 from ckpt_engine.store.names import parse_id
@@ -247,7 +247,7 @@ class ParitySets:
         room = max(1, nbytes)
         fd = memory_file(room)
         try:
-            return _Memory(fd, _mapped(fd, room))
+            return _Memory(fd, shared_bytes(fd, room, writable=True))
         except OSError:
             os.close(fd)
             raise
@@ -261,9 +261,5 @@ def _grow(found: _Set, nbytes: int) -> None:
             return  # given up meanwhile, which `_take_in` tells
         if nbytes > memory.view.nbytes:
             os.ftruncate(memory.fd, nbytes)
-            memory.view = _mapped(memory.fd, nbytes)
+            memory.view = shared_bytes(memory.fd, nbytes, writable=True)
         found.nbytes = max(found.nbytes, nbytes)
-
-
-def _mapped(fd: int, nbytes: int) -> memoryview:
-    return memoryview(map_shared(fd, nbytes, writable=True)).cast("B")

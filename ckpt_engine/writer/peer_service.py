@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.copy.staged import map_shared
+from ckpt_engine.copy.staged import shared_bytes
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import digest
 from ckpt_engine.writer import part_records
@@ -452,7 +452,7 @@ class Guests:
             fd = self._memory(nbytes)
             try:
                 share = PeerShare.of(said, fd)
-                image = memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes]
+                image = shared_bytes(fd, nbytes, writable=True)
                 line.fill(image)
                 verify(share, image)
             except BaseException:

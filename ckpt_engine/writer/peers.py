@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.staged import Digesting, map_shared
+from ckpt_engine.copy.staged import Digesting, shared_bytes
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
@@ -171,8 +171,7 @@ class Peers:
         (fd,) = reply.fds
         try:
             line.send(reply.body)
-            nbytes = int(reply.body["nbytes"])
-            line.send_file(memoryview(map_shared(fd, max(1, nbytes), writable=False)).cast("B")[:nbytes])
+            line.send_file(shared_bytes(fd, int(reply.body["nbytes"]), writable=False))
         finally:
             os.close(fd)
 
@@ -334,7 +333,7 @@ class Mirror:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd, self._nbytes = memory_file(nbytes), nbytes
-        copy = memoryview(map_shared(self._fd, nbytes, writable=True)).cast("B")
+        copy = shared_bytes(self._fd, nbytes, writable=True)
         with staged.slot.image(nbytes) as image:
             copy[:] = image
         if not self._intact(order):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +234,27 @@ def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:
     run.close()
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
     assert not (run.near / names.STATUS).exists()
+
+
+def test_further_tiers_add_the_threads_of_the_page(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between snapshots one for each tier and one for their status; all that was ever started is on the page."""
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    begun: set[str] = set()
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.add(self.name), start(self))[1])
+    before = set(threading.enumerate())
+    run.start(run.tier(), run.tier(run.third, codec="zstd"))
+    run.save(1)
+    run.until_copied(1)
+    run.until_copied(1, run.third)
+    lasting = ["ckpt-attempt", "ckpt-replicate", "ckpt-replicate", "ckpt-status", "ckpt-writer"]
+    deadline = time.monotonic() + WAIT_SECONDS
+    while sorted(one.name for one in set(threading.enumerate()) - before) != lasting:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.005)
+    names = {found[0] if (found := re.match(r"ckpt-[a-z]+", one)) else one for one in begun}
+    assert names >= {"ckpt-tier", "ckpt-digest", "ckpt-encode", *lasting}
+    assert sorted(one for one in names if f"`{one}" not in page) == []
 
 
 def test_no_secret_is_written_or_told(run: Run) -> None:

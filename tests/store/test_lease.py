@@ -84,8 +84,9 @@ def test_a_killed_holder_frees_the_lease_at_once(tmp_path: Path, other: subproce
     """No expiry to wait for: the kernel gives the lease back with the process."""
     other.send_signal(signal.SIGKILL)
     other.wait(30)
-    with acquire(LocalStorage(tmp_path), wait_seconds=0) as lease:
-        assert lease.holder.pid == os.getpid()
+    with acquire(LocalStorage(tmp_path), wait_seconds=0):
+        holder = read_holder(LocalStorage(tmp_path))
+        assert holder is not None and holder.pid == os.getpid()
 
 
 def test_a_forked_child_does_not_keep_the_lease_of_its_dead_parent(tmp_path: Path) -> None:
@@ -216,8 +217,9 @@ def test_a_torn_lease_file_stops_nobody(tmp_path: Path, content: bytes) -> None:
     """After a power loss the file may hold anything: it counts only while it is locked."""
     (tmp_path / "lease.json").write_bytes(content)
     assert read_holder(LocalStorage(tmp_path)) is None
-    with acquire(LocalStorage(tmp_path)) as lease:
-        assert read_holder(LocalStorage(tmp_path)) == lease.holder
+    holder = LeaseHolder.current()
+    with acquire(LocalStorage(tmp_path), holder):
+        assert read_holder(LocalStorage(tmp_path)) == holder
 
 
 def test_a_held_lease_with_an_unreadable_file_still_refuses(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage
 from ckpt_engine.store.storage.object_requests import asking, split_url
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.storage.watchdog import Signs
+from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
+from ckpt_engine.store.storage.wrappers import WrapperStorage
 
 ANSWER_SECONDS = 20.0
 """How long a place may take to answer, if another one has what is needed."""
@@ -69,7 +70,7 @@ def _say(line: str) -> None:
     announce(logging.getLogger(LOGGER_NAME), line)
 
 
-class FarStorage:
+class FarStorage(WrapperStorage):
     """An object store, to read from, opened by the first request: its library is slow to import.
 
     Args:
@@ -95,59 +96,22 @@ class FarStorage:
         """As `Capabilities` has it; 0 also while the library is still being imported."""
         return self._signs.silent_seconds
 
-    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        with self._asking() as storage:
-            return storage.get(name, start, nbytes)
-
-    def get_into(self, name: str, start: int, out: memoryview) -> None:
-        with self._asking() as storage:
-            storage.get_into(name, start, out)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        items: Iterator[ObjectInfo] | None = None
-        while True:
-            with self._asking() as storage:
-                items = items or iter(storage.list(prefix))
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
-
-    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        with self._asking() as storage:
-            storage.put(name, blocks, exclusive=exclusive)
-
-    def delete(self, *names: str) -> None:
-        with self._asking() as storage:
-            storage.delete(*names)
-
-    def sweep(self) -> int:
-        with self._asking() as storage:
-            return storage.sweep()
-
-    def open_ahead(self) -> None:
-        """Open it; the first request raises what is wrong."""
-        with suppress(CkptError):
-            self._storage()
-
-    def _storage(self) -> Storage:
+    @property
+    def inner(self) -> Storage:  # type: ignore[override]
+        """The store, watched for signs."""
         with self._lock:
             if self._opened is None:
                 storage = self._open()
                 prepare = storage.capabilities.prepare
                 if prepare is not None:
                     prepare()
-                self._opened = storage
+                self._opened = WatchedStorage(storage, self._signs)
             return self._opened
 
-    @contextmanager
-    def _asking(self) -> Iterator[Storage]:
-        storage = self._storage()
-        self._signs.asked()
-        try:
-            yield storage
-        finally:
-            self._signs.answered()
+    def open_ahead(self) -> None:
+        """Open it; the first request raises what is wrong."""
+        with suppress(CkptError):
+            _ = self.inner
 
 
 class ListedOnce(Repository):

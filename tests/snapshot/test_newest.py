@@ -65,7 +65,11 @@ class FakeWriter:
                 self.describe(ArenaNews(slot, tuple(body["gone"]), layout))
             elif body["kind"] in (channel.PERSIST, channel.HOLD):
                 job = job_from_json(body["job"])
-                (self.submit if job.job in waiting else self.hold)(job)
+                try:
+                    (self.submit if job.job in waiting else self.hold)(job)
+                except WriterError:  # it has died meanwhile
+                    if job.job in waiting:
+                        self.mail.append(JobDone(job.job, None, ErrorRecord("CKPT600", "killed")))
 
     def content(self, slot: int) -> bytes:
         return os.pread(self.slots[slot], self.nbytes, 0)

@@ -23,9 +23,8 @@ from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.snapshot import host_memory
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.storage.base import Capabilities, Storage
+from ckpt_engine.store.storage.base import Capabilities, Storage, WrapperStorage
 from ckpt_engine.store.storage.object_requests import GrowingPauses
-from ckpt_engine.store.storage.wrappers import WrapperStorage
 
 WAIT_SECONDS = 30.0
 """How long a block that a neighbour fetches is waited for; from then on this rank reads alone."""

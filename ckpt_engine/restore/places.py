@@ -18,11 +18,10 @@ from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
 from ckpt_engine.store.storage.object_requests import asking, split_url
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
-from ckpt_engine.store.storage.wrappers import WrapperStorage
 
 ANSWER_SECONDS = 20.0
 """How long a place may take to answer, if another one has what is needed."""

@@ -23,7 +23,7 @@ from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.storage.wrappers import Throttle
+from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.channel import Answer, Body, Reply
 from ckpt_engine.writer.memory_snapshots import StagedJob

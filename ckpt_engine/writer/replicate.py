@@ -11,10 +11,10 @@ from contextlib import suppress
 from ckpt_engine.copy.transfer import CopySourceError
 from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
 from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated
+from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_requests import GrowingPauses, asking
 from ckpt_engine.store.storage.watchdog import AbandonedError
-from ckpt_engine.store.storage.wrappers import SLICE_BYTES, Throttle
 from ckpt_engine.writer.secondary_tier import SecondaryTier
 from ckpt_engine.writer.tier_status import TierHealth, TierStatus, Unfinished
 

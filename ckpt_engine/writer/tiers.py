@@ -27,11 +27,10 @@ from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
-from ckpt_engine.store.storage.wrappers import Throttle, metered
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, give, questions
 from ckpt_engine.writer.replicate import PAUSES, Gate, Replicator

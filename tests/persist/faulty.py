@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, WrapperStorage
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.wrappers import WrapperStorage
 from tests.persist.passing import it_hangs
 
 WAIT_SECONDS = 60.0

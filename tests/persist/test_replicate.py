@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.store.storage.base import Throttle, metered
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.wrappers import Throttle, metered
 from ckpt_engine.writer.replicate import PAUSES, CopyStoppedError, Gate
 
 

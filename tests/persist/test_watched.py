@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, metered
 from ckpt_engine.store.storage.disk import Disk, MeteredDisk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.watchdog import (
@@ -21,7 +21,6 @@ from ckpt_engine.store.storage.watchdog import (
     WatchedSource,
     WatchedStorage,
 )
-from ckpt_engine.store.storage.wrappers import metered
 from ckpt_engine.writer.replicate import Gate
 from tests.persist.staged import WAIT_SECONDS
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.store.storage.base import Capabilities
+from ckpt_engine.store.storage.base import BURST_SECONDS, SLICE_BYTES, Capabilities, Throttle, WrapperStorage, metered
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.wrappers import BURST_SECONDS, SLICE_BYTES, Throttle, WrapperStorage, metered
 
 RATE = 1000.0
 

@@ -18,10 +18,9 @@ from ckpt_engine.store import names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Capabilities
+from ckpt_engine.store.storage.base import Capabilities, WrapperStorage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.wrappers import WrapperStorage
 from tests.store.samples import data_file, info, manifest, save
 
 

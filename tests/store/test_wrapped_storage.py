@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.storage.base import Capabilities, Storage, Versions
+from ckpt_engine.store.storage.base import Capabilities, Storage, Throttle, Versions, WrapperStorage, metered
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, WatchedSource, WatchedStorage
-from ckpt_engine.store.storage.wrappers import Throttle, WrapperStorage, metered
 from ckpt_engine.testing import StorageContract, put
 from ckpt_engine.writer.replicate import Gate
 from tests.persist.faulty import Faulty, Weather

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 from ckpt_engine.errors import StorageStalledError
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, Versions
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, Versions, WrapperStorage, metered
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.wrappers import WrapperStorage, metered
 
 STALL_SECONDS = 30.0
 """A tier that does not get on for so long counts as away. An S3 request that moves nothing fails before."""
@@ -370,7 +368,7 @@ class _WatchingMeter(Meter):
         return self._progress.moved if type(self._inner) is Meter else self.moved
 
 
-class WatchedSource:
+class WatchedSource(CallProgress):
     """A nearer tier as one further tier reads it: a call that hangs in it is left there, and does not go on afterwards.
 
     Args:
@@ -378,11 +376,12 @@ class WatchedSource:
     """
 
     def __init__(self, storage: Storage, progress: CallProgress) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._age = 0
         """Reads that began at an earlier age were left behind."""
         self._reads = self._left_reads = 0
-        self.storage: Storage = _Reads(WatchedStorage(storage, progress), self)
+        self.storage: Storage = WatchedStorage(WatchedStorage(storage, progress), self)
         self.repository = Repository(self.storage)
 
     def leave(self) -> bool:
@@ -398,9 +397,8 @@ class WatchedSource:
         """Whether no read hangs that was left behind."""
         return self._left_reads == 0
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """A read.
+    def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:  # noqa: ARG002 - `progress` counts
+        """The answer to a read.
 
         Raises:
             AbandonedError: it was left behind meanwhile.
@@ -409,7 +407,7 @@ class WatchedSource:
             self._reads += 1
             age = self._age
         try:
-            yield
+            return request()
         finally:
             with self._lock:
                 left = age != self._age
@@ -417,27 +415,6 @@ class WatchedSource:
                 self._left_reads -= left
             if left:
                 raise AbandonedError
-
-
-class _Reads(WrapperStorage):
-    """What is read of a source."""
-
-    def __init__(self, inner: Storage, source: WatchedSource) -> None:
-        super().__init__(inner)
-        self._source = source
-
-    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        with self._source.reading():
-            return self.inner.get(name, start, nbytes)
-
-    def get_into(self, name: str, start: int, out: memoryview) -> None:
-        with self._source.reading():
-            self.inner.get_into(name, start, out)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with self._source.reading():
-            found = [*self.inner.list(prefix)]
-        return iter(found)
 
 
 class Aside:

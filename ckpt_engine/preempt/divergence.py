@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
-from ckpt_engine.store.container import seal, unseal
+from ckpt_engine.store.container import parsed, seal
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.base import Storage
 
@@ -238,13 +238,7 @@ def parse_rollback(text: bytes, where: str) -> RollbackRecord:
     Raises:
         CorruptError: it has none.
     """
-    hint = "remove it to go on at the newest snapshot"
-    try:
-        return of_json(unseal(text, where))
-    except FormatError as err:
-        raise CorruptError(err.message, hint=hint) from err
-    except (LookupError, TypeError, ValueError, OverflowError) as err:  # the last is that of an infinite number
-        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
+    return parsed(text, where, of_json, "remove it to go on at the newest snapshot")
 
 
 def to_json(rollback: RollbackRecord) -> dict[str, Any]:

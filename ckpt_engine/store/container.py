@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, prod
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from ckpt_engine.errors import CorruptError, ForeignError
+from ckpt_engine.errors import CorruptError, ForeignError, FormatError
+
+T = TypeVar("T")
 
 ALGORITHM = "xxh3-128"
 PIECE_BYTES = 16 << 20
@@ -369,3 +371,26 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     elif any(isinstance(value, str) and value.startswith(f"{ALGORITHM}:") for value in row.values()):
         raise CorruptError(f"{where} is damaged: its digest has no name")  # a flip in the name hides the digest
     return row
+
+
+def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: str) -> T:
+    """What `make` makes of the object of a sealed text; see `unseal`.
+
+    Args:
+        hint: what to do with a file that has another text.
+
+    Raises:
+        CorruptError: it is none, or not one that `make` takes.
+    """
+    try:
+        return make(unseal(text, where))
+    except FormatError as err:
+        raise CorruptError(err.message, hint=hint) from err
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+    ) as err:
+        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from ckpt_engine.errors import CkptError, CorruptError, FormatError, LeaseHeldError, StorageMissingError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageMissingError
 from ckpt_engine.observe.events import CLOSED, ENDS, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
 from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.store import container, names
-from ckpt_engine.store.container import seal, unseal
+from ckpt_engine.store.container import parsed, seal
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.lease_objects import ProcessIdentity
 from ckpt_engine.store.storage.base import Storage
@@ -144,14 +144,11 @@ def parse_attempts(text: bytes, where: str) -> AttemptHistory:
     Raises:
         CorruptError: it is none.
     """
-    hint = "remove it: how often the run fails is learned again"
-    try:
-        body = unseal(text, where)
+
+    def made(body: dict[str, Any]) -> AttemptHistory:
         return AttemptHistory(tuple(_attempt(row) for row in body["attempts"]), _spent(body.get("before", {})))
-    except FormatError as err:
-        raise CorruptError(err.message, hint=hint) from err
-    except (ValueError, LookupError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
+
+    return parsed(text, where, made, "remove it: how often the run fails is learned again")
 
 
 def _spent(row: object) -> RunSpent:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_engine.copy.job import ErrorRecord
-from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, StorageStalledError
+from ckpt_engine.errors import StorageMissingError, StorageStalledError
 from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
 from ckpt_engine.observe.units import size
 from ckpt_engine.store import container, names
-from ckpt_engine.store.container import seal, unseal
+from ckpt_engine.store.container import parsed, seal
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import TEMP
@@ -274,14 +274,12 @@ def parse_status(text: bytes, where: str) -> WriterStatus:
     Raises:
         CorruptError: it is none.
     """
-    try:
-        row = unseal(text, where)
+
+    def made(row: dict[str, Any]) -> WriterStatus:
         tiers = tuple(_checked(TierStatus(**_known(TierStatus, tier))) for tier in row.pop("tiers"))
         return _checked(WriterStatus(**_known(WriterStatus, row), tiers=tiers))
-    except FormatError as err:
-        raise CorruptError(err.message, hint="remove it: a running writer writes it again") from err
-    except (ValueError, LookupError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{where} is damaged: {err}", hint="remove it: a running writer writes it again") from err
+
+    return parsed(text, where, made, "remove it: a running writer writes it again")
 
 
 def _known(kind: type, row: dict[str, Any]) -> dict[str, Any]:

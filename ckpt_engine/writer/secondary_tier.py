@@ -223,7 +223,7 @@ class SecondaryTier:
                     in_flight=[info.id for info in self.waiting],
                 )
             kept = contents if contents.stands() else plain  # what it was to refer to may have gone for room
-            committed = write_snapshot(kept, self.url, progress, self._not_undone(staged))[0]
+            committed = write_snapshot(kept, self.url, progress, partial(self._not_undone, staged))[0]
             self._unpruned = True
             return committed
         finally:
@@ -444,11 +444,8 @@ class SecondaryTier:
     def _scratch(self) -> str | None:
         return next((path for one in self._nearer if one.usable() and (path := scratch_of(one.storage))), None)
 
-    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
-        def say(err: CkptError) -> None:
-            self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
-
-        return say
+    def _not_undone(self, staged: Staged, err: CkptError) -> None:
+        self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
 
     def _say(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

@@ -168,7 +168,8 @@ class Handover:
         Raises:
             CkptError: once: the writer did not start, for a reason that concerns more than its snapshots.
         """
-        self._look()
+        if isinstance(self.client, Coming):
+            self._look(self.client)
         found, self._events = self._events, []
         return [*found, *self.client.poll()]
 
@@ -176,12 +177,11 @@ class Handover:
         """As of a client."""
         if isinstance(self.client, Coming):
             self.client.wait(timeout)
-            self._look()
+            self._look(self.client)
         return self.client.close(timeout, **how)
 
-    def _look(self) -> None:
-        coming = self.client
-        if not (isinstance(coming, Coming) and coming.alive and coming.starting.done):
+    def _look(self, coming: Coming) -> None:
+        if not (coming.alive and coming.starting.done):
             return
         try:
             client = coming.starting.result()

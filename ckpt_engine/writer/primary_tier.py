@@ -20,7 +20,7 @@ from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_snapshot import ALONE, Contents, Finish, Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     ForeignError,
@@ -179,14 +179,12 @@ class PrimaryTier:
         while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
             contents = self._contents(staged)
             self._make_room(contents)
-        committed, stored = self._write(contents, self._finish())
+        not_undone = partial(self._not_undone, staged)
+        committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
         self._known.committed(stored)
         if self._room is not None:
             self._room.committed(staged.snapshot)
         return committed
-
-    def _write(self, contents: Contents, finish: Finish) -> tuple[SnapshotCommitted, Manifest]:
-        return write_snapshot(contents, self._tier, self._progress, partial(self._not_undone, contents.staged), finish)
 
     def cancel(self, snapshot: str, why: str) -> None:
         """Say to the coordinator that there is no share of a snapshot; on failure it finds out by its timeout."""
@@ -217,8 +215,10 @@ class PrimaryTier:
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
             return
+        contents, not_undone = self._contents(staged), partial(self._not_undone, staged)
         finish = Contributing(self._ranks, says_failure=False)
-        self.left[snapshot], self._shares[snapshot] = self._write(self._contents(staged), finish)
+        event, share = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+        self.left[snapshot], self._shares[snapshot] = event, share
 
     def commit_shares(self, snapshot: str) -> bool:
         """The shares of all ranks are there: make the snapshot exist. False: they make none.

@@ -170,7 +170,7 @@ def write_dcp_folder(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
         MismatchError: something in it cannot be pickled.
     """
     try:
-        save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=True), no_dist=True)
+        save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=True))
     except CheckpointException as err:  # no Exception: code that catches those does not see it
         cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
         if isinstance(cause, OSError):

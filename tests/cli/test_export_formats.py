@@ -53,7 +53,7 @@ def test_dcp_reads_the_folder_into_a_live_state_and_as_one_file(ckpt: Ckpt, tmp_
     result = ckpt("export", tmp_path / "run", tmp_path / "out", "--to", "dcp")
     assert result.code == 0, result.err
     target = {"model": fresh.model.state_dict(), "optimizer": fresh.optimizer.state_dict(), "step": 0}
-    dcp.load(target, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load(target, checkpoint_id=tmp_path / "out")
     same_tree(target["model"], loop.model.state_dict())
     same_tree(target["optimizer"]["state"], loop.optimizer.state_dict()["state"])
     assert target["step"] == 3

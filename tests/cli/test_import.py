@@ -117,7 +117,7 @@ def test_dcp_there_and_back(ckpt: Ckpt, tmp_path: Path) -> None:
     """Our export and torch's own folder give the same state again: lists, numbers as keys and empty dicts included."""
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     state = {**Loop().trained(3).state(), "sgd": [sgd.state_dict()], "list": [1, {"a": torch.ones(2, 3)}]}
-    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
     assert ckpt("import", tmp_path / "theirs", tmp_path / "run").code == 0
     imported, _ = _load(tmp_path / "run")
     for key in state:
@@ -270,11 +270,11 @@ def test_objects_are_refused_by_class_and_leaf_and_no_code_runs(ckpt: Ckpt, tmp_
 
 def test_a_dcp_folder_cannot_run_code_either(ckpt: Ckpt, tmp_path: Path) -> None:
     """Neither its description nor its values, both of which torch's own reader unpickles."""
-    dcp.save({"a": torch.ones(2), "bad": Attack(tmp_path / "trace")}, checkpoint_id=tmp_path / "one", no_dist=True)
+    dcp.save({"a": torch.ones(2), "bad": Attack(tmp_path / "trace")}, checkpoint_id=tmp_path / "one")
     result = ckpt("import", tmp_path / "one", tmp_path / "run", "--step", 1)
     assert (result.code, (tmp_path / "trace").exists()) == (2, False)
     assert "bad in " in result.err
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "two", no_dist=True)
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "two")
     (tmp_path / "two/.metadata").write_bytes(pickle.dumps(Attack(tmp_path / "trace")))
     result = ckpt("import", tmp_path / "two", tmp_path / "run", "--step", 1)
     assert (result.code, (tmp_path / "trace").exists()) == (2, False)
@@ -284,7 +284,7 @@ def test_a_dcp_folder_cannot_run_code_either(ckpt: Ckpt, tmp_path: Path) -> None
 
 def test_damaged_folders_are_named(ckpt: Ckpt, tmp_path: Path) -> None:
     """A missing file, a cut one and a wrong one each say which file it is."""
-    dcp.save({"a": torch.ones(1000)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"a": torch.ones(1000)}, checkpoint_id=tmp_path / "dcp")
     data = tmp_path / "dcp/__0_0.distcp"
     data.write_bytes(data.read_bytes()[:3000])
     assert "__0_0.distcp is cut off" in ckpt("import", tmp_path / "dcp", tmp_path / "run", "--step", 1).err

@@ -128,7 +128,7 @@ def test_a_description_changes_no_class_of_torch(tmp_path: Path) -> None:
 def test_a_folder_that_names_the_same_bytes_again_and_again_is_refused(tmp_path: Path) -> None:
     """Each item of a dcp folder is stored once."""
     source = tmp_path / "source"
-    dcp.save({f"w{n}": torch.full((500,), float(n)) for n in range(9)}, checkpoint_id=source, no_dist=True)
+    dcp.save({f"w{n}": torch.full((500,), float(n)) for n in range(9)}, checkpoint_id=source)
     described = pickle.loads((source / ".metadata").read_bytes())
     largest = max(described.storage_data.values(), key=lambda item: item.offset)
     for item in described.storage_data.values():
@@ -158,7 +158,7 @@ def campaign(folder: Path, mutants: int, seed: int = 0) -> list[tuple[int, BaseE
     state = {"state_dict": {"w": torch.randn(4, 5)}, "optimizer": optimizer, **plain}
     torch.save(state, folder / "zip.ckpt")
     torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
-    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id=folder / "dcp")
     found = []
     for number in range(seed, seed + mutants):
         rng = random.Random(number)

@@ -139,7 +139,7 @@ def test_tensors_of_another_memory_format_are_filled_where_they_are(tmp_path: Pa
     wanted = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.zero_()
-    dcp.load({"model": model.state_dict()}, storage_reader=CkptReader(tmp_path), no_dist=True)
+    dcp.load({"model": model.state_dict()}, storage_reader=CkptReader(tmp_path))
     assert torch.equal(model.weight, wanted)
 
 
@@ -300,13 +300,13 @@ def test_retention_leaves_what_this_process_neither_saved_nor_loaded(tmp_path: P
 
     def save(*steps: int) -> None:
         for step in steps:
-            dcp.save({"w": torch.ones(4)}, checkpoint_id=f"step-{step}", no_dist=True, **writer)
+            dcp.save({"w": torch.ones(4)}, checkpoint_id=f"step-{step}", **writer)
 
     save(1, 2)
     dcp_reader._lines.clear()
     save(3, 4)
     assert [info.step for info in repository.list()] == [2, 4]
     dcp_reader._lines.clear()
-    dcp.load({"w": torch.ones(4)}, storage_reader=CkptReader(tmp_path), no_dist=True)
+    dcp.load({"w": torch.ones(4)}, storage_reader=CkptReader(tmp_path))
     save(5, 6)
     assert [info.step for info in repository.list()] == [2, 6]

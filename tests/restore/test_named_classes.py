@@ -390,7 +390,7 @@ def test_no_verb_runs_what_a_snapshot_names(root: Path, tmp_path: Path) -> None:
 def test_dcp_reads_without_running_what_a_snapshot_names(root: Path) -> None:
     """The reader for torch.distributed.checkpoint makes the same plain equivalents."""
     state = {"state_dict": {"w": torch.zeros(6)}}
-    dcp.load(state, storage_reader=CkptReader(root), no_dist=True)
+    dcp.load(state, storage_reader=CkptReader(root))
     assert torch.equal(state["state_dict"]["w"], torch.arange(6.0))
 
 

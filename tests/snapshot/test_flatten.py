@@ -81,8 +81,9 @@ DTYPES = [
     torch.float8_e5m2,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
+    *(
+        getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)
+    ),  # torch 2.7, 2.8
     torch.bits8,
     torch.bits16,
     torch.uint4,

@@ -17,7 +17,13 @@ from ckpt_engine.errors import CorruptError, ForeignError, FormatError
 from ckpt_engine.store.container import DTYPES, build_header, container_form, data_header, header_nbytes, parse_header
 
 _law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
-_OTHER = ["complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+_OTHER = [
+    "complex128",
+    "complex32",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    *(["float8_e8m0fnu"] if hasattr(torch, "float8_e8m0fnu") else []),
+]
 
 
 def _tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -38,6 +38,23 @@ def test_a_library_that_finds_nobody_is_not_asked_again(monkeypatch: pytest.Monk
         list(storage.list(""))
 
 
+@pytest.mark.parametrize("base", ["TransportError", "ClientConnectionError", "ServiceRequestError", "ConnectionError"])
+def test_a_library_that_loses_its_connection_is_asked_again(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of httpx, aiohttp, Azure and requests raise errors that are no ConnectionError of Python's."""
+    storage = open_storage(f"memory://lost-{base}/run", FOR_EVER)
+    kind = type("Lost", (type(base, (Exception,), {}),), {})
+    put, errors = storage._fs.pipe_file, [kind("a moment ago")]  # type: ignore[attr-defined]
+
+    def lose(*arguments: object, **more: object) -> None:
+        if errors:
+            raise errors.pop()
+        put(*arguments, **more)
+
+    monkeypatch.setattr(storage._fs, "pipe_file", lose)  # type: ignore[attr-defined]
+    storage.put("a", [memoryview(b"a")])
+    assert (storage.get("a"), errors) == (b"a", [])
+
+
 @pytest.mark.parametrize(
     ("error", "hopeless"),
     [

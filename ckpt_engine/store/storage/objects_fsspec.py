@@ -38,6 +38,10 @@ _TEMP = re.compile(r"(.*/)?\.tmp-[0-9a-f]{16}-[^/]+")
 _SLICE_BYTES = 8 << 20
 _VERSIONS = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_TRANSIENT_NAMES = frozenset(
+    {"ClientConnectionError", "ConnectionError", "ServiceRequestError", "ServiceResponseError", "TransportError"}
+)
+"""Of aiohttp, requests, Azure's libraries and httpx, which have trees of their own."""
 
 _T = TypeVar("_T")
 _Rows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
@@ -255,7 +259,9 @@ def _status(error: BaseException) -> int:
 def _is_transient(error: Exception) -> bool:
     if _status(error) in _TRANSIENT_STATUS:
         return True
-    return isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
+    if isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
+        return True
+    return not _TRANSIENT_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
 def _explained(error: Exception, what: str, where: str) -> StorageError:
@@ -269,4 +275,4 @@ def _explained(error: Exception, what: str, where: str) -> StorageError:
         return StorageFullError(f"cannot {what} {where}: {kind}", hint="free space or keep fewer snapshots")
     if isinstance(error, OSError) and error.errno:
         return translated(OSError(error.errno, os.strerror(error.errno)), what, where)
-    return StorageError(f"cannot {what} {where}: {kind}")
+    return StorageError(f"cannot {what} {where}: {kind}", hint="check the address, the network and storage_options")

@@ -42,6 +42,8 @@ _pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _pwritev.restype = ctypes.c_ssize_t
 _MOST_VECTORS = 1024  # in one call
 _GATHERED = 16 * _MOST_VECTORS
+_MOVED_BYTES = 8 << 10
+"""Of larger arrays a call each costs less than the kernel's look at each page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,21 @@ class _Gather:
         fd: of the slot.
         offset: where the first one goes.
         vectors: address and bytes of each.
+        mapped: the address where the first one goes, if they are so large that plain moves take less time.
     """
 
     fd: int
     offset: int
     vectors: np.ndarray[Any, np.dtype[np.uint64]]
+    mapped: int | None
 
     def run(self) -> None:
+        if self.mapped is not None:
+            target = self.mapped
+            for address, nbytes in self.vectors.tolist():
+                ctypes.memmove(target, address, nbytes)
+                target += nbytes
+            return
         offset = self.offset
         for at in range(0, len(self.vectors), _MOST_VECTORS):
             part = self.vectors[at : at + _MOST_VECTORS]
@@ -237,20 +247,34 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], cold: ColdMemor
     return tasks
 
 
-def gathers(fd: int, offset: int, addresses: np.ndarray[Any, np.dtype[np.uint64]], members: PackMembers) -> list[Task]:
+def gathers(
+    fd: int,
+    offset: int,
+    addresses: np.ndarray[Any, np.dtype[np.uint64]],
+    members: PackMembers,
+    mapped: int | None = None,
+) -> list[Task]:
     """The copies of a pack that lies in host memory.
 
     Args:
         fd: of the slot.
         offset: of the pack in it.
         addresses: of the arrays of the snapshot.
+        mapped: the address of the pack in the slot; None as long as that is cold.
     """
+    if members.nbytes.mean() < _MOVED_BYTES:
+        mapped = None
     vectors = np.stack([addresses[members.arrays], members.nbytes], axis=1)
     ends = np.cumsum(members.nbytes)
-    return [
-        _Gather(fd, offset + (int(ends[at - 1]) if at else 0), vectors[at : at + _GATHERED])
-        for at in range(0, len(vectors), _GATHERED)
-    ]
+    tasks: list[Task] = []
+    at, start = 0, 0
+    while at < len(vectors):
+        # Of so many bytes that all threads have some, and so few arrays that none has most.
+        stop = max(at + 1, int(np.searchsorted(ends, start + CHUNK_BYTES, "right")))
+        stop = min(stop, at + _GATHERED, len(vectors))
+        tasks.append(_Gather(fd, offset + start, vectors[at:stop], None if mapped is None else mapped + start))
+        at, start = stop, int(ends[stop - 1])
+    return tasks
 
 
 def _moves(view: torch.Tensor, tensor: torch.Tensor, cold: ColdMemory | None = None) -> list[_Move]:

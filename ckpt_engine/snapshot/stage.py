@@ -157,7 +157,13 @@ class Staging:
         layout, addresses = capture.plan.layout, np.array(capture.addresses, np.uint64)
         members = {index: capture.plan.sources[index].members for index in capture.plan.packs}
         return {
-            index: gathers(self._fd, layout.entries[index].offset, addresses, one)
+            index: gathers(
+                self._fd,
+                layout.entries[index].offset,
+                addresses,
+                one,
+                self._views[index].data_ptr() if self._cold is None else None,
+            )
             for index, one in members.items()
             if one is not None
         }

@@ -116,6 +116,23 @@ def test_a_pack_is_of_one_instant(is_lazy: bool) -> None:
     copier.close(60)
 
 
+@pytest.mark.parametrize("is_cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize("elements", [3, 2304], ids=["small", "larger"])
+def test_a_pack_is_copied_in_pieces(elements: int, is_cold: bool) -> None:
+    """Each array comes to its place, whatever moves it, and threads share a pack of many bytes."""
+    weights = torch.randn(LEAST_ARRAYS, elements)
+    capture = Planner(Flattener()).capture({"model": {str(n): row.clone() for n, row in enumerate(weights)}})
+    slot, copier = SharedSlot(0, slot_bytes(capture.plan)), Copier()
+    if not is_cold:
+        slot.prefault()
+    views = slot.views(capture.plan)
+    staging = Staging(capture, views, lambda _: None, cold=slot.cold, fd=slot.fd)
+    staging.begin(copier)
+    pack = next(index for index, one in enumerate(capture.plan.layout.entries) if one.name.startswith("model/packed"))
+    assert torch.equal(views[pack], weights.view(-1))
+    copier.close(60)
+
+
 def test_commands_show_the_leaves_of_a_packed_component(tmp_path: Path) -> None:
     """`ckpt show`, `diff`, `export`, `verify` and `cp` know it as they know any other."""
     root, copy, file = tmp_path / "run", tmp_path / "copy", tmp_path / "out.safetensors"

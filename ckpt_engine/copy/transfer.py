@@ -77,14 +77,12 @@ def copy_snapshot(
         raise CopySourceError(err) from err
     stored, copied = copy_data(source, target, manifest) if put is None else put(manifest)
     with committing():
-        if stored is not manifest:
-            text = manifest_codec.encode(stored)
-            if lost := lacking(target.storage, [file for file in stored.files if snapshot not in file.name]):
-                raise StorageMissingError(
-                    f"{target.storage.url}: {', '.join(lost)}, to which a copy was to refer, was removed meanwhile",
-                    hint="the copy is made again",
-                )
-        target.commit_copy(stored, text)
+        if lost := lacking(target.storage, [file for file in stored.files if snapshot not in file.name]):
+            raise StorageMissingError(
+                f"{target.storage.url}: {', '.join(lost)}, to which a copy was to refer, was removed meanwhile",
+                hint="the copy is made again",
+            )
+        target.commit_copy(stored, text if stored is manifest else manifest_codec.encode(stored))
     return copied
 
 

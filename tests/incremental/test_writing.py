@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.make_room import prune
-from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
+from ckpt_engine.copy.transfer import Copied, RunText, adopt_run, copy_data, copy_snapshot
+from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.restore.load import load
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store import names as layout
@@ -215,6 +216,25 @@ def test_a_copy_takes_what_it_refers_to_along_once(tmp_path: Path) -> None:
     again = copy_snapshot(life.repository, target, second.info.id).sent_bytes
     assert again == life.written(second)
     Life(tmp_path / "far").check(states)
+
+
+def test_a_copy_whose_older_files_go_meanwhile_is_not_made(tmp_path: Path) -> None:
+    """Room for another snapshot may take them after the copy has looked: nothing is visible; the next try is fine."""
+    life = Life(tmp_path / "run")
+    life.save(state(1), state(2))
+    target = adopt_run(RunText.of(life.repository), LocalStorage(tmp_path / "far"))
+    second = life.manifests()[1].info.id
+
+    def put(manifest: Manifest) -> tuple[Manifest, Copied]:
+        done = copy_data(life.repository, target, manifest)
+        target.storage.delete(*(file.name for file in manifest.files if second not in file.name))
+        return done
+
+    with pytest.raises(StorageMissingError, match="removed meanwhile"):
+        copy_snapshot(life.repository, target, second, put)
+    assert target.ids() == ()
+    copy_snapshot(life.repository, target, second)
+    Life(tmp_path / "far").check({2: state(2)})
 
 
 def test_what_hardly_spares_anything_is_not_shared(tmp_path: Path) -> None:

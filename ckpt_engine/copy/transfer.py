@@ -70,8 +70,7 @@ def copy_snapshot(
         StorageError: from the target.
     """
     try:
-        text = source.storage.get(names.manifest_name(snapshot))
-        manifest = manifest_codec.decode(text)
+        manifest, text = source.read_text(snapshot)
         require_whole(manifest.info, source.storage.url)
     except CkptError as err:
         raise CopySourceError(err) from err

@@ -214,6 +214,10 @@ class Repository:
             StorageMissingError: no such snapshot.
             CorruptError, ForeignError, NewerFormatError
         """
+        return self.read_text(snapshot)[0]
+
+    def read_text(self, snapshot: str) -> tuple[Manifest, bytes]:
+        """The same, and its bytes."""
         name = names.manifest_name(snapshot)
         try:
             if names.parse_id(snapshot) is None:
@@ -226,7 +230,7 @@ class Repository:
             manifest = manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)
         self.remember(manifest)
-        return manifest
+        return manifest, data
 
     def files_of(self, snapshot: str) -> tuple[str, ...]:
         """The names of the data files a snapshot needs. Raises as `read`."""

@@ -398,8 +398,7 @@ class SecondaryTier:
     def _most_bytes(self, found: CopySource, repository: Repository) -> int:
         """What copying a snapshot writes, or more: how far it can be encoded is not known before."""
         try:
-            manifest = found.source.read(found.info.id)
-            text = found.source.storage.get(names.manifest_name(found.info.id))
+            manifest, text = found.source.read_text(found.info.id)
         except CkptError as err:
             raise CopySourceError(err) from err
         here = {item.name for item in repository.storage.list(names.DATA)}

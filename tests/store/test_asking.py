@@ -43,14 +43,14 @@ def test_a_library_that_loses_its_connection_is_asked_again(base: str, monkeypat
     """Those of httpx, aiohttp, Azure and requests raise errors that are no ConnectionError of Python's."""
     storage = open_storage(f"memory://lost-{base}/run", FOR_EVER)
     kind = type("Lost", (type(base, (Exception,), {}),), {})
-    put, errors = storage._fs.pipe_file, [kind("a moment ago")]  # type: ignore[attr-defined]
+    real, errors = storage._fs.open, [kind("a moment ago")]  # type: ignore[attr-defined]
 
-    def lose(*arguments: object, **more: object) -> None:
+    def lose(*arguments: object, **more: object) -> object:
         if errors:
             raise errors.pop()
-        put(*arguments, **more)
+        return real(*arguments, **more)
 
-    monkeypatch.setattr(storage._fs, "pipe_file", lose)  # type: ignore[attr-defined]
+    monkeypatch.setattr(storage._fs, "open", lose)  # type: ignore[attr-defined]
     storage.put("a", [memoryview(b"a")])
     assert (storage.get("a"), errors) == (b"a", [])
 

@@ -201,7 +201,7 @@ class PrimaryTier:
         """Whether it is committed. Raises `StorageError`."""
         return any(info.id == snapshot for info in self._repository.list())
 
-    def leave(self, staged: Staged) -> None:
+    def leave(self, staged: Staged) -> SnapshotCommitted:
         """Make the share of this rank durable and say so; only that again where it was left before.
 
         It may refer to what is committed, never to what was left: that may not come to exist.
@@ -214,11 +214,12 @@ class PrimaryTier:
         share = self._shares.get(snapshot)
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
-            return
+            return self.left[snapshot]
         contents, not_undone = self._contents(staged), partial(self._not_undone, staged)
         finish = Contributing(self._ranks, says_failure=False)
         event, share = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
         self.left[snapshot], self._shares[snapshot] = event, share
+        return event
 
     def commit_shares(self, snapshot: str) -> bool:
         """The shares of all ranks are there: make the snapshot exist. False: they make none.

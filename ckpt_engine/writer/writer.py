@@ -39,11 +39,10 @@ from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, Watc
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body, SpentTimes
-from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
+from ckpt_engine.writer.commit import Cancelled, CrashRecovery, SessionSnapshots, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
-from ckpt_engine.writer.recovery import CrashRecovery, NearestTier
 from ckpt_engine.writer.tier_status import Unfinished
 from ckpt_engine.writer.tiers import SecondaryTiers, require_tiers
 
@@ -147,7 +146,7 @@ class Writer:
             self._attempts.spent = lambda: self.spent()
             self._attempts.begin()
             if ranks is not None and config.memory:
-                self._reunion = self._meet(ranks)
+                self._reunion = CrashRecovery(ranks, self)
             if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
                 self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
             self._opened = True
@@ -158,7 +157,7 @@ class Writer:
         self._near = self._tier_at(repository, None, None, KeepAll(), None)
         if self._config.memory:
             self.run = RunText.of(repository)
-            self._reunion = self._meet(ranks)
+            self._reunion = CrashRecovery(ranks, self)
         self._keeps_all = self._opened = True
         self._ids.begin(0)
 
@@ -358,16 +357,28 @@ class Writer:
         assert self._reunion is not None
         return self._reunion.is_committed(order)
 
-    def _meet(self, ranks: RankConfig) -> CrashRecovery:
-        def lane(work: Callable[[], object], staged: Staged | None) -> object:
-            return self._lane.call(work) if staged is None else self._in_lane(self._lane, staged, work)
+    def look(self) -> There:
+        """See `commit.ShareBoard`, as of the three that follow."""
+        return self._lane.call(self._near.shares)
 
-        def done(event: SnapshotCommitted) -> None:
+    def exists(self, snapshot: str) -> bool:
+        return self._lane.call(partial(self._near.has, snapshot))
+
+    def leave(self, order: StagedJob) -> None:
+        staged, ranks = order.staged(order.snapshot or ""), self._config.ranks
+        event = self._in_lane(self._lane, staged, partial(self._near.leave, staged))
+        if ranks is not None and not ranks.leads:
             self._emit_event(event)
-            if ranks.leads:
-                self._committed(event.snapshot)
 
-        return CrashRecovery(ranks, NearestTier(self._near, lane, done, leads=ranks.leads))
+    def commit(self, order: StagedJob) -> bool:
+        snapshot = order.snapshot or ""
+        if not self._lane.call(partial(self._near.commit_shares, snapshot)):
+            return False
+        order.durable = True
+        if (event := self._near.left.get(snapshot)) is not None:
+            self._emit_event(event)
+            self._committed(snapshot)
+        return True
 
     def _learn(self, job: PersistJob) -> None:
         self._near.learn(job.line, job.common)

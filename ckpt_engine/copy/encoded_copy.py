@@ -18,7 +18,7 @@ from operator import itemgetter
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
-from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, placed, plan
+from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, placed, plan, plan_alone
 from ckpt_engine.copy.write_snapshot import Staged
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -83,7 +83,7 @@ def put_encoded(
     if manifest.info.partial is None:
         planned, rank = plan(manifest, target, differences=_takes_differences(manifest, pick)), 0
     else:
-        planned, rank = decide(manifest, None, (), lambda _: False, write_plan.ENCODED), manifest.info.partial.ranks[0]
+        planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
     files = Files(manifest, planned, rank)
     copied = _put_parts(files, source, target, pick, tally)
     return files.manifest(), copied

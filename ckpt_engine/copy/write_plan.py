@@ -234,6 +234,11 @@ def decide(
     return WritePlan(bounds, before, {key: one for key, one in same.items() if key in kept}, parts, pays)
 
 
+def plan_alone(manifest: Manifest) -> WritePlan:
+    """How `manifest` is stored encoded where it is to refer to nothing."""
+    return decide(manifest, None, (), lambda _: False, ENCODED)
+
+
 def placed(pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
     """The pieces of an entry, each with the byte of it at which it begins."""
     found, start = [], 0

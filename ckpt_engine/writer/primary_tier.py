@@ -20,6 +20,7 @@ from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.copy.write_plan import plan_alone
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
@@ -204,7 +205,7 @@ class PrimaryTier:
     def leave(self, staged: Staged) -> SnapshotCommitted:
         """Make the share of this rank durable and say so; only that again where it was left before.
 
-        It may refer to what is committed, never to what was left: that may not come to exist.
+        It refers to nothing: what it would refer to may go before the ranks have committed it.
 
         Raises:
             CkptError: it is not.
@@ -215,7 +216,10 @@ class PrimaryTier:
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
             return self.left[snapshot]
-        contents, not_undone = self._contents(staged), partial(self._not_undone, staged)
+        contents: Plain | Encoded = Plain(staged, self._repository)
+        if self._codec != RAW:
+            contents = encoded(staged, self._repository, self._codec, plan_alone)
+        not_undone = partial(self._not_undone, staged)
         finish = Contributing(self._ranks, says_failure=False)
         event, share = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
         self.left[snapshot], self._shares[snapshot] = event, share

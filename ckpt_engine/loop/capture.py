@@ -38,6 +38,7 @@ from ckpt_engine.restore.load import Live, Loaded
 from ckpt_engine.state.compatibility import require_size, size_of
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
+from ckpt_engine.state.layout import ROOT_KEY, components_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
 from ckpt_engine.store.manifest import Manifest
@@ -169,8 +170,8 @@ class Packer:
     def __init__(self, root: str) -> None:
         self._root = root
         self._flattener = Flattener()
-        self._known: tuple[Any, Filler] | None = None
-        """The form of the last tree, and its skeleton."""
+        self._known: dict[str, tuple[Any, Filler]] = {}
+        """By component of the last tree its form, and its skeleton."""
         self._nbytes = _SMALLEST_BYTES
 
     def pack(self, tree: Any) -> torch.Tensor:
@@ -179,23 +180,19 @@ class Packer:
         Raises:
             UnstorableLeafError: a leaf would need pickle; names it.
         """
-        scan = self._flattener.scan(tree, (self._root,))
-        # A tree whose values alone have changed is most of them, and describing it takes longer than all the rest.
-        form = (scan.signature, [(a.dtype, a.shape, a.layout, a.device, a.requires_grad) for a in scan.arrays])
-        if self._known is None or self._known[0] != form:
-            skeleton = self._flattener.describe(tree, (self._root,))
-            for index, leaf in enumerate(skeleton.leaves):
-                leaf.node["entry"] = str(index)
-            self._known = (form, Filler(skeleton.tree))
+        components = {ROOT_KEY: tree} if "$" in components_of(tree) else components_of(tree)
+        nodes: dict[str, Any] = {}
+        live: list[torch.Tensor] = []
+        for key, one in components.items():
+            nodes[key] = self._node(key, one, live)
         arrays, blocks, at = [], [], 0
-        for array in scan.arrays:
+        for array in live:
             block = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             dtype = str(array.dtype).removeprefix("torch.")
             arrays.append({"dtype": dtype, "shape": list(array.shape), "at": at, "nbytes": block.numel()})
             blocks.append(block)
             at += block.numel()
-        filled = self._known[1].fill(scan.values)
-        text = json.dumps({"tree": filled, "arrays": arrays}, separators=(",", ":")).encode()
+        text = json.dumps({"tree": nodes.get(ROOT_KEY, nodes), "arrays": arrays}, separators=(",", ":")).encode()
         self._nbytes = max(self._nbytes, _rounded(8 + len(text) + at))
         packed = torch.zeros(self._nbytes, dtype=torch.uint8)
         head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
@@ -203,6 +200,26 @@ class Packer:
         if blocks:
             packed[len(head) : len(head) + at] = torch.cat(blocks)
         return packed
+
+    def _node(self, key: str, component: Any, live: list[torch.Tensor]) -> Any:
+        """The node of a component, whose arrays come behind the `live` ones of those before it.
+
+        Most often values alone have changed, and describing a component takes longer than all the rest.
+        """
+        path = (self._root, key) if key else (self._root,)
+        scan = self._flattener.scan(component, path)
+        form = (
+            len(live),
+            scan.signature,
+            [(a.dtype, a.shape, a.layout, a.device, a.requires_grad) for a in scan.arrays],
+        )
+        if key not in self._known or self._known[key][0] != form:
+            skeleton = self._flattener.describe(component, path)
+            for index, leaf in enumerate(skeleton.leaves, len(live)):
+                leaf.node["entry"] = str(index)
+            self._known[key] = (form, Filler(skeleton.tree))
+        live += scan.arrays
+        return self._known[key][1].fill(scan.values)
 
 
 def unpack(packed: torch.Tensor) -> tuple[Any, list[str]]:

@@ -1,4 +1,4 @@
-"""What many small tensors cost: bookkeeping per tensor, against a copy and a file made by hand; and a million of them."""
+"""What many small tensors cost beside a copy and a file that are made by hand; and what a million of them cost."""
 
 from __future__ import annotations
 

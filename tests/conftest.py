@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ from hypothesis import HealthCheck, settings
 from ckpt_engine.writer import launch
 from tests.support import forked_writers
 
+pytest_plugins = ("tests.support.workers",)
 pytest.register_assert_rewrite("ckpt_engine.testing")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background: processes inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is no failure: how long an example takes to draw or to run says nothing about a law.
 _PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("same", derandomize=True, **_PATIENT)
+settings.register_profile("same", derandomize=True, max_examples=50, **_PATIENT)
 settings.register_profile("explore", derandomize=False, max_examples=400, print_blob=True, **_PATIENT)
 settings.load_profile("same")
 
@@ -31,7 +34,20 @@ def writers_are_forked() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has imported stays: neither the garbage collector nor a forked process has to look through it."""
+    """What collecting has imported stays, and with it what the first optimizer of a process would import.
+
+    Each `Trainer` of Lightning asks for the callbacks of all installed packages, which stay the same.
+    """
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    registry = sys.modules.get("lightning.fabric.utilities.registry")
+    if registry is not None:
+        registry.entry_points = cache(registry.entry_points)
+    _freeze()
+
+
+def _freeze() -> None:
+    """What is there stays: neither a garbage collector nor a search for iterators or a fork has to look through it."""
     gc.collect()
     gc.freeze()
 
@@ -39,6 +55,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def engines_end_with_their_tests() -> Iterator[None]:
     """What the tests of a file leave open would go on beside those that follow: writers, threads, loader workers."""
+    _freeze()
     before = _engines()
     yield
     for tenure in [one for one in _engines() if one not in before]:

@@ -93,12 +93,12 @@ def command(root: str | None, failures: str, compare: str, days: float, prices: 
     settings = FrequencySettings.from_options(**config.frequency_options())
     wanted = _failures(failures, rows)
     charged = _prices(prices, len(config.tiers))
+    rules = {name: rule_of(name) for name in filter(None, (one.strip() for one in compare.split(",")))}
     far = [_further(tier.every, tier.bandwidth, costs) for tier in config.tiers[1:]]
     training = _training(settings, costs, memory)
     job = partial(SimulatedJob, seconds=days * DAY, restart=RESTART, training=training, tiers=far)
     found = [_run("ckpt-engine", job(wanted.make()), costs)]
-    for name in filter(None, (one.strip() for one in compare.split(","))):
-        rule = rule_of(name)
+    for name, rule in rules.items():
         if isinstance(rule, type):
             rhythm = partial(rule, settings)
         else:

@@ -120,10 +120,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
-def values() -> list[Any]:
+@cache
+def values() -> tuple[Any, ...]:
     """As a file has them, of each type."""
     Path("values.yaml").write_text(f"[{YAML}, {'x' * 100_000}]")
-    return list(read_document("values.yaml").value)
+    return tuple(read_document("values.yaml").value)
 
 
 def taken(key: Key) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -331,7 +331,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(TREES, TREES)
 def test_any_tree_round_trips_and_one_planner_serves_changing_structures(first: object, second: object) -> None:
     """Law: out == in, for random trees, also when one planner sees different structures in turn."""

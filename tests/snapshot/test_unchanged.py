@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
@@ -208,7 +208,6 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
         st.tuples(st.sampled_from(["nothing", "nothing", *CHANGES]), st.sampled_from("vw"), st.booleans()), max_size=12
     ),
 )
-@settings(max_examples=100, deadline=None)
 def test_a_snapshot_is_its_instant_or_fails(slots: int, story: list[tuple[str, str, bool]]) -> None:
     """Whatever happens between snapshots, and behind one before it was compared; each tensor fails at most once."""
     trainer, state, failures = Trainer(slots), frozen(), []

@@ -10,13 +10,12 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError
 from ckpt_engine.store.container import DTYPES, build_header, container_form, data_header, header_nbytes, parse_header
 
-_law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
 _OTHER = [
     "complex128",
     "complex32",
@@ -117,7 +116,6 @@ def test_a_size_that_contradicts_the_dtype_is_refused() -> None:
         container_form("float32", (3,), 11)
 
 
-@_law
 @given(st.integers(0, 400), st.integers(0, 7))
 def test_a_flipped_bit_in_a_header_never_crashes_the_reader(position: int, bit: int) -> None:
     """A damaged header parses to something, or is a clear error; nothing else."""

@@ -19,7 +19,6 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, Snapsho
 from ckpt_engine.store.manifest_codec import decode, decode_info, encode
 from tests.store.samples import info, manifest
 
-_law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
 _names = st.text(max_size=12).filter(lambda name: name not in ("$", "slimmed"))
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -89,7 +88,6 @@ def _comparable(value: SnapshotInfo) -> SnapshotInfo:
     return dataclasses.replace(value, metrics=metrics)
 
 
-@_law
 @given(_manifests())
 def test_decoding_an_encoded_manifest_gives_the_same_values(original: Manifest) -> None:
     """Every field comes back, floats bit for bit, NaN metrics included."""
@@ -98,7 +96,6 @@ def test_decoding_an_encoded_manifest_gives_the_same_values(original: Manifest) 
     assert dataclasses.replace(decoded, info=original.info) == original
 
 
-@_law
 @given(_manifests())
 def test_the_head_alone_gives_the_same_info(original: Manifest) -> None:
     """A listing reads only the head; where that is too short it says so instead of guessing."""

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -16,7 +16,6 @@ from ckpt_engine.store.retention import Retention, RetentionPlan, plan, policy_f
 from ckpt_engine.store.retention_rules import KeepAge, KeepAll, KeepBest, KeepEveryNSteps, KeepLast, KeepPeriods
 from tests.store.samples import info
 
-_law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
 _metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats() | st.sampled_from([0.0, 1.0, math.nan]))
 _times = st.floats(0, 40 * 86_400).map(lambda s: 1_700_000_000 + s) | st.floats(allow_nan=True)
 """Wall clocks: mostly of one month in no order, some broken."""
@@ -58,7 +57,6 @@ def _after(infos: list[SnapshotInfo], done: RetentionPlan) -> list[SnapshotInfo]
     return [one for one in infos if one.id not in done.remove]
 
 
-@_law
 @given(runs(), keeps)
 def test_planning_again_after_execution_removes_nothing(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
     """Retention is idempotent: what was kept is kept again."""
@@ -67,7 +65,6 @@ def test_planning_again_after_execution_removes_nothing(infos: list[SnapshotInfo
     assert plan(_after(infos, first), policy).remove == ()
 
 
-@_law
 @given(runs(), keeps, st.randoms(use_true_random=False))
 def test_the_order_of_a_listing_does_not_matter(
     infos: list[SnapshotInfo], keep: dict[str, Any], rng: random.Random
@@ -78,7 +75,6 @@ def test_the_order_of_a_listing_does_not_matter(
     assert plan(infos, policy_from(keep)) == plan(shuffled, policy_from(keep))
 
 
-@_law
 @given(runs().filter(bool), keeps)
 def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
     """Whatever the policy says, the snapshot with the highest number is kept."""
@@ -86,7 +82,6 @@ def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[
     assert newest.id in plan(infos, policy_from(keep)).keep
 
 
-@_law
 @given(runs(), keeps)
 def test_a_plan_decides_on_every_snapshot_once_and_with_a_reason(
     infos: list[SnapshotInfo], keep: dict[str, Any]
@@ -98,7 +93,6 @@ def test_a_plan_decides_on_every_snapshot_once_and_with_a_reason(
     assert list(done.remove) == sorted(done.remove)
 
 
-@_law
 @given(runs(), keeps, st.data())
 def test_protection_only_ever_keeps_more(infos: list[SnapshotInfo], keep: dict[str, Any], data: st.DataObject) -> None:
     """Protecting a snapshot keeps it and loses no other."""
@@ -108,7 +102,6 @@ def test_protection_only_ever_keeps_more(infos: list[SnapshotInfo], keep: dict[s
     assert set(bound.keep) == set(free.keep) | chosen
 
 
-@_law
 @given(runs(), st.integers(1, 5))
 def test_last_keeps_the_newest_n(infos: list[SnapshotInfo], count: int) -> None:
     """Exactly the n highest numbers, or all if there are fewer."""
@@ -116,7 +109,6 @@ def test_last_keeps_the_newest_n(infos: list[SnapshotInfo], count: int) -> None:
     assert set(kept) == {one.id for one in sorted(infos, key=lambda one: -one.seq)[:count]}
 
 
-@_law
 @given(runs(), _best)
 def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotInfo], best: dict[str, Any]) -> None:
     """A missing, NaN or infinite value never counts as best; nothing better than a kept one is removed."""
@@ -130,7 +122,6 @@ def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotIn
     assert all(finite[snapshot] >= worst_kept for snapshot in set(finite) - set(kept))
 
 
-@_law
 @given(runs(), st.integers(1, 20))
 def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo], n: int) -> None:
     """For each of n, 2n, ... the earliest snapshot at or after it and before the next; the newer of equals."""
@@ -142,7 +133,6 @@ def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo]
     assert not any(one.id in kept for one in infos if one.step < n)
 
 
-@_law
 @given(runs())
 def test_no_setting_keeps_everything(infos: list[SnapshotInfo]) -> None:
     """Nothing is ever removed unless asked for."""

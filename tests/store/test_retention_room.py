@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.copy.make_room import SpaceReservation, make_room, measure, prune
@@ -102,7 +102,6 @@ _acts = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(_acts, min_size=4, max_size=14), st.integers(1, 9), st.integers(2, 4))
 def test_whatever_happens_the_quota_holds_at_every_instant(acts: list[tuple[str, int]], last: int, sizes: int) -> None:
     """Saves of any size, writes that fail, pins, what a killed writer left, and restarts: measured at each write."""

@@ -37,6 +37,8 @@ LIGHTNING = (*ENGINE, "lightning.pytorch", "lightning_ckpt.run")
 ACCELERATE = (*ENGINE, "accelerate", "transformers.trainer", "accelerate_ckpt.transformers_callback")
 _MESSAGE_BYTES = 200_000
 _Stream = IO[Any] | int | None
+_started: list[subprocess.Popen[bytes]] = []
+"""A fork of this process that forgets what this one does at its exit must not forget these: they run."""
 
 
 def preload_of(module: str) -> tuple[str, ...]:
@@ -200,6 +202,7 @@ def server(preload: tuple[str, ...]) -> socket.socket:
         if preload == ENGINE:
             command = [sys.executable, "-W", "ignore", "-m", __name__, str(its.fileno()), *preload]
             process = subprocess.Popen(command, pass_fds=[its.fileno()], cwd=REPOSITORY)
+            _started.append(process)
         else:
             socket.send_fds(server(ENGINE), [json.dumps({"serve": preload}).encode()], [its.fileno()])
     ours.settimeout(PATIENCE_SECONDS)

@@ -248,6 +248,7 @@ def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
         if requests in ready:
             message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 4)
             if not message:
+                signal.set_wakeup_fd(-1)
                 return
             job = json.loads(message)
             listener = socket.socket(fileno=descriptors[-1])

@@ -194,9 +194,14 @@ class _Part:
 
     def spent(self, seconds: float) -> float:
         """The share of training time that it takes at an interval."""
-        if self.cost <= 0.0:
-            return 0.0
-        return self.cost / seconds if seconds > 0.0 else math.inf
+        return _share(self.cost, seconds)
+
+
+def _share(cost: float, seconds: float) -> float:
+    """What one costs, of the time between two."""
+    if cost <= 0.0:
+        return 0.0
+    return cost / seconds if seconds > 0.0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +231,7 @@ class _Assignment:
         spent = {number: part.spent(seconds[number]) for number, part in parts.items()}
         waste = sum(spent.values())
         leaves = {number: left + taken - (waste - own) for number, own in spent.items()}
-        waste += sum(part.price / seconds[number] for number, part in parts.items() if part.price > 0.0)
+        waste += sum(_share(part.price, seconds[number]) for number, part in parts.items())
         lost, broken = self._lost(seconds)
         return JointIntervals(
             seconds=seconds,

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt_engine.frequency.policy import (
@@ -175,6 +175,7 @@ all_settings = st.builds(
 
 
 @given(all_costs, all_settings, wild)
+@example(Costs(0.0, written_bytes=1.0, worst_latency_seconds=1.0), FrequencySettings(max_lost_work_seconds=1.0), 0.0)
 def test_any_measurement_gives_an_interval_within_the_clip(
     costs: Costs, settings: FrequencySettings, rate: float
 ) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.source import nodes_of, tree_of
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 MOST_IN_FILE = 400
@@ -69,14 +71,14 @@ def test_every_module_says_its_one_responsibility_and_stays_short(package: str) 
     too_long = []
     for path in (one for one in MODULES if one.is_relative_to(ROOT / package)):
         text = path.read_text()
-        tree = ast.parse(text)
+        tree = tree_of(path)
         if not text.strip():
             continue
         assert ast.get_docstring(tree), f"{path}: no module docstring"
         code = _code_lines(text, tree)
         if len(code) > MOST_IN_FILE:
             too_long.append(f"{path.relative_to(ROOT)}: {len(code)} code lines")
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 length = len(code.intersection(range(node.lineno, node.end_lineno + 1)))
                 if length > MOST_IN_FUNCTION:
@@ -87,7 +89,7 @@ def test_every_module_says_its_one_responsibility_and_stays_short(package: str) 
 def test_protocols_and_constructors_stay_small() -> None:
     """Who implements or calls one has to know all of it."""
     wide, long = set(), set()
-    for node in (node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))):
+    for node in (node for path in MODULES for node in nodes_of(path)):
         if not isinstance(node, ast.ClassDef):
             continue
         members = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AnnAssign)]
@@ -109,7 +111,7 @@ def test_a_name_means_one_thing() -> None:
     classes = Counter(
         node.name
         for path in MODULES
-        for node in ast.parse(path.read_text()).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, times in files.items() if times > 1] == []
@@ -121,9 +123,8 @@ def test_messages_use_plain_words() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for path in MODULES
-        for tree in [ast.parse(path.read_text())]
-        for docstrings in [{id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}]
-        for node in ast.walk(tree)
+        for docstrings in [{id(one.value) for one in nodes_of(path) if isinstance(one, ast.Expr)}]
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
         if " " in node.value.strip() and UNPLAIN.search(node.value)
     ]
@@ -192,7 +193,7 @@ def _storages() -> set[str]:
     """Names of the classes that store objects, and of those that are made of them."""
     found = {"Storage", "Folder", "Versions", "Nodes"}
     classes = [
-        node for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+        node for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     ]
     for node in classes:
         if {"put", "get_into", "sweep"} <= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}:
@@ -208,7 +209,7 @@ def test_no_code_above_the_store_asks_for_the_class_of_a_storage() -> None:
     assert {"LocalStorage", "NodeStorage", "Spread", "WatchedStorage"} <= kinds, "the search finds nothing"
     problems = []
     for path in (one for one in MODULES if not one.is_relative_to(STORE)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
                 asked = {ast.unparse(one).rpartition(".")[2] for one in ast.walk(node.args[1])}
                 problems += [f"{path.relative_to(ROOT)}:{node.lineno}: {kind}" for kind in asked & kinds]

@@ -14,6 +14,7 @@ import pytest
 
 from ckpt_engine.cli.main import VERBS, commands
 from ckpt_engine.config import Config
+from tests.house.source import nodes_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
@@ -49,9 +50,8 @@ def texts() -> tuple[tuple[str, str], ...]:
     """Every text in the code, with where it is; what a format puts in is `{}`."""
     found = []
     for path in (one for package in PACKAGES for one in sorted((ROOT / package).rglob("*.py"))):
-        tree = ast.parse(path.read_text())
-        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
+        inside = {id(part) for node in nodes_of(path) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes_of(path):
             text = None
             if isinstance(node, ast.JoinedStr):
                 text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
@@ -127,7 +127,7 @@ ARGUMENTS = {"into", "own", "transport"}
 
 def hints() -> Iterator[tuple[str, str]]:
     for path in (one for package in PACKAGES for one in sorted((ROOT / package).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.keyword) and node.arg == "hint":
                 for part in (one for one in ast.walk(node.value) if isinstance(one, ast.Constant)):
                     yield f"{path.relative_to(ROOT)}:{node.value.lineno}", str(part.value)
@@ -176,7 +176,7 @@ def test_the_page_of_the_architecture_shows_every_thread() -> None:
     named = set()
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 if isinstance(node, ast.keyword) and node.arg in ("name", "thread_name_prefix"):
                     named |= {
                         found

@@ -20,9 +20,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(TIER),--tier $(TIER))
 
-# One process per core; the tests of a file share what they start. Threads of torch that wait leave the cores to the others.
+# Two processes per core, because tests also wait; those of a file share what they start. Threads of torch that wait leave the cores to the others.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --workers auto
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore
@@ -31,9 +31,9 @@ test-slow: $(STAMP)
 test-oldest:
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/pip install -q torch==2.6.0 --extra-index-url https://download.pytorch.org/whl/cpu
-	$(VENV)-oldest/bin/pip install -q -c requirements/oldest.txt -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis jsonargparse[signatures] \
+	$(VENV)-oldest/bin/pip install -q -c requirements/oldest.txt -e '.[all]' pytest pytest-timeout hypothesis jsonargparse[signatures] \
 		torchdata scikit-learn omegaconf pytorch-ignite rich
-	$(VENV)-oldest/bin/python -m pytest -n logical --dist loadfile tests/config tests/store tests/restore tests/lightning tests/accelerate tests/tracking
+	$(VENV)-oldest/bin/python -m pytest --workers auto tests/config tests/store tests/restore tests/lightning tests/accelerate tests/tracking
 
 # The wheel and the source, and the wheel tried in a fresh environment.
 wheel:

@@ -160,7 +160,7 @@ def test_commands_show_the_leaves_of_a_packed_component(tmp_path: Path) -> None:
 
 def test_retention_keeps_the_file_of_a_schema(tmp_path: Path) -> None:
     """Of twelve snapshots one is kept: it is whole, and what no snapshot needs is gone."""
-    root, tensors = tmp_path / "run", 60_000
+    root, tensors = tmp_path / "run", 20_000
     state = {"model": {f"layers.{n}.weight": torch.randn(5) for n in range(tensors)}, "step": 0}
     with Checkpointer(root, keep={"last": 1}) as ckpt:
         for step in range(12):

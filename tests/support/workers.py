@@ -33,7 +33,11 @@ _INDEX = struct.Struct("=H")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=0, help="run in so many processes, each file in one of them")
+    parser.addoption("--workers", type=_number, default=0, help="run in so many processes; auto: two for each core")
+
+
+def _number(given: str) -> int:
+    return 2 * (os.cpu_count() or 1) if given == "auto" else int(given)
 
 
 @pytest.hookimpl(tryfirst=True)

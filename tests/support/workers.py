@@ -19,15 +19,7 @@ import pytest
 
 from tests.support import interpreters
 
-LONGEST = (
-    "lightning/test_exact",
-    "lightning/test_kill",
-    "cli/test_verify_",
-    "lightning/",
-    "tracking/",
-    "data/",
-    "accelerate/",
-)
+LONGEST = ("examples/test_demo", "lightning/", "cli/test_verify_", "tracking/", "data/", "accelerate/", "recipes/")
 """Files that take long begin first, so that no worker is left with one at the end."""
 _INDEX = struct.Struct("=H")
 

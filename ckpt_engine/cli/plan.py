@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -34,10 +35,10 @@ from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, Rule, Ruled, SimulatedJob, SnapshotTimer
 from ckpt_engine.observe import units
-from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, Clock, EventSink
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.observe.units import count
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.writer.attempts import Attempt, read_attempts
+from ckpt_engine.writer.attempts import BEAT_SECONDS, Attempt, read_attempts
 
 DAY = 86400.0
 LLAMA3_SECONDS = 3.09 * 3600.0
@@ -96,7 +97,8 @@ def command(root: str | None, failures: str, compare: str, days: float, prices: 
     rules = {name: rule_of(name) for name in filter(None, (one.strip() for one in compare.split(",")))}
     far = [_further(tier.every, tier.bandwidth, costs) for tier in config.tiers[1:]]
     training = _training(settings, costs, memory)
-    job = partial(SimulatedJob, seconds=days * DAY, restart=RESTART, training=training, tiers=far)
+    restart = _restart(rows)
+    job = partial(SimulatedJob, seconds=days * DAY, restart=restart, training=training, tiers=far)
     found = [_run("ckpt-engine", job(wanted.make()), costs)]
     for name, rule in rules.items():
         if isinstance(rule, type):
@@ -106,9 +108,9 @@ def command(root: str | None, failures: str, compare: str, days: float, prices: 
         found.append(_run(name, job(wanted.make(), rhythm=rhythm), costs))
     if as_json:
         made = {"days": days, "failures": wanted.source, "measured": measured, "costs": asdict(costs)}
-        print_json({**made, "restart": asdict(RESTART), "policies": [asdict(one) for one in found]})
+        print_json({**made, "restart": asdict(restart), "policies": [asdict(one) for one in found]})
     else:
-        _print(found, wanted, costs, measured, days, charged)
+        _print(found, wanted, costs, restart, measured, days, charged)
 
 
 def _ruled(seconds: float, clock: Clock, _sink: EventSink) -> Ruled:
@@ -133,6 +135,24 @@ def _costs(rows: Sequence[Attempt]) -> tuple[Costs, float, bool]:
         written_bytes=1e6 * seen.get("megabytes", 0.0),
     )
     return costs, seen.get("memory_each", 0.0) or costs.stall_seconds, True
+
+
+def _restart(rows: Sequence[Attempt]) -> Restart:
+    """What restarts usually took in this run; what it had none of is assumed."""
+    down = dict(RESTART.down)
+    for kind in down:
+        late = 0.0 if kind == PROCESS else BEAT_SECONDS / 2.0  # that a lost machine lived after its last heartbeat
+        gaps = [
+            max(0.0, (following.started or following.began) - one.began - one.seconds - late)
+            for one, following in pairwise(rows)
+            if one.failure in (kind, UNKNOWN)
+        ]
+        down[kind] = median(gaps) if gaps else down[kind]
+    startup, restore = (
+        median([one.times[name] for one in rows if one.times.get(name)] or [assumed])
+        for name, assumed in (("startup", RESTART.startup), ("restore", RESTART.restore))
+    )
+    return Restart(down, startup, restore)
 
 
 def _training(settings: FrequencySettings, costs: Costs, memory: float) -> dict[str, Any]:
@@ -305,6 +325,7 @@ def _print(
     found: Sequence[PlannedRun],
     wanted: FailurePlan,
     costs: Costs,
+    restart: Restart,
     measured: bool,
     days: float,
     prices: Mapping[str, float],
@@ -316,9 +337,10 @@ def _print(
         f"durable in {units.duration(costs.latency_seconds)}, {units.size(costs.written_bytes)}"
     )
     click.echo(f"           steps of {units.duration(costs.step_seconds)}; {said}")
-    process, machine = (RESTART.down[one] + RESTART.startup + RESTART.restore for one in (PROCESS, MACHINE))
+    process, machine = (restart.down[one] + restart.startup + restart.restore for one in (PROCESS, MACHINE))
+    said = "assumed" if restart == RESTART else "as in this run"
     click.echo(
-        f"restarts   {units.duration(process)} after a process, {units.duration(machine)} after a machine (assumed)\n"
+        f"restarts   {units.duration(process)} after a process, {units.duration(machine)} after a machine ({said})\n"
     )
     most = max(1.0 - one.goodput for one in found)
     rows = [

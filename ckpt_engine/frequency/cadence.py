@@ -19,7 +19,7 @@ from ckpt_engine.frequency.measure import (
     UnsettledSnapshot,
     measured,
 )
-from ckpt_engine.frequency.policy import AdaptivePolicy, Decision, FarCosts, FrequencyPolicy, FrequencySettings
+from ckpt_engine.frequency.policy import AdaptivePolicy, Costs, Decision, FarCosts, FrequencyPolicy, FrequencySettings
 from ckpt_engine.frequency.triggers import (
     ASSUMED_STALL_SECONDS,
     INTERVAL,
@@ -120,6 +120,7 @@ class Cadence:
         self._steps = StepTimes()
         self._account = Account()
         self._step_seconds = 0.0
+        self._decided: object = None
         self._begin(0, self._began)
         self._next = _NOT_STARTED
 
@@ -482,8 +483,17 @@ class Cadence:
                 self._adaptive.uneven = self._steps.uneven
                 self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
         self._settled.clear()
-        self._decide(step)
+        if self._held_back or self._basis() != self._decided:  # what time alone changes is for the next review
+            self._decide(step)
         self._held_back = False
+
+    def _basis(self) -> tuple[Costs, float | None, FarCosts | None]:
+        """What a decision follows from besides failures: costs of a snapshot, of one in memory, of a further copy."""
+        self._step_seconds = self._steps.step_seconds()
+        costs, memory = self._meter.costs(self._step_seconds), self._memory
+        if memory is not None and not self._meter.known:
+            costs = replace(costs, stall_seconds=memory.cost_seconds + ASSUMED_STALL_SECONDS)
+        return costs, None if memory is None else memory.cost_seconds, self._far
 
     def _decide(self, step: int) -> None:
         if self._memory is not None:
@@ -491,13 +501,10 @@ class Cadence:
         if not self._steps.known:
             self._memory_review = step + 1
             return
-        self._step_seconds = self._steps.step_seconds()
-        costs, memory = self._meter.costs(self._step_seconds), self._memory
-        if memory is not None and not self._meter.known:
-            costs = replace(costs, stall_seconds=memory.cost_seconds + ASSUMED_STALL_SECONDS)
+        self._decided = costs, memory_seconds, far = self._basis()
         rates = self._evidence.rates(self._now() - self._began)
-        wanted = self._policy.decide(costs, rates, None if memory is None else memory.cost_seconds, self._far)
-        if memory is not None:
+        wanted = self._policy.decide(costs, rates, memory_seconds, far)
+        if (memory := self._memory) is not None:
             memory.interval_seconds, memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
         if self._adaptive is None or not self._meter.known:
             return

@@ -15,13 +15,15 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import Any, Self
 
-from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN
 
 CLASSES = (PROCESS, MACHINE, SITE)
 SHARES: Mapping[str, float] = {PROCESS: 0.75, MACHINE: 0.2, SITE: 0.05}
 """Of all failures, until there is evidence: three of four need only a new process (DLRover's Flash Checkpoint)."""
+_COUNTED = {kind: tuple(float(one == kind) for one in CLASSES) for kind in CLASSES} | {UNKNOWN: tuple(SHARES.values())}
 JOB_SECONDS = 12 * 3600.0
 RANK_SECONDS = 86400.0 * 8 / 6.5e-3
 """Between hardware failures of one rank: 6.5 in 1,000 days of a machine with eight of them."""
@@ -127,15 +129,16 @@ class FailureBelief:
 
     def after(self, lasted: Sequence[float], failures: Sequence[str]) -> FailureBelief:
         """The belief after attempts that lasted so long, each ended by a failure of that class ("": by none)."""
-        exposure, events, counts = self.exposure_seconds, self.events, [self.process, self.machine, self.site]
+        exposure, events, (process, machine, site) = self.exposure_seconds, self.events, self._counts.values()
         for seconds, kind in zip(lasted, failures, strict=True):
             if 0.0 < seconds < math.inf:
                 exposure += seconds
             if kind != "":
                 exposure, events = DISCOUNT * exposure, DISCOUNT * events + 1.0
-                new = {kind: 1.0} if kind in CLASSES else SHARES
-                counts = [SHARES_DISCOUNT * was + new.get(one, 0.0) for one, was in zip(CLASSES, counts, strict=True)]
-        process, machine, site = counts
+                for_process, for_machine, for_site = _COUNTED.get(kind, _COUNTED[UNKNOWN])
+                process = SHARES_DISCOUNT * process + for_process
+                machine = SHARES_DISCOUNT * machine + for_machine
+                site = SHARES_DISCOUNT * site + for_site
         return FailureBelief(process, machine, site, exposure, events, self.assumed_seconds, self.weight)
 
     @property
@@ -211,20 +214,23 @@ def fit_weibull(lasted: Sequence[float], failed: Sequence[bool]) -> WeibullFit:
     count = sum(failed)
     mean = sum([log for log, one in zip(below, failed, strict=True) if one]) / count
 
-    def likelihood(shape: float) -> float:
-        return count * (math.log(shape * count / sum([math.exp(shape * log) for log in below])) + (shape - 1.0) * mean)
+    def weights_of(shape: float) -> list[float]:
+        return list(map(math.exp, map(shape.__mul__, below)))
 
-    shape = 1.0
+    def likelihood(shape: float) -> float:
+        return count * (math.log(shape * count / sum(weights_of(shape))) + (shape - 1.0) * mean)
+
+    shape, squares = 1.0, list(map(mul, below, below))
     for _ in range(_NEWTON_STEPS):
-        weights = [math.exp(shape * log) for log in below]
+        weights = weights_of(shape)
         total = sum(weights)
-        first = sum([weight * log for weight, log in zip(weights, below, strict=True)]) / total
-        spread = sum([weight * (log - first) ** 2 for weight, log in zip(weights, below, strict=True)]) / total
+        first = sum(map(mul, weights, below)) / total
+        spread = sum(map(mul, weights, squares)) / total - first * first
         change = (1.0 + shape * (mean - first)) / (1.0 + shape * shape * spread)
         shape = max(_LEAST_SHAPE, min(shape * math.exp(change), _MOST_SHAPE))
-        if abs(change) < 1e-9:
+        if abs(change) < 1e-5:  # squared, that is what the next one would be
             break
-    total = sum([math.exp(shape * log) for log in below])
+    total = sum(weights_of(shape))
     scale = math.exp(level) * (total / count) ** (1.0 / shape)
     return WeibullFit(shape, scale, 2.0 * (likelihood(shape) - likelihood(1.0)))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 # Measured seconds divided by measured seconds must not differ because 0.7 / 0.05 is not 14 in binary.
 _ROUNDING = 1e-9
+_CLOSE = 1e-5
 _BRANCH_POINT = -1.0 / math.e
 
 
@@ -304,7 +305,7 @@ def _multiplier(parts: Sequence[_Part], budget: float) -> float:
     low, high = 0.0, 1.0
     while spent(high) > budget * (1.0 + _ROUNDING) and high < 1e300:
         low, high = high, 4.0 * high
-    while high - low > _ROUNDING * high:
+    while high - low > _CLOSE * high:
         middle = (low + high) / 2.0
         low, high = (middle, high) if spent(middle) > budget else (low, middle)
     return high

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_engine.frequency.failures import FailureBelief
 from ckpt_engine.frequency.policy import Costs
@@ -63,9 +63,10 @@ class Usual:
         self._values.append(value)
         every = list(self._values)
         risen, fallen = every[-self.RISEN :], every[-self.FALLEN :]
-        if min(every) == max(every):
-            pass  # nothing has changed: the look at quantiles below costs more than all else
-        elif len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
+        if min(every) == max(every):  # nothing has changed: the look at quantiles below costs more than all else
+            self._believed, self._error = value, 0.0
+            return False
+        if len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
@@ -121,8 +122,7 @@ class Outliers:
         return sum(self._excess) / max(self.LEAST, len(self._excess)) if seen >= self.ENOUGH else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Slowdown:
+class Slowdown(NamedTuple):
     """How much longer the steps next to a snapshot were than as many clean ones.
 
     Args:
@@ -296,7 +296,7 @@ class StepTimes:
 
     def _forget_before_shift(self) -> None:
         summary = self._summarise()
-        if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW:
+        if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW or summary.deviation == 0.0:
             return
         self._shift_seen = self._summary_of
         cut = _cut(list(self.clean), summary.limit)
@@ -307,8 +307,7 @@ class StepTimes:
             self.clean.extend(newest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Summary:
+class _Summary(NamedTuple):
     """Clean steps.
 
     Args:
@@ -327,6 +326,8 @@ class _Summary:
 
     @classmethod
     def of(cls, values: list[float]) -> _Summary:
+        if min(values) == max(values):
+            return cls(values[0], 0.0, 0.0, SLOW_STEP * values[0], 0.0, 0.0)
         limit = SLOW_STEP * quantile(values, 0.75)
         cut = _cut(values, limit)
         mean = sum(cut) / len(cut)
@@ -525,8 +526,7 @@ class UnsettledSnapshot:
     stall_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(NamedTuple):
     """The end of an in-flight snapshot; `latency_seconds` is None where it failed."""
 
     snapshot: UnsettledSnapshot

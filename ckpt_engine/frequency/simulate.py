@@ -16,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
 from ckpt_engine.frequency.failures import Failures, assumed_mtbf, certain
@@ -110,8 +110,7 @@ class Ruled:
         return math.inf, self._due
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """One snapshot of the simulation.
 
     `true_overhead` is the share of the window before it (from the previous snapshot's end of stall to this one's) that
@@ -126,8 +125,7 @@ class Taken:
     wait_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """What a snapshot holds: a step, when it was taken, and the seconds of useful work in it."""
 
     step: int
@@ -173,7 +171,7 @@ class FurtherTier:
 
     seconds: float
     every: float = 0.0
-    newest: Point = Point(0, 0.0, 0.0)
+    newest: Point = field(default=Point(0, 0.0, 0.0))
     copied: int = 0
     coming: tuple[Point, float] | None = None
     waiting: Point | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ckpt_engine.frequency.measure import Usual
 from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, settle
@@ -136,8 +136,7 @@ CALIBRATION_FACTOR = 2.0
 CALIBRATE_AFTER_WINDOWS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """A boundary.
 
     Args:
@@ -158,8 +157,7 @@ class Moment:
     quiet_steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class TriggerAnswer:
+class TriggerAnswer(NamedTuple):
     """Due now, or ask again at a step or a time, whichever comes first."""
 
     due: bool

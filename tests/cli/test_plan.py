@@ -52,13 +52,18 @@ def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> No
         "persist_each": 20.0,
         "megabytes": 3e3,
     }
-    rows = (Attempt("a", "a", 0.0, 3600.0, GONE), Attempt("a", "b", 3700.0, 3600.0, CLOSED, times=times))
+    rows = (
+        Attempt("a", "a", 0.0, 3600.0, GONE),
+        Attempt("a", "b", 3700.0, 3600.0, CLOSED, times=times | {"startup": 70.0}),
+    )
     (run_folder.path / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(rows)))
     answer = ckpt("plan", run_folder.path, "--days", 1, "--compare", "", "--json").json
     assert answer["measured"] is True
     assert "what 1 failure of this run make likely" in answer["failures"]
     costs = answer["costs"]
     assert (costs["step_seconds"], costs["stall_seconds"], costs["written_bytes"]) == (2.0, 0.25, 3e9)
+    restart = answer["restart"]
+    assert (restart["down"], restart["startup"]) == ({"process": 100.0, "machine": 280.0, "site": 280.0}, 70.0)
     (ours,) = answer["policies"]
     assert ours["tiers"] == [pytest.approx(86400.0 / ours["interval_seconds"] * 3e9, rel=0.2)]
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckpt_engine.frequency.failures import SHARES, Failures, observed, poisson, weibull
@@ -20,6 +22,7 @@ from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from tests.cli.test_truth import JOBS, WITHIN, told
 from tests.frequency.test_irregular import (
     BUDGET,
     MTBF_SECONDS,
@@ -301,6 +304,13 @@ def _lost_by_a_new_run(lives: Sequence[float], rng: random.Random) -> float:
     return job.lost[len(lives) - 1][1] / (stall / BUDGET)
 
 
+def misjudged(job: str) -> float:
+    """By how much `ckpt goodput` and `ckpt plan`, whichever errs more, miss the share of useful work."""
+    with tempfile.TemporaryDirectory() as folder:
+        truth, *found = told(job, Path(folder))
+    return max(abs(one - truth) for one in found)
+
+
 def rows() -> Iterator[Row]:
     for name, (most, plan) in PLANS.items():
         yield Row(f"job: {name}", most, plan.regret)
@@ -323,6 +333,8 @@ def rows() -> Iterator[Row]:
     for world in (*WORLDS, THROTTLED):
         yield Row(f"overhead of six hours / budget: {world.name}", 1.15, lambda world=world: windows(world)[0])
         yield Row(f"reported less true overhead, points: {world.name}", 0.05, lambda world=world: windows(world)[1])
+    for job in JOBS:
+        yield Row(f"ckpt goodput and ckpt plan less the truth: {job}", WITHIN, lambda job=job: misjudged(job))
     yield Row("max_lost_work per class, each fifth failing: steps beyond", 1.2, lost_per_class)
 
 

@@ -1,0 +1,66 @@
+"""`ckpt goodput` and `ckpt plan` beside a simulated run of which all is known, given no more than its record."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_engine.cli.main import commands
+from ckpt_engine.frequency.failures import observed, poisson
+from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
+from ckpt_engine.frequency.simulate import Restart, SimulatedJob
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from ckpt_engine.store import names
+from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts
+
+DAYS = 10
+SECONDS = DAYS * 86400.0
+WITHIN = 0.002
+RESTART = Restart({PROCESS: 25.0, MACHINE: 400.0, SITE: 400.0}, startup=90.0, restore=40.0)
+JOBS: dict[str, tuple[float, dict[str, Any]]] = {
+    "calm": (11000.0, {"step_seconds": 2.0, "stall": 0.3, "persist": 20.0}),
+    "dear": (11000.0, {"step_seconds": 5.0, "stall": 8.0, "persist": 60.0}),
+    "jitter and a slowdown": (11000.0, {"step_seconds": 1.0, "jitter": 0.1, "slowdown": 1.05}),
+    "slow steps": (11000.0, {"slow": lambda step, _: 10.0 if step % 50 == 0 else 1.0}),
+    "each half hour": (1800.0, {"step_seconds": 1.0, "stall": 0.5, "persist": 8.0}),
+    "hardly ever": (40 * 86400.0, {"step_seconds": 1.0, "stall": 1.0}),
+    "memory": (11000.0, {"step_seconds": 5.0, "stall": 4.0, "persist": 30.0, "memory_stall": 0.2}),
+}
+
+
+def told(name: str, folder: Path) -> tuple[float, float, float]:
+    """The share of useful work of a job: in truth, by its record, and as planned for the same failures."""
+    mtbf, training = JOBS[name]
+    drawn = poisson(mtbf, random.Random(7), {PROCESS: 0.75, MACHINE: 0.25})
+    gaps, kinds = zip(*itertools.islice(drawn, 9 + int(2 * SECONDS / mtbf)), strict=True)
+    trace = list(zip(itertools.accumulate(gaps), kinds, strict=True))
+    memory = MemoryRhythm() if name == "memory" else None
+    training = {"settings": FrequencySettings(memory=memory, slots=2 if memory else 1), "certain": False, **training}
+    job = SimulatedJob(observed(trace), SECONDS, RESTART, training).run()
+    (run := folder / "run").mkdir()
+    (run / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(tuple(job.rows))))
+    (folder / "ckpt.yaml").write_text(f"tiers: [{'memory, ' if memory else ''}{run}]")
+    (folder / "failures.txt").write_text("\n".join(f"{at} {kind}" for at, kind in trace))
+    same = ("--failures", f"{folder / 'failures.txt'}", "--days", f"{DAYS}", "--compare", "")
+    recorded = _answer("goodput", f"{run}")["goodput"]
+    return job.goodput, recorded, _answer("plan", f"{folder / 'ckpt.yaml'}", *same)["policies"][0]["goodput"]
+
+
+def _answer(*arguments: str) -> Any:
+    done = CliRunner().invoke(commands, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_both_are_within_two_thousandths(name: str, tmp_path: Path) -> None:
+    """Of all time."""
+    truth, recorded, planned = told(name, tmp_path)
+    assert recorded == pytest.approx(truth, abs=WITHIN)
+    assert planned == pytest.approx(truth, abs=WITHIN)

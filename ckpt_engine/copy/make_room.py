@@ -14,6 +14,7 @@ from types import MappingProxyType
 from ckpt_engine.copy import drop_components
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease_objects import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
@@ -51,6 +52,14 @@ class Collected:
     damaged: tuple[Damaged, ...]
     put_back: frozenset[str] = frozenset()
 
+    def events(self, url: str) -> list[Event]:
+        """What is to be said of it, done at `url`."""
+        if not self.withheld_bytes:
+            return []
+        stay, damaged = units.size(self.withheld_bytes), ", ".join(bad.id for bad in self.damaged)
+        text = f"{stay} of old data stay at {url} because damaged manifests may need them: {damaged}"
+        return [Notice("WARNING", text)]
+
 
 _NOT_ASKED = Collected((), 0, 0, ())
 """Of a collection that was of no use."""
@@ -74,6 +83,15 @@ class Pruned:
     def forgotten(self) -> tuple[str, ...]:
         """All ids that no longer exist."""
         return (*self.plan.remove, *self.slimmed)
+
+    def events(self, url: str) -> list[Event]:
+        """As of `Collected`."""
+        found: list[Event] = []
+        if self.forgotten:
+            found.append(SnapshotsForgotten(self.forgotten, self.collected.freed_bytes))
+        for snapshot, why in self.not_slimmed.items():
+            found.append(Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}"))
+        return found + self.collected.events(url)
 
 
 def plan_prune(

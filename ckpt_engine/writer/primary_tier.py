@@ -33,7 +33,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     WriterError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, acquire, read_holder
@@ -280,7 +280,7 @@ class PrimaryTier:
         room = self._room.before(nbytes, contents.manifest)
         if room is not None:
             self._made_room(room.plan.remove)
-        self._say_pruned(room)
+        self._say(room)
 
     def _make_rooms(self, lease: Lease) -> SpaceReservation:
         return SpaceReservation(self._repository, lease, self._policy, self._notice, self._in_flight, self._unsure)
@@ -291,7 +291,7 @@ class PrimaryTier:
             return
         self._swept = True
         try:
-            self._report(collect(self._repository, self._lease, in_flight=self._in_flight))
+            self._say(collect(self._repository, self._lease, in_flight=self._in_flight))
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
@@ -322,7 +322,7 @@ class PrimaryTier:
             self._swept = False
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
             return
-        self._say_pruned(pruned)
+        self._say(pruned)
 
     def release(self) -> None:
         """Give back the lease, if this writer has it.
@@ -360,22 +360,9 @@ class PrimaryTier:
         self._swept = False
         self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
 
-    def _say_pruned(self, pruned: Pruned | None) -> None:
-        """Say to the trainer what retention did."""
-        if pruned is None:
-            return
-        if forgotten := pruned.forgotten:
-            self._emit(SnapshotsForgotten(forgotten, pruned.collected.freed_bytes))
-        for snapshot, why in pruned.not_slimmed.items():
-            self._notice(f"snapshot {snapshot} keeps all its components: {why}")
-        self._report(pruned.collected)
-
-    def _report(self, collected: Collected) -> None:
-        if collected.withheld_bytes:
-            damaged = ", ".join(bad.id for bad in collected.damaged)
-            self._notice(
-                f"{collected.withheld_bytes} bytes of old data stay because damaged manifests may need them: {damaged}"
-            )
+    def _say(self, done: Pruned | Collected | None) -> None:
+        for event in done.events(self._url) if done is not None else ():
+            self._emit(event)
 
     def _notice(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

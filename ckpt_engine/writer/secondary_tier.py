@@ -15,7 +15,7 @@ from functools import partial
 
 from ckpt_engine.copy.encoded_copy import AUTO, Encoding, Tally, encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
-from ckpt_engine.copy.make_room import collect, make_room, prune
+from ckpt_engine.copy.make_room import Collected, Pruned, collect, make_room, prune
 from ckpt_engine.copy.transfer import (
     Copied,
     CopySourceError,
@@ -37,7 +37,7 @@ from ckpt_engine.errors import (
     StorageStalledError,
     WaitTimeoutError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, acquire
 from ckpt_engine.store.lease_objects import Lease
@@ -214,14 +214,9 @@ class SecondaryTier:
             plain = Plain(staged, self._direct)
             contents: Contents = plain if codec in (RAW, AUTO) else encoded(staged, self._direct, codec)
             if not isinstance(self._policy, KeepAll):
-                make_room(
-                    self._direct,
-                    lease,
-                    self._policy,
-                    contents.new_bytes,
-                    line=self.line or _NO_LINE,
-                    in_flight=[info.id for info in self.waiting],
-                )
+                keeping, line = [info.id for info in self.waiting], self.line or _NO_LINE
+                nbytes = contents.new_bytes
+                self._tell(make_room(self._direct, lease, self._policy, nbytes, line=line, in_flight=keeping))
             kept = contents if contents.stands() else plain  # what it was to refer to may have gone for room
             committed = write_snapshot(kept, self.url, progress, partial(self._not_undone, staged))[0]
             self._unpruned = True
@@ -232,7 +227,7 @@ class SecondaryTier:
     def sweep(self) -> None:
         """Remove what interrupted writes left, once the tier is open. Raises as `advance`."""
         if self._repository is not None and self._lease is not None:
-            collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting])
+            self._tell(collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting]))
 
     def release(self) -> None:
         """Give back the lease; `advance` takes it again. Never raises: a tier that is away does not hear it."""
@@ -390,10 +385,9 @@ class SecondaryTier:
                     protected={} if newest else dict.fromkeys(there, "there before"),
                     in_flight=keeping,
                 )
+            # What was to be referred to may be gone: then more has to be written.
             again = done is not None and bool(done.plan.remove) and not self.encoding.is_plain
-            if done is not None and done.plan.remove:
-                # What was to be referred to may be gone: then more has to be written.
-                self._emit(SnapshotsForgotten(done.plan.remove, done.collected.freed_bytes))
+            self._tell(done)
 
     def _most_bytes(self, found: CopySource, repository: Repository) -> int:
         """What copying a snapshot writes, or more: how far it can be encoded is not known before."""
@@ -425,8 +419,7 @@ class SecondaryTier:
         except CkptError as err:
             self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
         else:
-            if pruned.plan.remove:
-                self._emit(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+            self._tell(pruned)
         self._unpruned = False
 
     @contextmanager
@@ -445,6 +438,10 @@ class SecondaryTier:
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
+
+    def _tell(self, done: Pruned | Collected | None) -> None:
+        for event in done.events(self.url) if done is not None else ():
+            self._emit(event)
 
     def _say(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

@@ -13,7 +13,7 @@ from ckpt_engine.copy.encoded_copy import Encoding, Tally
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.errors import StorageFullError
-from ckpt_engine.observe.events import SnapshotCommitted, SnapshotReplicated, TierDegraded
+from ckpt_engine.observe.events import SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten, TierDegraded
 from ckpt_engine.store import names
 from ckpt_engine.store.codecs.codec import get_codec
 from ckpt_engine.store.container import build_header, digest
@@ -69,6 +69,20 @@ def test_what_the_nearest_tier_does_not_take_is_stored_encoded_by_the_next_one(r
     run.close()
     assert decoded_steps(run.far) == [1, 2, 3, 4]
     assert steps(run.near) == [1, 4]
+
+
+def test_a_further_tier_says_what_its_retention_has_taken_apart(run: Run) -> None:
+    """As the nearest one does: a snapshot that has lost a component is another one, and its id is gone."""
+    run.start(run.tier(codec="zstd", keep={"last": 9, "components": {"loop": {"last": 1}}}))
+    first = run.save(1)
+    run.until_copied(1)
+    run.save(2)
+    said = run.until(lambda one: isinstance(one, SnapshotsForgotten))
+    assert isinstance(said, SnapshotsForgotten) and said.snapshots == (first,)
+    run.close()
+    near, far = (Repository(LocalStorage(root)).ids() for root in (run.near, run.far))
+    assert [one.step for one in far] == [one.step for one in near] == [1, 2]
+    assert first == near[0].id != far[0].id
 
 
 def test_a_tier_stores_its_copies_encoded(run: Run) -> None:

@@ -137,13 +137,20 @@ class _Decoded:
     """Encoded pieces of the first snapshot, decoded into a scratch file that has no name."""
 
     def __init__(self, repository: Repository, slim: Slim) -> None:
-        self._storage = repository.storage
-        self._whole = slim.whole
-        self._decoder = Decoder(slim.whole, self._fetch)
+        storage, files = repository.storage, slim.whole.files
+
+        # Not a method: with a circle of references the scratch file would take its room until that is collected.
+        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
+            name = files[piece.file].name
+            storage.get_into(name, piece.offset, out)
+            if digest(out) != piece.digest:
+                raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
+
+        self._decoder = Decoder(slim.whole, fetch)
         self._end = 0
         nbytes = sum(piece.raw_nbytes for _, _, piece in slim.kept if piece.codec != RAW)
         if nbytes:
-            folder = scratch_of(self._storage) or tempfile.gettempdir()
+            folder = scratch_of(storage) or tempfile.gettempdir()
             with translating("write", folder), tempfile.TemporaryFile(dir=folder) as temporary:
                 # Reserved: a full disk raises here, where a mapped page would kill the process.
                 os.posix_fallocate(temporary.fileno(), 0, nbytes)
@@ -155,12 +162,6 @@ class _Decoded:
         self._end += piece.raw_nbytes
         self._decoder.read(name, start, piece, found)
         return found
-
-    def _fetch(self, entry: str, piece: Piece, out: memoryview) -> None:
-        name = self._whole.files[piece.file].name
-        self._storage.get_into(name, piece.offset, out)
-        if digest(out) != piece.digest:
-            raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
 
 
 def is_compact(manifest: Manifest) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
-from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
+from ckpt_engine.copy.make_room import SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
@@ -280,7 +280,8 @@ class PrimaryTier:
         room = self._room.before(nbytes, contents.manifest)
         if room is not None:
             self._made_room(room.plan.remove)
-        self._say(room)
+            for event in room.events(self._url):
+                self._emit(event)
 
     def _make_rooms(self, lease: Lease) -> SpaceReservation:
         return SpaceReservation(self._repository, lease, self._policy, self._notice, self._in_flight, self._unsure)
@@ -291,7 +292,8 @@ class PrimaryTier:
             return
         self._swept = True
         try:
-            self._say(collect(self._repository, self._lease, in_flight=self._in_flight))
+            for event in collect(self._repository, self._lease, in_flight=self._in_flight).events(self._url):
+                self._emit(event)
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
@@ -322,7 +324,8 @@ class PrimaryTier:
             self._swept = False
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
             return
-        self._say(pruned)
+        for event in pruned.events(self._url):
+            self._emit(event)
 
     def release(self) -> None:
         """Give back the lease, if this writer has it.
@@ -359,10 +362,6 @@ class PrimaryTier:
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False
         self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
-
-    def _say(self, done: Pruned | Collected | None) -> None:
-        for event in done.events(self._url) if done is not None else ():
-            self._emit(event)
 
     def _notice(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

@@ -51,21 +51,21 @@ def require_fit(into: Any, manifest: Manifest) -> None:
     require_match(_shapes(into), found, what="state", snapshot=manifest.info.id, hint=hint)
 
 
-def _shapes(node: Any, path: TreePath = ()) -> dict[str, tuple[int, ...]]:
-    """Shapes of the live tensors of a state, by "/"-joined path."""
+def _shapes(
+    node: Any, path: TreePath = (), found: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the live tensors of a state, by "/"-joined path, in `found`."""
+    found = {} if found is None else found
     if len(path) > MAX_DEPTH:
         raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
     if isinstance(node, torch.Tensor | FlatPart):
-        return {show_path(path) if path else "": tuple(node.shape)}
-    if isinstance(node, Mapping):
-        children = list(node.items())
+        found[show_path(path) if path else ""] = tuple(node.shape)
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            _shapes(child, (*path, key), found)
     elif isinstance(node, list | tuple):
-        children = list(enumerate(node))
-    else:
-        return {}
-    found: dict[str, tuple[int, ...]] = {}
-    for key, child in children:
-        found.update(_shapes(child, (*path, key)))
+        for index, child in enumerate(node):
+            _shapes(child, (*path, index), found)
     return found
 
 

@@ -403,6 +403,8 @@ def show_path(path: TreePath) -> str:
 
 def _shown(key: Any) -> str:
     """A key as text that can be printed, whatever it is."""
+    if type(key) is str and key.isascii():
+        return key
     try:
         return str(key).encode(errors="backslashreplace").decode()
     except Exception:  # noqa: BLE001 - of a class of the user's, or a number of too many digits

@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ckpt_engine.store.storage.open import TRANSPORTS
 from tests.faults.draws import FAULTS, PHASES, Draw, draws
 from tests.faults.life import start_fork_server
 from tests.faults.run import Outcome, Run, site
@@ -35,6 +36,7 @@ def campaign(
     *,
     jobs: int = 1,
     sabotage: str = "",
+    transport: str = TRANSPORTS[0],
     tell: Callable[[Outcome], object] = lambda one: None,
 ) -> list[Outcome]:
     """Play all runs, `jobs` at a time, each with a server of its own."""
@@ -47,7 +49,7 @@ def campaign(
         done = []
         own = folder / f"job-{number}"
         own.mkdir()
-        with site(kind, own) as where:
+        with site(kind, own, transport) as where:
             while True:
                 try:
                     draw = waiting.get_nowait()
@@ -141,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="runs at once; 1 to measure steps")
     parser.add_argument("--server", choices=["moto", "rclone"], default="rclone", help="moto forgets when it is killed")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="of trainings")
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one")
     parser.add_argument("--phase", choices=PHASES, action="append", help="only this one")
     parser.add_argument("--only", type=int, action="append", help="of all runs only the one with this number")
@@ -153,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {one.draw for one in rows.outcomes}
     todo = [one for one in todo if one not in known and (args.only is None or one.number in args.only)]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        campaign(todo, args.server, Path(folder), jobs=args.jobs, tell=rows.add)
+        campaign(todo, args.server, Path(folder), jobs=args.jobs, transport=args.transport, tell=rows.add)
     print(table(rows.outcomes))
     return int(any(one.bad or one.lost for one in rows.outcomes))
 

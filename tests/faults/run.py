@@ -74,22 +74,22 @@ class Outcome:
 
 
 class Site:
-    """What runs share: a server behind a wire, and a folder. One run at a time."""
+    """What runs share: a server behind a wire that trainings reach by `transport`, and a folder. One run at a time."""
 
-    def __init__(self, server: Killable, wire: Wire, folder: Path) -> None:
-        self.server, self.wire, self.folder = server, wire, folder
+    def __init__(self, server: Killable, wire: Wire, folder: Path, transport: str) -> None:
+        self.server, self.wire, self.folder, self.transport = server, wire, folder, transport
         self.bucket = server.server.make_bucket("campaign")
         self.host = f"http://127.0.0.1:{wire.port}"
 
 
 @contextmanager
-def site(kind: str, folder: Path) -> Iterator[Site]:
+def site(kind: str, folder: Path, transport: str) -> Iterator[Site]:
     """A server of this kind, and what is before it."""
     (folder / "server").mkdir()
     with Killable(kind, folder / "server") as server:
         host, _, port = server.server.url.removeprefix("http://").partition(":")
         with Wire(host, int(port)) as wire:
-            yield Site(server, wire, folder)
+            yield Site(server, wire, folder, transport)
 
 
 class Run:
@@ -383,6 +383,9 @@ class Run:
             return Place(name, str(self.disk / name), {}, KEEP)
         more = {} if direct else {"retry_seconds": RETRY_SECONDS, "timeout_seconds": TIMEOUT_SECONDS}
         options = self.site.server.server.options(None if direct else self.site.wire.url, part_bytes=5 << 20, **more)
+        if not direct and self.site.transport == "obstore":  # what is judged is read by the other one
+            del options["config_kwargs"]
+            options |= {"transport": "obstore", "verify": "never"}
         return Place(name, f"s3://{self.site.bucket}/run-{self.draw.number}", options, KEEP)
 
     def _place_of(self, url: str) -> Place | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import deque
@@ -64,7 +65,10 @@ def breaks_after_it_trained(run: Watched) -> None:
 def slices(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
-        for batch in itertools.islice(run.loader, 4):
+        batches = itertools.islice(run.loader, 4)
+        if run.done:
+            gc.collect()  # it is found although it is no young object any more
+        for batch in batches:
             step(run, batch, epoch)
 
 

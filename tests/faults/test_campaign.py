@@ -41,6 +41,16 @@ def test_a_few_faults_leave_nothing_bad_and_lose_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_over_obstore_leave_nothing_bad_and_lose_nothing(tmp_path: Path) -> None:
+    """Trainers and writers are killed over a network that breaks; what is there is read through the other transport."""
+    pytest.importorskip("obstore")
+    outcomes = campaign(draws(6, seed=5, faults=["reset"]), "moto", tmp_path, jobs=JOBS, transport="obstore")
+    assert wrong(outcomes) == []
+    assert {"kill_both"} <= {one.draw.ending for one in outcomes}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_a_writer_that_breaks_a_rule_is_noticed(tmp_path: Path, sabotage: str) -> None:

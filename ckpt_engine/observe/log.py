@@ -263,3 +263,4 @@ def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join(TELL_SECONDS)  # no thread of ours is left behind

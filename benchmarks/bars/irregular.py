@@ -22,7 +22,7 @@ from benchmarks.values import BarResult, Check, Series
 TITLE = "Irregular steps: interval and overhead of a Lightning run"
 BUDGET = 0.01
 SIZES = {
-    Scale.FULL: Size(1_000_000, 900, 7),
+    Scale.FULL: Size(1_000_000, 500, 7),
     Scale.QUICK: Size(1_000_000, 500, 2),
     Scale.TINY: Size(20_000, 20, 1),
 }

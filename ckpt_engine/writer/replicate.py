@@ -219,16 +219,14 @@ class Replicator:
 
     def unfinished(self, newest: str | None) -> Unfinished:
         """What the tier is left without; `newest` is that of the nearest one, which may not have been looked at yet."""
-        error, there = self._health.error, self.tier.newest
-        waiting = self.tier.waiting
-        unseen = (newest,) if newest is not None and (there is None or there.id != newest) else ()
+        error, there, waiting = self._health.error, self.tier.newest, self.tier.waiting
+        lacks = tuple(info.id for info in waiting)
+        seen = newest in lacks or (lacks and not self._woken) or (there is not None and there.id == newest)
+        if newest is not None and not seen:
+            lacks = (newest, *lacks)
         silent = "it does not answer" if self.silent else None
-        return Unfinished(
-            self.tier.url,
-            tuple(info.id for info in waiting) or unseen,
-            silent if error is None else f"[{error.code}] {error.message}",
-            sum(info.nbytes for info in waiting),
-        )
+        why = silent if error is None else f"[{error.code}] {error.message}"
+        return Unfinished(self.tier.url, lacks, why, sum(info.nbytes for info in waiting))
 
     def take(self, event: Event) -> None:
         """What the tier says on its way out."""

@@ -30,13 +30,13 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from torchmetrics import Metric
 
 from ckpt_engine.audit.audit import Audit, roots_of_loader
-from ckpt_engine.audit.source import of_framework
 from ckpt_engine.data import rng
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Packer, own_values
 from ckpt_engine.loop.components import OWN_KEY, managed
 from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.plugins import of_framework
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.state import sharding

@@ -28,19 +28,9 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ckpt_engine.audit.source import (
-    chosen_class,
-    defaults_of,
-    hooks_of_user,
-    is_function_of_user,
-    is_library,
-    is_metric,
-    is_standard,
-    names_of,
-    of_framework,
-    slots_of,
-)
+from ckpt_engine.audit.source import chosen_class, defaults_of, hooks_of_user, is_metric, names_of, slots_of
 from ckpt_engine.data import rng
+from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
 from ckpt_engine.state.sharding import here
 
 MOST_HOLDERS = 5000

@@ -36,8 +36,9 @@ from ckpt_engine.audit.attributes import (
 )
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
 from ckpt_engine.audit.modules import KeptDraws, of_modules
-from ckpt_engine.audit.source import attribute_decides, is_function_of_user, is_library, names_in
+from ckpt_engine.audit.source import attribute_decides, names_in
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.plugins import is_function_of_user, is_library
 from ckpt_engine.state.flatten import Flattener, problems
 
 Roots = Callable[[], Mapping[str, Any]]

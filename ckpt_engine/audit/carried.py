@@ -39,6 +39,7 @@ from ckpt_engine.audit.attributes import (
 )
 from ckpt_engine.audit.modules import OURS, of_modules
 from ckpt_engine.data.position import followed_by
+from ckpt_engine.plugins import is_library_file
 
 _MOST_FRAMES = 16
 _NEXT, _ITER = "next(", "iter("
@@ -293,7 +294,7 @@ def frames_around(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_of_user(frame: FrameType) -> bool:
     """Whether this is the user's own code, and no library's."""
-    return not source.is_library_file(frame.f_code.co_filename)
+    return not is_library_file(frame.f_code.co_filename)
 
 
 def frames_of_users(frame: FrameType | None) -> Iterator[FrameType]:

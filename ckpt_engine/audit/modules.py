@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, changes_in_place, is_own
-from ckpt_engine.audit.source import is_library_file, is_standard_name
+from ckpt_engine.plugins import is_library_file, is_standard_name
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))

@@ -1,4 +1,4 @@
-"""What the user's code does with a variable, read from its source, and which code is the user's.
+"""What the user's code does with a variable, read from its source.
 
 A counter of an `enumerate` that is only shown to people decides nothing of the run. In doubt it does: every use of it
 has to be in a call that prints or logs, or in the condition of an `if` with nothing but such calls in it.
@@ -16,13 +16,13 @@ import functools
 import inspect
 import itertools
 import linecache
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any
+
+from ckpt_engine.plugins import is_function_of_user, is_library_file
 
 _SHOW = frozenset({"print"})
 _SHOW_METHODS = frozenset({"debug", "info", "warning", "error", "set_description", "set_postfix", "write"})
@@ -47,13 +47,6 @@ _VALUES = (
 
 
 _METRICS = "torchmetrics"
-_FRAMEWORKS = frozenset(
-    {
-        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"),
-        *("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"),
-    }
-)
-_LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _WITH_STATEMENTS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _Loop = ast.For | ast.AsyncFor | ast.While
 GROWS = frozenset(
@@ -427,42 +420,7 @@ def _name_of(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-# ---- whose code it is
-
-
-def is_library(kind: type) -> bool:
-    """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return is_library_file(file)
-
-
-def is_library_file(file: str) -> bool:
-    """Whether a file or folder belongs to an installed package."""
-    return any(folder in file for folder in _LIBRARY_FOLDERS) or file.startswith(_installed_into(tuple(sys.path)))
-
-
-@functools.lru_cache(maxsize=4)
-def _installed_into(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Other folders of the import path that pip has installed into, but not where the script is: that is the user's."""
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
-    own = (Path.cwd(), script.parent)
-    folders = [one for one in map(Path, path) if one.resolve() not in own and one.is_dir()]
-    return tuple(f"{one}{os.sep}" for one in folders if any(one.glob("*.dist-info")))
-
-
-def of_framework(kind: type) -> bool:
-    """Whether a class is one of torch or of a trainer."""
-    return kind.__module__.partition(".")[0] in _FRAMEWORKS
-
-
-def is_standard(kind: type) -> bool:
-    """Whether a class comes with Python."""
-    return is_standard_name(kind.__module__)
-
-
-def is_standard_name(module: str) -> bool:
-    """Whether the module of this name comes with Python."""
-    return module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
+# ---- what is in code and classes
 
 
 def names_in(function: FunctionType) -> set[str]:
@@ -481,13 +439,6 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
         return {}
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
-
-
-def is_function_of_user(function: FunctionType) -> bool:
-    """Whether a function is neither Python's, nor of torch, a trainer or another package."""
-    module, file = function.__module__ or "", function.__code__.co_filename
-    known = is_standard_name(module) or module.partition(".")[0] in _FRAMEWORKS
-    return not known and not is_library_file(file)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from torch.utils.data import (
 
 from ckpt_engine.data import native, rng
 from ckpt_engine.data.native import is_stateful
+from ckpt_engine.plugins import is_function_of_user
 
 __all__ = [
     "Counters",
@@ -296,7 +297,7 @@ def _counts(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    return isinstance(value, FunctionType) and "site-packages" not in value.__code__.co_filename
+    return isinstance(value, FunctionType) and is_function_of_user(value)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -19,7 +19,6 @@ import torch
 
 from ckpt_engine.audit.attributes import Frozen
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.audit.source import of_framework
 from ckpt_engine.data import rng
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.loop import components
@@ -27,6 +26,7 @@ from ckpt_engine.loop.boundary import RunInstant, TrainingRun
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, Counters, Surroundings, managed
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
+from ckpt_engine.plugins import of_framework
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.sharding import here
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ckpt_engine.audit.attributes import UsedObject
 from ckpt_engine.audit.audit import HiddenState
 from ckpt_engine.audit.modules import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
+from ckpt_engine.plugins import _program
 
 
 class Net(nn.Module):
@@ -388,18 +390,46 @@ def test_a_package_that_is_partly_the_users_is_looked_into(tmp_path: Path, monke
     assert [name for name in of_modules() if name.startswith("plugins")] == ["plugins.of_a_user"]
 
 
-@pytest.mark.parametrize("script", [False, True])
+COUNTS = "import torch\ncount = 0\ndef step():\n    global count\n    count += 1\n"
+
+
+@pytest.mark.parametrize("recorded", [False, True])
 def test_what_pip_has_installed_into_a_folder_is_a_library(
-    script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`pip install --target`; but beside the script the user's own modules are, too."""
-    name = "beside_the_script" if script else "in_a_folder"
-    user_module(tmp_path, monkeypatch, "count = 0\ndef step():\n    global count\n    count += 1\n", name)
-    (tmp_path / "of_a_user-1.0.dist-info").mkdir()
+    """`pip install --target`: the files that its record names, and no others of a project that lies there, too."""
+    user_module(tmp_path, monkeypatch, COUNTS, "in_a_folder")
+    installed = tmp_path / "of_a_user-1.0.dist-info"
+    installed.mkdir()
+    (installed / "RECORD").write_text(
+        f"of_a_user-1.0.dist-info/METADATA,,\n{'of_a_user' if recorded else 'other'}.py,,\n"
+    )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    if script:
-        monkeypatch.chdir(tmp_path)
-    assert (name in of_modules()) is script
+    assert ("in_a_folder" in of_modules()) is not recorded
+
+
+@pytest.mark.parametrize("way", ["module", "command", "other"])
+def test_an_installed_package_that_is_the_program_is_the_users(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m package.train`, or a command that the package brings; but no program that only runs others' code."""
+    folder = tmp_path / "site-packages" / "mine"
+    folder.mkdir(parents=True)
+    user_module(folder, monkeypatch, COUNTS, "mine.train")
+    user_module(folder, monkeypatch, "" if way == "other" else "import torch", "mine")
+    sys.modules["mine"].__file__ = str(folder / "__init__.py")
+    main = types.ModuleType("__main__")
+    main.__spec__ = ModuleSpec("mine.train", None) if way != "command" else None
+    main.__file__ = str(Path(sys.executable).parent / "mine")
+    vars(main)["main"] = sys.modules["mine.train"].step
+    vars(sys.modules["mine.train"]).pop("torch" if way == "other" else "nothing", None)
+    sys.modules["mine.train"].step.__module__ = "mine.train"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    _program.cache_clear()
+    try:
+        assert ("mine.train" in of_modules()) is (way != "other")
+    finally:
+        _program.cache_clear()
 
 
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str = "of_a_user") -> None:

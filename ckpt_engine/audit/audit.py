@@ -90,7 +90,7 @@ class Audit:
             return
         self._looks += 1
         carries = [one for one in self.roots().values() if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries):
+        if new := self._locals.look(known, carries, self._hidden.ids):
             self._log.warning("%s", sentence(new))
 
     def stepped(self) -> None:
@@ -237,6 +237,11 @@ class HiddenState:
             begin = self._first.get(path) or self._begin_of(path)
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
         return rows
+
+    def ids(self) -> set[int]:
+        """Of the objects that have moved and that a snapshot has."""
+        rows = () if self._latest is None else self._latest.moved()
+        return {id(value) for path, value in rows if not self._why_not(path, value)}
 
     def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
         """What has moved, as values that compare.

@@ -13,7 +13,7 @@ import dis
 import gc
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
@@ -95,12 +95,18 @@ class CarriedLocals:
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
 
-    def look(self, known: Collection[Any] = (), carries: Iterable[Carry] = ()) -> list[str]:
+    def look(
+        self,
+        known: Collection[Any] = (),
+        carries: Iterable[Carry] = (),
+        hidden: Callable[[], Collection[int]] = frozenset,
+    ) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
 
         Args:
             known: values that the loop takes from the tracker, such as counters.
             carries: a variable whose value one of them has by the same name is in the snapshot.
+            hidden: ids of containers that the snapshot has as hidden state.
         """
         if self._seen_otherwise is None:
             roots = (self.modules or of_modules()).items()
@@ -113,8 +119,8 @@ class CarriedLocals:
             if not live:
                 continue
             values = frame.f_locals
-            hidden = self._seen_otherwise.get(frame.f_globals.get("__name__", ""), ())
-            hidden = hidden if values is frame.f_globals else ()
+            seen = self._seen_otherwise.get(frame.f_globals.get("__name__", ""), ())
+            seen = seen if values is frame.f_globals else ()
             for name in live:
                 value = values.get(name)
                 if _is_iterated(value):
@@ -122,7 +128,7 @@ class CarriedLocals:
                     found[key] = ()
                     new += [key[1]] if key in self._before and key[1] not in self.names else []
                     continue
-                if not isinstance(value, _KINDS) or isinstance(value, bool) or name in hidden:
+                if not isinstance(value, _KINDS) or isinstance(value, bool) or name in seen:
                     continue
                 if isinstance(value, int) and value in known:
                     continue
@@ -134,11 +140,13 @@ class CarriedLocals:
                     new.append(name)
         self._before.update(found)
         new += [name for name in loaders_beside() if name not in self.names]
-        new += self._growing({id(value) for value in saved.values()}, new)
+        new += self._growing({id(value) for value in saved.values()}, new, hidden)
         self.names += new
         return new
 
-    def _growing(self, saved: Collection[int], new: Collection[str]) -> list[str]:
+    def _growing(
+        self, saved: Collection[int], new: Collection[str], hidden: Callable[[], Collection[int]]
+    ) -> list[str]:
         """Lists that are longer than at the last look and decide something, global ones of the script too."""
         found: list[str] = []
         first, sizes = not self._sizes, dict[tuple[Any, str], int]()
@@ -157,7 +165,8 @@ class CarriedLocals:
                     if read not in self._decides and (grows or (first and not value)):
                         self._decides[read] = source.decides(frame, name)  # what begins empty: before the first step
                     if grows and self._decides[read] and name not in (*self.names, *new, *found):
-                        found.append(name)
+                        self._decides[read] = id(value) not in hidden()
+                        found += [name] if self._decides[read] else []
         self._sizes.update(sizes)
         return found
 

@@ -64,7 +64,7 @@ class Loops:
         self._resumed: Feed | None = None
         self._done: tuple[int, ...] = (0,)
         """Batches of the epoch, and steps, that the saved run had trained."""
-        self._around: dict[str, tuple[list[Count], int, bool]] = {}
+        self._around: dict[str, tuple[Sequence[Count], int, bool]] = {}
         self._logged: set[str] = set()
         self._begun_on = self._stepped_on = threading.get_ident()
 
@@ -79,7 +79,8 @@ class Loops:
         if not feed.starts or not ask.of_user:
             return []
         saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
-        around = Around(feed.running, ask, everywhere=saved is not None)
+        first = feed.name not in self._around and ask.is_in_generator()
+        around = Around(feed.running, ask, everywhere=first or saved is not None)
         if around.keeps:
             feed.say(
                 f"itertools.{around.keeps} around {feed.name!r} ({ask.line()}) keeps batches, or that the loader has "
@@ -88,7 +89,9 @@ class Loops:
             self._log_new()
         if saved is not None:
             around.advance(saved)
-        counts = around.counts()
+        counts: Sequence[Count] = around.counts()
+        if not counts and saved is None and not first and ask.is_in_generator():
+            counts = self._around[feed.name][0]  # those around it go on, and are young no more
         self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
         return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask)
 
@@ -107,6 +110,8 @@ class Loops:
 
     def over(self, feed: Feed) -> None:
         """A pass has ended, or was left."""
+        counts, given, kept = self._around.get(feed.name, ([], 0, False))
+        self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
         feed.alone = feed.trained and not any(one.active and one.trained for one in self._feeds if one is not feed)
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
@@ -207,9 +212,9 @@ class Loops:
         """Of the iterators around a loader. Of one that the loop keeps they come and go: only young ones are known."""
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         if not kept:
-            return later(counts, feed.trained_on - given)
+            return list(map(list, later(counts, feed.trained_on - given)))
         now = Around(feed.running, ask, everywhere=False).counts() if ask.may_wrap() else []
-        return later(now, 0) if now else [[kind, None, sign] for kind, _, sign in counts]
+        return list(map(list, now)) or [[kind, None, sign] for kind, _, sign in counts]
 
     def _again(self, one: Feed, feed: Feed | None) -> list[str]:
         """A batch that a loop has asked for before it began the loop over `feed`."""

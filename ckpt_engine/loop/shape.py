@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import gc
+import inspect
 import itertools
 import linecache
 import operator
@@ -117,6 +118,10 @@ class Ask:
         values = [value for frame in self.frames for value in frame.f_locals.values()]
         return any(one is iterator for value in values for one in (value, *getattr(value, "__dict__", {}).values()))
 
+    def is_in_generator(self) -> bool:
+        """Whether a generator asks, which may begin one pass after the other."""
+        return any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame in self.frames)
+
     def may_wrap(self) -> bool:
         """Whether the loop's code names an iterator that counts."""
         return any(not _NAMES.isdisjoint(frame.f_code.co_names) for frame in self.frames)
@@ -221,9 +226,9 @@ class Around:
                     yield _where(other)
 
 
-def later(counts: Sequence[Count], batches: int) -> list[list[Any]]:
-    """Where they are after so many more batches, as a snapshot stores it."""
-    return [[kind, None if number is None else number + sign * batches, sign] for kind, number, sign in counts]
+def later(counts: Sequence[Count], batches: int) -> list[Count]:
+    """Where they are after so many more batches."""
+    return [(kind, None if number is None else number + sign * batches, sign) for kind, number, sign in counts]
 
 
 class Followed:

@@ -166,6 +166,17 @@ def test_it_goes_on_where_it_was(loop: Callable[[Script], None], tmp_path: Path)
     assert got + live(tmp_path / "killed", loop, 3) == wanted
 
 
+@pytest.mark.parametrize("loop", [averages_in_a_global_tensor, fills_a_global_dict_of_tensors])
+def test_what_is_restored_is_not_named(
+    loop: Callable[[Script], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what begins empty and grows in the first step of a run."""
+    live(tmp_path, loop, 1, 5)
+    live(tmp_path, loop, 2, 7)
+    assert report(tmp_path)["not_restored"] == []
+    assert [one for one in caplog.messages if "carried from step to step" in one] == []
+
+
 def draws_before_it_asks(script: Script) -> None:
     script.track()
     batches = iter(script.loader)

@@ -263,6 +263,26 @@ def samples_from_endless_ones(run: Watched) -> None:
         step(run, batch, number, tuple(other.sample()[2].tolist()))
 
 
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        gc.collect()  # what is around grows old
+        yield from loader
+
+
+def pairs_an_endless_one_with_its_steps(run: Watched) -> None:
+    run.track()
+    for number, batch in zip(range(run.step, 16), endless(run.loader), strict=False):
+        step(run, batch, number)
+
+
+def counts_the_steps_of_an_endless_one(run: Watched) -> None:
+    run.track()
+    for number, batch in enumerate(endless(run.loader), run.step):
+        if number == 16:
+            break
+        step(run, batch, number)
+
+
 def looks_at_a_batch_in_each_epoch(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
@@ -392,6 +412,8 @@ EXACT: tuple[Loop, ...] = (
     reads_ahead_in_an_object,
     alternates,
     samples_from_endless_ones,
+    pairs_an_endless_one_with_its_steps,
+    counts_the_steps_of_an_endless_one,
     looks_at_a_batch_in_each_epoch,
     prints_a_count,
     drops_the_first_batch_of_an_iterator,
@@ -524,6 +546,16 @@ def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -
             loop, reference, tmp_path / "run", snapshot, tmp_path / str(number), min(share, 3)
         ):
             pytest.fail(f"{where}: {life.outcome.trace[:3]} instead of {rest_of(reference, snapshot)[:3]}")
+
+
+@pytest.mark.parametrize("loop", [pairs_an_endless_one_with_its_steps, counts_the_steps_of_an_endless_one])
+def test_what_goes_on_over_several_passes_is_no_fault(loop: Loop, tmp_path: Path) -> None:
+    """Of a `zip` or `enumerate` around a generator the saved run knows in its second pass how far it is."""
+    live(loop, every_boundary(tmp_path / "run"))
+    snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    for number in (2, 7, 12):
+        life = live(loop, resume_only(only(tmp_path / "run", snapshots[number], tmp_path / str(number))))
+        assert life.said_before_the_first_step == []
 
 
 @pytest.mark.parametrize(("loop", "share"), cases(DECLARED))

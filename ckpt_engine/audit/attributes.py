@@ -426,7 +426,7 @@ def freeze(
         return _freeze_array(np.asarray(value))
     if isinstance(value, GENERATORS):
         return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
-    if isinstance(value, _TEXTUAL):
+    if isinstance(value, (*_TEXTUAL, itertools.count)):
         return ("text", type_of(value), repr(value))
     if depth > 0 and isinstance(value, dict):
         rows = _sampled(list(value.items()))

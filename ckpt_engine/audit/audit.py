@@ -412,7 +412,7 @@ class _Beginning:
         same = value is before
         if (same and type(value) in PLAIN) or isinstance(value, REFERENCES):
             return None
-        if is_iterator(value):
+        if is_iterator(value) and not isinstance(value, itertools.count):
             return ("iterator",)
         saved = self._address_of_saved
         frozen = freeze(value, saved, arrays=lambda one: self._looked.freeze(one, saved, quick=quick))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -16,7 +16,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, changes_in_place, is_own
+from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, changes_in_place, is_iterator, is_own
 from ckpt_engine.plugins import is_library_file, is_standard_name
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -77,6 +77,7 @@ def of_modules() -> dict[str, Any]:
         code, values = _code_of(name, module, bodies.get(id(vars(module)))), vars(module)
         own = frozenset(key for key in code.near if changes_in_place(values.get(key)))
         assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
+        assigned |= {key for key, one in values.items() if is_iterator(one) and _is_named(key, code.functions)}
         changing = [one.__code__ for one in code.functions if own and not own.isdisjoint(_near_changes(one.__code__))]
         within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
         if assigned or within:
@@ -123,6 +124,10 @@ def _own(module: Any, name: str) -> Any:
 
 def _global(module: Any, name: str) -> Any:
     return vars(module).get(name, MISSING)
+
+
+def _is_named(name: str, functions: Iterable[FunctionType]) -> bool:
+    return any(name in source.names_in(one) for one in functions)
 
 
 class KeptDraws:

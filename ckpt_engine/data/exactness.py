@@ -6,6 +6,7 @@ floating-point samples with a tolerance, as another machine may have computed th
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from array import array
@@ -68,7 +69,9 @@ def differing(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]
 
 
 def checksum(value: Any) -> int | None:
-    """Of the values in a tensor, an array or a container; None for anything else. Of large ones a part is read."""
+    """Of the values in a tensor, an array, a container or a count; None for anything else. Of large ones a part."""
+    if isinstance(value, itertools.count):
+        return zlib.crc32(repr(value).encode())
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta:
             return None

@@ -303,7 +303,7 @@ class LoaderPosition:
         """
         if state["version"] > _VERSION:
             raise NewerFormatError(f"loader position of version {state['version']}, this is version {_VERSION}")
-        differences = fingerprint.compare(state["fingerprint"], self._starter.fingerprint(again=True))
+        differences = self._compared(state)
         phase = state["phase"]
         if phase == "ended":
             phase = "fresh" if at_end == "next_epoch" else "within"
@@ -326,6 +326,18 @@ class LoaderPosition:
         again = "" if why is None else f"{batches} batches are loaded again and dropped, as {why}"
         self._restoration = Restoration(exactness, differences, state["mode"], state["phase"], batches, restarts, again)
         return self._restoration
+
+    def _compared(self, state: Mapping[str, Any]) -> tuple[fingerprint.Difference, ...]:
+        """How the loader differs, in the epoch of the state: its length may follow from `set_epoch`, still to come."""
+        saved, samplers = state["counters"], streams.holders(self.loader)
+        now = streams.counters(self.loader)
+        now |= {f"{path}.epoch": one.epoch for path, one in samplers if hasattr(one, "epoch")}
+        epochs = [path for path in saved if path.endswith(".epoch") and path in now]
+        streams.restore_counters(self.loader, {path: saved[path] for path in epochs})
+        try:
+            return fingerprint.compare(state["fingerprint"], self._starter.fingerprint(again=True))
+        finally:
+            streams.restore_counters(self.loader, {path: now[path] for path in epochs})
 
     def for_another_number(
         self, states: Sequence[Mapping[str, Any]], rank: int, size: int, rng: RngState, common: RngState

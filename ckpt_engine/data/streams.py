@@ -8,6 +8,7 @@ epoch of iterable datasets.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -293,7 +294,7 @@ def _own_fields(one: Any) -> list[tuple[str, Any, str]]:
 
 def _counts(value: Any) -> bool:
     """Whether a global variable is looked at."""
-    return isinstance(value, _SCALARS) or _kind(value) is not None or _is_of_user(value)
+    return isinstance(value, (*_SCALARS, itertools.count)) or _kind(value) is not None or _is_of_user(value)
 
 
 def _is_of_user(value: Any) -> bool:

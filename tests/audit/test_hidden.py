@@ -223,6 +223,19 @@ def test_what_cannot_be_stored_is_named() -> None:
     assert sorted(one.name for one in missing) == [f"hidden state net.{name}" for name in ("items", "other", "table")]
 
 
+def test_a_global_count_is_named_once_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that nothing asks during training, as the one that numbers objects while they are made, say nothing."""
+    text = "import itertools\nnumbers = itertools.count()\ndef number():\n    return next(numbers)\n"
+    user_module(tmp_path, monkeypatch, text)
+    hidden = HiddenState("auto")
+    hidden.begin("batch", of_modules())
+    assert hidden.state() == {}
+    sys.modules["of_a_user"].number()
+    rows = hidden.state()
+    assert list(rows) == ["of_a_user.numbers"]
+    assert "running iterator" in rows["of_a_user.numbers"]["why"]
+
+
 def test_report_only_names() -> None:
     """With `hidden: report` nothing is stored or restored."""
     net = Net()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler, random_split
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, WeightedRandomSampler, random_split
 
 from ckpt_engine.data import Level, OnChange, Restoration, attach, rng
 from ckpt_engine.errors import MismatchError
@@ -75,6 +76,40 @@ def test_at_the_very_start_of_an_epoch_too() -> None:
     first, second = resumed(loader(batch_size=8), saved, "refuse"), resumed(loader(batch_size=8), saved, "refuse")
     assert sorted(i for batch in first[0] for i in batch) == list(range(SAMPLES))
     assert first[0] == second[0]
+
+
+class Growing(Sampler[int]):
+    """Gives more samples in each epoch, as `set_epoch` says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8 * (1 + self.epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_a_length_that_follows_from_the_epoch_is_no_change() -> None:
+    """The loop says which epoch it is after the state was loaded, and right before it iterates."""
+
+    def epoch(followed: DataLoader[Any], number: int) -> Iterator[list[int]]:
+        followed.sampler.set_epoch(number)  # type: ignore[attr-defined]
+        return (batch[0].tolist() for batch in followed)
+
+    first, second = (loader(shuffle=False, sampler=Growing()) for _ in range(2))
+    position = attach(first)
+    list(epoch(first, 0))
+    batches = epoch(first, 1)
+    next(batches)
+    state = position.state()
+    assert attach(second).load_state(state).exactness.level is Level.EXACT
+    assert len(second) == 2
+    assert list(epoch(second, 1)) == list(batches)
+    assert list(epoch(second, 2)) == list(epoch(first, 2))
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -130,6 +130,68 @@ def fit(folder: Path, seed: int, crash_at: int | None, **options: Any) -> list[s
     except CrashError:
         assert crash_at is not None
     return losses
+
+
+class Tally(Callback):
+    """Counts for all of its objects, and the model follows."""
+
+    seen = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        Tally.seen += 1
+        pl_module.scale = 1 + Tally.seen / 10
+
+
+class Rated(pl.LightningModule):
+    """Its learning rate is looked for before it trains."""
+
+    def __init__(self, crash_at: int | None) -> None:
+        super().__init__()
+        self.layer, self.lr, self.scale, self.crash_at = nn.Linear(3, 1), 1e-3, 1.0, crash_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.crash_at:
+            raise CrashError
+        return (self.layer(batch) * self.scale - 1).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(48.0).view(16, 3) / 48, batch_size=4, shuffle=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+def find_and_fit(folder: Path, seed: int, crash_at: int | None) -> tuple[list[Any], float, int]:
+    """One process: weights, the rate that it found, and what the class of its callback has counted."""
+    seed_everything(seed)
+    Tally.seen = 0
+    ckpt, net = AdaptiveCheckpoint(folder / "run", every_n_steps=1), Rated(crash_at)
+    finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        callbacks=[finder, Tally(), ckpt, Durable(ckpt)],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    try:
+        trainer.fit(net, ckpt_path="auto")
+    except CrashError:
+        assert crash_at is not None
+    return [one.tolist() for one in net.parameters()], net.lr, Tally.seen
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_found_rate_and_what_a_class_counts_go_on(tmp_path: Path) -> None:
+    """The search for a learning rate is no training, and a restart does not begin with it again."""
+    whole = find_and_fit(tmp_path / "whole", 1, None)
+    find_and_fit(tmp_path, 1, 5)
+    find_and_fit(tmp_path, 2, 9)
+    assert find_and_fit(tmp_path, 3, None) == whole
+    assert report(tmp_path / "run")["not_restored"] == []
 
 
 def report(folder: Path) -> Any:

@@ -315,6 +315,49 @@ def sets_the_rate_from_a_list(script: Script) -> None:
             script.step(x)
 
 
+NUMBERS = itertools.count()
+
+
+def numbered(rows: Any) -> torch.Tensor:
+    return torch.stack(rows) * (1 + next(NUMBERS) % 3 / 10)
+
+
+def numbers_its_batches(script: Script) -> None:
+    script.track(collate_fn=numbered)
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x)
+
+
+def numbers_its_batches_in_workers(script: Script) -> None:
+    script.track(collate_fn=numbered, num_workers=1)
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x)
+
+
+def tracked(script: Script, **loaders: DataLoader[Any]) -> None:
+    script.ckpt = Checkpointer(script.folder, every_n_steps=1, writer="thread")
+    script.run = script.ckpt.track(net=script.net, optimizer=script.optimizer, **loaders)
+
+
+def asks_another_loader_before_its_loop(script: Script) -> None:
+    loader, other = (DataLoader(Rows(), batch_size=size, shuffle=True) for size in (2, 1))
+    tracked(script, loader=loader, other=other)
+    for _ in script.epochs():
+        scale = next(iter(other)).mean().item()
+        for x in loader:
+            script.step(x, 1 + scale)
+
+
+def chooses_its_loader_at_random(script: Script) -> None:
+    loaders = [DataLoader(Rows(), batch_size=size, shuffle=True) for size in (1, 2, 4)]
+    tracked(script, small=loaders[0], middle=loaders[1], large=loaders[2])
+    for _ in script.epochs():
+        for x in random.choice(loaders):
+            script.step(x)
+
+
 class Wearing(Rows):
     """Each look at a row wears it off."""
 
@@ -350,6 +393,10 @@ NAMED: dict[Callable[[Script], None], str] = {
     evaluates_with_workers_that_stay: "track(…, evaluation=evaluation)",
     keeps_noise_in_a_cache: "functools keeps them",
     sets_the_rate_from_a_list: "optimizer.param_groups[0]['lr'] was 0.02",
+    asks_another_loader_before_its_loop: "the batch of 'other' that is asked for before the loop over 'loader'",
+    chooses_its_loader_at_random: "the saved run asked for a batch elsewhere",
+    numbers_its_batches: "tests.tracking.test_scripts.NUMBERS",
+    numbers_its_batches_in_workers: "loader workers change collate_fn.NUMBERS",
     wears_its_rows_off_in_workers: "loader workers change dataset.rows",
 }
 

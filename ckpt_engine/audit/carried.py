@@ -90,6 +90,8 @@ class CarriedLocals:
         self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._sizes: dict[tuple[Any, str], int] = {}
         self._decides: dict[tuple[CodeType, str], bool] = {}
+        self._kept: set[tuple[CodeType, str]] = set()
+        """Containers that a snapshot has."""
         self.modules: dict[str, Any] = {}
         """What `of_modules` has found."""
         self.names: list[str] = []
@@ -128,11 +130,14 @@ class CarriedLocals:
                     found[key] = ()
                     new += [key[1]] if key in self._before and key[1] not in self.names else []
                     continue
+                key = (frame.f_code, name)
                 if not isinstance(value, _KINDS) or isinstance(value, bool) or name in seen:
+                    if name not in seen and key not in self._kept and is_own(value):
+                        found[key] = freeze(value, depth=2)
+                        new += [name] if self._refills(key, value, found[key], saved, hidden) else []
                     continue
                 if isinstance(value, int) and value in known:
                     continue
-                key = (frame.f_code, name)
                 found[key] = ("module", id(value)) if isinstance(value, nn.Module) else freeze(value, depth=2)
                 if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
                     continue
@@ -143,6 +148,22 @@ class CarriedLocals:
         new += self._growing({id(value) for value in saved.values()}, new, hidden)
         self.names += new
         return new
+
+    def _refills(
+        self,
+        key: tuple[CodeType, str],
+        value: Any,
+        now: Frozen,
+        saved: Mapping[str, Any],
+        hidden: Callable[[], Collection[int]],
+    ) -> bool:
+        """Whether a container has as many items as at the last look, and others, and no snapshot has it."""
+        before = self._before.get(key)
+        if before is None or now == before or now[:2] != before[:2] or key[1] in self.names:
+            return False
+        if any(one is value for one in saved.values()) or id(value) in hidden():
+            self._kept.add(key)
+        return key not in self._kept
 
     def _growing(
         self, saved: Collection[int], new: Collection[str], hidden: Callable[[], Collection[int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import random
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tracking.test_hidden import report
+from ckpt_engine import Checkpointer
+from tests.tracking.test_hidden import Killed, report
 from tests.tracking.test_scripts import Script, live
 
 MEAN = torch.zeros(3)
@@ -196,6 +198,31 @@ def test_what_a_loop_draws_before_it_asks_is_named(tmp_path: Path) -> None:
     live(tmp_path, draws_before_it_asks, 2)
     said = [row["why"] for row in report(tmp_path)["not_restored"]]
     assert any(one.startswith("noise is another one in draws_before_it_asks (") for one in said), said
+
+
+def train_from_a_buffer(folder: Path, die_at: int | None) -> None:
+    """A loop that makes its batches itself, two ahead."""
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    buffer, streams = [torch.randn(2, 3), torch.randn(2, 3)], [random.Random(1)]
+    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+        run = ckpt.track(net=net, optimizer=optimizer)
+        for step in range(run.global_step, 6):
+            if step == die_at:
+                raise Killed
+            x, buffer[step % 2] = buffer[step % 2], torch.randn(2, 3)
+            optimizer.zero_grad()
+            (net(x).square().mean() * streams[0].random()).backward()
+            optimizer.step()
+            run.step()
+            ckpt.wait(60)
+
+
+def test_a_buffer_that_is_filled_again_is_named_where_nothing_saves_it(tmp_path: Path) -> None:
+    """Without a loader a loop announces its steps itself: its variables are not known before the first one."""
+    train_from_a_buffer(tmp_path, 4)
+    train_from_a_buffer(tmp_path, None)
+    assert any(row["why"].startswith("buffer") for row in report(tmp_path)["not_restored"])
 
 
 class Prefetcher:

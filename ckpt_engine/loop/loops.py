@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.utils.data import SequentialSampler
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
@@ -217,8 +218,10 @@ class Loops:
         return list(map(list, now)) or [[kind, None, sign] for kind, _, sign in counts]
 
     def _again(self, one: Feed, feed: Feed | None) -> list[str]:
-        """A batch that a loop has asked for before it began the loop over `feed`."""
-        if feed is None or one is feed or not one.active or not feed.left_at < one.asked_at < feed.begun_at:
+        """A batch that a loop has asked for before it began the loop over `feed`; its pass may have been left since."""
+        if feed is None or one is feed or not feed.left_at < one.asked_at < feed.begun_at:
+            return []
+        if not one.active and (one.finished or isinstance(one.position.loader.sampler, SequentialSampler)):
             return []
         if not all(is_before(one.asked_from, feed.asked_from)):
             return []

@@ -373,6 +373,10 @@ def wears_its_rows_off_in_workers(script: Script) -> None:
             script.step(x)
 
 
+IN_THE_FIRST_EPOCH: dict[Callable[[Script], None], str] = {
+    asks_another_loader_before_its_loop: "the batch of 'other' that is asked for before the loop over 'loader'",
+    chooses_its_loader_at_random: "the saved run asked for a batch elsewhere",
+}
 EXACT: tuple[Callable[[Script], None], ...] = (
     averages_in_a_list,
     stops_early_by_a_dict,
@@ -393,8 +397,6 @@ NAMED: dict[Callable[[Script], None], str] = {
     evaluates_with_workers_that_stay: "track(…, evaluation=evaluation)",
     keeps_noise_in_a_cache: "functools keeps them",
     sets_the_rate_from_a_list: "optimizer.param_groups[0]['lr'] was 0.02",
-    asks_another_loader_before_its_loop: "the batch of 'other' that is asked for before the loop over 'loader'",
-    chooses_its_loader_at_random: "the saved run asked for a batch elsewhere",
     numbers_its_batches: "tests.tracking.test_scripts.NUMBERS",
     numbers_its_batches_in_workers: "loader workers change collate_fn.NUMBERS",
     wears_its_rows_off_in_workers: "loader workers change dataset.rows",
@@ -418,3 +420,13 @@ def test_it_says_what_is_not_as_it_was(loop: Callable[[Script], None], tmp_path:
     live(tmp_path, loop, 3)
     said = [f"{row['name']}: {row['why']}" for row in report(tmp_path)["not_restored"]]
     assert [one for one in said if NAMED[loop] in one], said
+
+
+@pytest.mark.parametrize("loop", IN_THE_FIRST_EPOCH, ids=lambda loop: loop.__name__)
+def test_what_comes_before_a_loop_is_named_in_the_first_epoch_too(
+    loop: Callable[[Script], None], tmp_path: Path
+) -> None:
+    """No later value shows yet that it changes."""
+    live(tmp_path, loop, 1, 2)
+    live(tmp_path, loop, 9)
+    assert [row for row in report(tmp_path)["not_restored"] if IN_THE_FIRST_EPOCH[loop] in row["why"]]

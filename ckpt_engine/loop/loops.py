@@ -113,7 +113,8 @@ class Loops:
         """A pass has ended, or was left."""
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
-        feed.alone = feed.trained and not any(one.active and one.trained for one in self._feeds if one is not feed)
+        others = [one for one in self._feeds if one is not feed and one.trained]
+        feed.alone = feed.trained and not any(one.active or one.begun_at > feed.begun_at for one in others)
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
 

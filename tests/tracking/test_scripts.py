@@ -350,6 +350,16 @@ def asks_another_loader_before_its_loop(script: Script) -> None:
             script.step(x, 1 + scale)
 
 
+def keeps_the_iterator_that_it_asks_before(script: Script) -> None:
+    loader, other = (DataLoader(Rows(), batch_size=size, shuffle=True) for size in (2, 1))
+    tracked(script, loader=loader, other=other)
+    for _ in script.epochs():
+        batches = iter(other)
+        scale = next(batches).mean().item()
+        for x in loader:
+            script.step(x, 1 + scale)
+
+
 def chooses_its_loader_at_random(script: Script) -> None:
     loaders = [DataLoader(Rows(), batch_size=size, shuffle=True) for size in (1, 2, 4)]
     tracked(script, small=loaders[0], middle=loaders[1], large=loaders[2])
@@ -397,6 +407,7 @@ NAMED: dict[Callable[[Script], None], str] = {
     evaluates_with_workers_that_stay: "track(…, evaluation=evaluation)",
     keeps_noise_in_a_cache: "functools keeps them",
     sets_the_rate_from_a_list: "optimizer.param_groups[0]['lr'] was 0.02",
+    keeps_the_iterator_that_it_asks_before: "the batch of 'other' that is asked for before the loop over 'loader'",
     numbers_its_batches: "tests.tracking.test_scripts.NUMBERS",
     numbers_its_batches_in_workers: "loader workers change collate_fn.NUMBERS",
     wears_its_rows_off_in_workers: "loader workers change dataset.rows",

@@ -240,7 +240,7 @@ class HiddenState:
 
     def ids(self) -> set[int]:
         """Of the objects that have moved and that a snapshot has."""
-        rows = () if self._latest is None else self._latest.moved()
+        rows = self._latest.moved() if self._latest else ()
         return {id(value) for path, value in rows if not self._why_not(path, value)}
 
     def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
@@ -276,8 +276,7 @@ class HiddenState:
             return [], []
         done, missing = [], []
         for path, row in saved.items():
-            why = _put_back(path, row, begun, row["begin"].get(moment))
-            if why is None:
+            if (why := _put_back(path, row, begun, row["begin"].get(moment))) is None:
                 done.append(path)
             elif why:
                 missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))

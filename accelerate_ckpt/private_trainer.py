@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +14,18 @@ from typing import Any
 import torch
 import transformers.trainer
 from transformers import Trainer
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    MLflowCallback,
+    TensorBoardCallback,
+    WandbCallback,
+)
 from transformers.trainer_utils import has_length
 
 from accelerate_ckpt.private import is_known
 from ckpt_engine.data import private_names as undocumented
 from ckpt_engine.data.private_names import PrivateName
-from ckpt_engine.observe.curves import Curve, WriterCurve
+from ckpt_engine.observe.curves import Curve, TrackedRun, WriterCurve
 
 TRANSFORMERS_VERSION: str = version("transformers")
 
@@ -39,11 +46,34 @@ TRANSFORMERS_NAMES: tuple[PrivateName, ...] = (
 
 _MODULE: Any = transformers.trainer
 _DATED = "runs"
+_RUN_VARIABLES = {
+    "MLflowCallback": {"MLFLOW_RUN_ID": "{run}"},
+    "WandbCallback": {"WANDB_RUN_ID": "{run}", "WANDB_RESUME": "allow"},
+}
+"""By callback: what makes it go on in a run, as its library documents."""
 _RUNNING_LOSS = "_tr_loss"  # 5.0 and later; a local variable of the loop before
 _LAST_LOGGED = "_globalstep_last_logged"
 _TOTAL_LOSS = "_total_loss_scalar"
 _FIRST_STEP = "_initial_global_step"
 _COUNTS = "_init_training_state"  # 5.0 and later; a part of the loop before
+
+
+def _curve_of(callback: Any) -> Curve | None:
+    if type(callback) is TensorBoardCallback and is_known(callback.tb_writer):
+        folder = Path(callback.tb_writer.log_dir)
+        dated = folder.parent.name == _DATED  # transformers makes one for each start, unless the user names it
+        return WriterCurve("TensorBoardCallback", callback.tb_writer, folder.parent if dated else folder)
+    if type(callback) is MLflowCallback and (run := (mlflow := sys.modules["mlflow"]).active_run()) is not None:
+        scheme, _, path = run.info.artifact_uri.rpartition("://")
+        metrics = Path(path).parent / "metrics" if scheme in ("", "file") else None
+        in_folder = metrics is not None and (metrics.parent / "meta.yaml").is_file()
+        home = f"{mlflow.get_tracking_uri()} {run.info.experiment_id}"
+        return TrackedRun(
+            "MLflowCallback", home, run.info.run_id, metrics if in_folder else None, mlflow.flush_async_logging
+        )
+    if type(callback) is WandbCallback and (run := sys.modules["wandb"].run) is not None:
+        return TrackedRun("WandbCallback", f"{run.entity}/{run.project}", run.id, None, lambda: None)
+    return None
 
 
 def trainer_above() -> Trainer | None:
@@ -70,6 +100,7 @@ class TrainerInternals:
         self._before: dict[str, Any] = {}
         self._shown: torch.Tensor | None = None
         self._carried: torch.Tensor | None = None
+        self._variables: dict[str, str] = {}
 
     def owners(self) -> dict[str, Any]:
         """The objects that `PrivateName.owner` refers to."""
@@ -214,14 +245,23 @@ class TrainerInternals:
 
     def curves(self) -> list[Curve]:
         """Of the callbacks that log, those that go on after a resume, as far as they have begun; where this logs."""
-        found: list[Curve] = []
-        for callback in self._trainer.callback_handler.callbacks:
-            writer: Any = callback.tb_writer if type(callback) is TensorBoardCallback else None
-            if is_known(writer) and self._trainer.state.is_world_process_zero:
-                folder = Path(writer.log_dir)
-                dated = folder.parent.name == _DATED  # transformers makes one for each start, unless the user names it
-                found.append(WriterCurve("TensorBoardCallback", writer, folder.parent if dated else folder))
-        return found
+        if not self._trainer.state.is_world_process_zero:
+            return []
+        found = [_curve_of(callback) for callback in self._trainer.callback_handler.callbacks]
+        return [one for one in found if one is not None]
+
+    def open_runs(self, runs: Mapping[str, str]) -> None:
+        """The callbacks of these names open the runs of these ids, unless the user names others. See `forget_runs`."""
+        for name, variables in _RUN_VARIABLES.items():
+            if name in runs and not any(variable in os.environ for variable in variables):
+                given = {key: value.format(run=runs[name]) for key, value in variables.items()}
+                self._variables.update(given)
+                os.environ.update(given)
+
+    def forget_runs(self) -> None:
+        """The runs are open: programs that are started from here on do not take them for theirs."""
+        while self._variables:
+            os.environ.pop(self._variables.popitem()[0], None)
 
     def follow_running_loss(self) -> None:
         """Before 5.0 the loss since the last log is a local variable: seen when the loop hands it on to be logged."""

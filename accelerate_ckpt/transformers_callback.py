@@ -31,7 +31,7 @@ from ckpt_engine.interop import transformers_folder
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.resume import IMPORTED
 from ckpt_engine.loop.tracker import Tracker
-from ckpt_engine.observe.curves import Curves
+from ckpt_engine.observe.curves import Curves, runs_of
 from ckpt_engine.snapshot.arguments import numbers_among
 
 _log = logging.getLogger("ckpt_engine.transformers")
@@ -150,6 +150,7 @@ class TransformersCallback(TrainerCallback):
         if not self._imported:
             internals.recount_with(lambda loader, steps: self._recount(state, batches, loader, steps))
         internals.keep_weights()
+        internals.open_runs(runs_of(candidate.manifest.notes, engine.root_url))
         if not self._imported:
             batches = int(candidate.manifest.notes["batch"])
             # Where passes are too short for a boundary within, that is at the start of the next one.
@@ -258,6 +259,8 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """The first batches are fetched, and nothing is trained yet."""
         self._go_on_logging()  # callbacks behind this one have begun, too
+        if self._internals is not None:
+            self._internals.forget_runs()
         if self._internals is not None and self._internals.skips:
             self._internals.unskip()
             self._require_same_batch(objects["train_dataloader"], 0)
@@ -416,6 +419,7 @@ class TransformersCallback(TrainerCallback):
         self._remove_folder()
         if internals is not None:
             internals.unwrap()
+            internals.forget_runs()
         if tracker is not None:
             tracker.release()
         if engine is not None:

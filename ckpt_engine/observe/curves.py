@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -207,6 +207,44 @@ class WriterCurve:
 
     def cut(self, marks: Mapping[str, int]) -> str:
         return "" if self._files is None else self._files.cut(marks)
+
+
+class TrackedRun:
+    """A run of W&B, MLflow and the like that is open already: it goes on by its id, which is given before it opens.
+
+    Args:
+        name: of the logger.
+        home: what the user has chosen of its place.
+        run: its id.
+        folder: of files that the run is only ever appended to; None: it is on a server, or in a database.
+        flush: writes what waits in memory.
+    """
+
+    def __init__(self, name: str, home: str, run: str, folder: Path | None, flush: Callable[[], object]) -> None:
+        self.name, self.home = name, home
+        self._run, self._folder, self._flush = run, folder, flush
+
+    def place(self) -> Mapping[str, Any] | None:
+        return {"run": self._run}
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        return "" if place is None or place["run"] == self._run else "this start has opened another run"
+
+    def marks(self) -> Mapping[str, int]:
+        self._flush()
+        return {} if self._folder is None else sizes(self._folder, self._folder.rglob("*"))
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        if self._folder is None:
+            return "the run goes on, and keeps the steps that come again"
+        return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
+
+
+def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
+    """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
+    note = notes.get(NOTE) or {}
+    rows = note["loggers"] if note.get("root") == root_url else []
+    return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
 
 
 def _is_of_this_process(name: str) -> bool:

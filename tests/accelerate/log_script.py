@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def run(job: dict[str, Any]) -> None:
         train_loop(job, trace)
     else:
         options = {"tiers": job["root"], "every_n_steps": 2} if job["root"] else None
-        arguments = {"report_to": ["tensorboard"], "logging_steps": 1}
+        tool = job.get("tool", "tensorboard")
+        os.environ.update(MLFLOW_TRACKING_URI=f"file://{job['folder']}", MLFLOW_ALLOW_FILE_STORE="true")
+        arguments = {"report_to": [tool], "logging_steps": 1}
         train_hf(arguments, options, Path(job["folder"]), seed=job["seed"], trace=trace)
     trace.append(("digest", ""))
 

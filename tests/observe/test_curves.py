@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.observe.curves import Curves, EventFiles, _is_of_this_process, cut_files, cut_rows, rows, sizes
+from ckpt_engine.observe.curves import (
+    Curves,
+    EventFiles,
+    TrackedRun,
+    _is_of_this_process,
+    cut_files,
+    cut_rows,
+    rows,
+    runs_of,
+    sizes,
+)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -129,3 +139,38 @@ def test_a_logger_that_fails_costs_no_snapshot_and_no_resume(caplog: pytest.LogC
     assert caplog.text.count("no room for logs") == 1
     row = {"name": "a logger", "home": "a logger", "place": {}, "marks": {}}
     assert [one.why for one in curves.go_on({"curves": {"root": "run", "loggers": [row]}})] == ["no room for logs"] * 2
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["in a folder", "on a server"])
+def test_a_run_that_is_tracked_goes_on_by_its_id(is_local: bool, tmp_path: Path) -> None:
+    """Steps that come again are cut where the run is in a folder, else that is said; another run begins a curve."""
+    loss = tmp_path / "train" / "loss"
+    loss.parent.mkdir()
+    waiting = ["1 0.5 1\n"]
+
+    def flush() -> None:
+        with loss.open("a") as file:
+            file.writelines(waiting)
+        waiting.clear()
+
+    def opened(run: str) -> Curves:
+        return Curves(
+            "file:///run", [TrackedRun("MLflowCallback", "here 0", run, tmp_path if is_local else None, flush)]
+        )
+
+    first = opened("r1")
+    assert first.go_on({}) == []
+    notes = first.note()
+    assert runs_of(notes, "file:///run") == {"MLflowCallback": "r1"}
+    assert runs_of(notes, "file:///copy") == runs_of({}, "file:///run") == {}
+    waiting.append("2 0.4 2\n")
+    flush()
+    (tmp_path / "late").write_text("2 1 2\n")
+    problems = [(one.name, one.why) for one in opened("r1").go_on(notes)]
+    if is_local:
+        assert (problems, loss.read_text(), (tmp_path / "late").exists()) == ([], "1 0.5 1\n", False)
+    else:
+        assert problems == [("the curve of MLflowCallback", "the run goes on, and keeps the steps that come again")]
+        assert loss.read_text() == "1 0.5 1\n2 0.4 2\n"
+    (other,) = opened("r2").go_on(notes)
+    assert other.why == "this start has opened another run"

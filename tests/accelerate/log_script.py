@@ -52,7 +52,7 @@ def run(job: dict[str, Any]) -> None:
     else:
         options = {"tiers": job["root"], "every_n_steps": 2} if job["root"] else None
         tool = job.get("tool", "tensorboard")
-        os.environ.update(MLFLOW_TRACKING_URI=f"file://{job['folder']}", MLFLOW_ALLOW_FILE_STORE="true")
+        os.environ.update(MLFLOW_TRACKING_URI=f"file://{job['folder']}/mlruns", MLFLOW_ALLOW_FILE_STORE="true")
         arguments = {"report_to": [tool], "logging_steps": 1}
         train_hf(arguments, options, Path(job["folder"]), seed=job["seed"], trace=trace)
     trace.append(("digest", ""))

@@ -200,7 +200,7 @@ def test_a_close_that_was_interrupted_is_no_close(tmp_path: Path, monkeypatch: p
         first = Checkpointer(tmp_path)
         first.save(state(1), step=1)
         with monkeypatch.context() as patch:
-            patch.setattr(first.engine._pipeline, "drain", _interrupted)
+            patch.setattr(first.engine._pipeline, "_drain", _interrupted)
             with pytest.raises(KeyboardInterrupt):
                 first.close()
         again(first)

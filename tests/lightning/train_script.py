@@ -18,7 +18,7 @@ from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning import loader_cases
 from tests.lightning.cases import CASES
 from tests.lightning.runs import Recorder, final_digest, make_trainer, seed_everything, train
-from tests.support.trainers import TraceFile, serve
+from tests.support.trainers import TraceFile, serve, wait_for_the_arena
 
 PATIENCE_SECONDS = 60.0
 
@@ -45,10 +45,11 @@ class Patience(Callback):
         if self._waited == os.getpid() or run is None or not run.engine.arena_bytes():
             return
         self._waited = os.getpid()
+        wait_for_the_arena(run.engine)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (run.engine.ready() and run.engine._pipeline._slots._warm_up is None):
+        while not run.engine.ready():
             if time.monotonic() > deadline:
-                raise TimeoutError("the arena does not become ready")
+                raise TimeoutError("no snapshot may be taken")
             time.sleep(0.001)
 
 

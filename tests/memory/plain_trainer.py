@@ -16,7 +16,7 @@ from torch import nn
 from ckpt_engine import Checkpointer
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.writer import launch  # noqa: F401 - otherwise imported when needed, in each fork
-from tests.support.trainers import serve
+from tests.support.trainers import serve, wait_for_the_arena
 
 SEED = 7
 BATCH = 4
@@ -103,9 +103,10 @@ def run(job: dict[str, Any]) -> None:
     ckpt.prepare(training.state(), lazy=predicate)
     # Nothing is trained before somebody is there to keep it, and has room for it.
     ckpt.wait()
+    wait_for_the_arena(ckpt.engine)
     deadline = time.monotonic() + READY_SECONDS
-    while not (ckpt.engine.ready() and ckpt.engine._pipeline._slots._warm_up is None):
-        assert time.monotonic() < deadline, "the arena does not become ready"
+    while not ckpt.engine.ready():
+        assert time.monotonic() < deadline, "no snapshot may be taken"
         time.sleep(0.001)
     handles: list[SaveHandle | None] = []
     slow_from = training.steps + job.get("slow_after", job["steps"])

@@ -29,7 +29,7 @@ from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
 from tests.ranks.launch import free_port
 from tests.ranks.runs import open_ranks
-from tests.ranks.stop_run import wait_for_the_arena
+from tests.support.trainers import wait_for_the_arena
 
 PATIENCE_SECONDS = 60.0
 NEAR, FAR = TierStanding("/run", 1e9, 90, 40.0), TierStanding('s3://b/"r"', None, 80, 20.0, away=True)

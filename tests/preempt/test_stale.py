@@ -19,7 +19,7 @@ from ckpt_engine.preempt.divergence import Content, StaleWatch, unchanged
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, EverySnapshotIsDurable, Model, fit
-from tests.ranks.stop_run import wait_for_the_arena
+from tests.support.trainers import wait_for_the_arena
 
 PATIENCE_SECONDS = 60.0
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ckpt_engine.loop import failing_loop
+from tests.support.trainers import wait_for_the_arena
 
 HANG_SECONDS = 600.0
 
@@ -87,16 +88,6 @@ class Lines:
 
     def end(self, weights: dict[str, torch.Tensor]) -> None:
         self.say("end " + json.dumps({name: value.flatten().tolist() for name, value in weights.items()}))
-
-
-def wait_for_the_arena(engine: Any) -> None:
-    """If it is being made ready: until all of its slots are. On a busy machine that takes several batches."""
-    deadline = time.monotonic() + 60.0
-    slots = engine._pipeline._slots
-    while slots._warm_up is not None:
-        slots.ready()
-        assert time.monotonic() < deadline, "the arena does not become ready"
-        time.sleep(0.001)
 
 
 def make_net() -> nn.Sequential:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_ckpt import AdaptiveCheckpoint
-from tests.ranks.train_lightning import Samples, wait_for_the_arena
+from tests.ranks.train_lightning import Samples
+from tests.support.trainers import wait_for_the_arena
 
 
 def main(job: dict[str, Any]) -> None:

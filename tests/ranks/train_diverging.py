@@ -35,8 +35,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from ckpt_engine.errors import RollbackRequestedError
 from lightning_ckpt import AdaptiveCheckpoint
-from tests.ranks.stop_run import wait_for_the_arena
 from tests.sharded.train_lightning import FSDP1
+from tests.support.trainers import wait_for_the_arena
 
 BATCH = 4
 

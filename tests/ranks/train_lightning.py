@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ckpt_engine.engine import Engine
 from lightning_ckpt import AdaptiveCheckpoint
+from tests.support.trainers import wait_for_the_arena
 
 
 class Samples(Dataset[Any]):
@@ -45,16 +45,6 @@ class Patience(pl.Callback):
     def on_before_backward(self, *args: Any) -> None:
         if self._ckpt._run is not None:
             wait_for_the_arena(self._ckpt._run.engine)
-
-
-def wait_for_the_arena(engine: Engine) -> None:
-    """If it is being made ready: until all of its slots are."""
-    deadline = time.monotonic() + 60.0
-    slots = engine._pipeline._slots
-    while slots._warm_up is not None:
-        slots.ready()
-        assert time.monotonic() < deadline, "the arena does not become ready"
-        time.sleep(0.001)
 
 
 class Model(pl.LightningModule):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckpt_engine.snapshot.pipeline import Pipeline
-
-PATIENCE_SECONDS = 60.0
+from tests.support.trainers import wait_for_the_arena
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +22,6 @@ def arena_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def at_once(self: Pipeline, state: Any, lazy: Any = None, *, touch: bool = True) -> None:
         prepare(self, state, lazy, touch=touch)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._slots._warm_up is not None:
-            assert time.monotonic() < deadline, "the arena does not become ready"
-            time.sleep(0.001)
-            self._slots.ready()
+        wait_for_the_arena(SimpleNamespace(_pipeline=self))
 
     monkeypatch.setattr(Pipeline, "prepare", at_once)

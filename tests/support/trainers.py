@@ -28,6 +28,21 @@ PATIENCE_SECONDS = 120.0
 Job = Mapping[str, Any]
 
 
+def wait_for_the_arena(engine: Any) -> None:
+    """If it is being made ready: until all of its slots are.
+
+    The thread that makes them gives way to everybody, and on a machine that is busy it may not run for minutes: each
+    slot is touched as if a snapshot waited for it.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    slots = engine._pipeline._slots
+    while (warm := slots._warm_up) is not None:
+        warm.hurry()
+        assert time.monotonic() < deadline, "the arena does not become ready"
+        time.sleep(0.001)
+        slots.ready()
+
+
 class ForkServer:
     """Starts training processes, one at a time.
 

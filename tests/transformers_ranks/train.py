@@ -32,8 +32,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ckpt_engine.engine
 from accelerate_ckpt import TransformersCallback
 from tests.ranks.launch import PATIENCE_SECONDS
-from tests.ranks.stop_run import wait_for_the_arena
 from tests.support.digests import digest, seed_everything
+from tests.support.trainers import wait_for_the_arena
 
 _TIMED = ("runtime", "per_second")
 SAMPLES = 64

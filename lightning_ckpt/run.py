@@ -165,7 +165,9 @@ class FitRun:
         self.stopping.start(self.step, trained)
 
     def validation_started(self) -> None:
-        """Time from here to `validation_ended` is not training."""
+        """Time from here to `validation_ended` is not training. A resumed run has no sanity check."""
+        if self._trainer.sanity_checking:
+            self._audit.begin_unrepeated()
         self._validation_began = time.monotonic()
 
     def validation_ended(self) -> None:

@@ -29,7 +29,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torchmetrics import Metric
 
-from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.audit.audit import Audit
+from ckpt_engine.audit.roots import roots_of_loader
 from ckpt_engine.data import rng
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Packer, own_values

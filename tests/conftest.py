@@ -65,7 +65,7 @@ def engines_end_with_their_tests() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def other_tests_are_foreign(request: pytest.FixtureRequest) -> None:
     """A script's process has its own modules: no hidden state is looked for in the files of other tests."""
-    modules = sys.modules.get("ckpt_engine.audit.modules")
+    modules = sys.modules.get("ckpt_engine.audit.roots")
     if modules is not None:
         modules._FOREIGN.update(name for name in sys.modules if ".test_" in name)
         modules._FOREIGN.discard(request.module.__name__)

@@ -535,3 +535,15 @@ def _stream_state(stream: Any) -> Any:
     if isinstance(stream, np.random.RandomState):
         return stream.get_state(legacy=False)
     return bytes(stream.get_state().numpy())
+
+
+def copy_stream(stream: Any, saved: Any) -> None:
+    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
+    if isinstance(stream, random.Random):
+        stream.setstate(saved.getstate())
+    elif isinstance(stream, np.random.Generator):
+        stream.bit_generator.state = saved.bit_generator.state
+    elif isinstance(stream, np.random.RandomState):
+        stream.set_state(saved.get_state(legacy=False))
+    else:
+        stream.set_state(saved.get_state())

@@ -9,15 +9,13 @@ import collections
 import itertools
 import logging
 import operator
-import random
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.audit.attributes import (
     CONTAINERS,
@@ -29,16 +27,16 @@ from ckpt_engine.audit.attributes import (
     Frozen,
     Walk,
     address,
+    copy_stream,
     digest,
     freeze,
     is_iterator,
     type_of,
 )
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
-from ckpt_engine.audit.modules import KeptDraws, of_modules
-from ckpt_engine.audit.source import attribute_decides, names_in
+from ckpt_engine.audit.roots import KeptDraws, of_modules
+from ckpt_engine.audit.source import attribute_decides
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.plugins import is_function_of_user, is_library
 from ckpt_engine.state.flatten import Flattener, problems
 
 Roots = Callable[[], Mapping[str, Any]]
@@ -77,6 +75,11 @@ class Audit:
         if self._hidden.on:
             self._locals.modules = of_modules()
             self._hidden.begin(moment, {**self._locals.modules, **self.roots()})
+
+    def begin_unrepeated(self) -> None:
+        """See `HiddenState.begin_unrepeated`."""
+        if self._hidden.on:
+            self._hidden.begin_unrepeated({**of_modules(), **self.roots()})
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.
@@ -125,34 +128,6 @@ class Audit:
         return restored, missing
 
 
-def roots_of_loader(name: str, loader: Any) -> dict[str, Any]:
-    """What of a loader lives in this process and may count: positions and samplers are followed on their own."""
-    if not isinstance(loader, DataLoader):
-        return {}
-    found: dict[str, Any] = {f"{name}.collate_fn": loader.collate_fn, f"{name}.worker_init_fn": loader.worker_init_fn}
-    if not isinstance(loader.dataset, IterableDataset):
-        found[f"{name}.dataset"] = loader.dataset
-    return {path: value for path, value in found.items() if value is not None}
-
-
-def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
-    """The names of loaders, and the global variables and classes that the code of their datasets and collate functions
-    names, as paths."""
-    found, seen, waiting = set(loaders), set[int](), list[Any]()
-    for loader in (one for one in loaders.values() if isinstance(one, DataLoader)):
-        kinds = [kind for root in (loader.dataset, loader.collate_fn) for kind in type(root).__mro__]
-        waiting += [loader.collate_fn, *(one for kind in kinds if not is_library(kind) for one in vars(kind).values())]
-    for function in waiting:  # it grows meanwhile
-        if not isinstance(function, FunctionType) or id(function) in seen or not is_function_of_user(function):
-            continue
-        seen.add(id(function))
-        named = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
-        for name, one in named.items():
-            found.add(one.__qualname__ if isinstance(one, type) else f"{function.__module__}.{name}")
-        waiting += named.values()
-    return found
-
-
 Mode = Literal["auto", "report", "off"]
 MOST_BYTES = 256 << 20
 """Bytes of hidden tensors and arrays that one snapshot takes."""
@@ -179,6 +154,8 @@ class HiddenState:
         self._mode = mode
         self._skipped = frozenset(skipped)
         self._moments: dict[str, _Beginning] = {}
+        self._before: _Beginning | None = None
+        self._unrepeated: dict[str, _Unrepeated] = {}
         self._saved: Mapping[str, Any] = {}
         self._first: dict[str, Mapping[str, str]] = {}
         """Of attributes that an earlier process has changed: what they were when the run's first process began."""
@@ -201,8 +178,21 @@ class HiddenState:
         Args:
             roots: the objects that take part in training, by the names that users know them by.
         """
+        if not self.on:
+            return
+        self._moments[moment] = begun = _Beginning(roots, self._skipped)
+        if self._before is not None:
+            self._unrepeated = dict(self._before.differences(begun))
+            self._before = None
+        begun.take_back(self._unrepeated)
+
+    def begin_unrepeated(self, roots: Mapping[str, Any]) -> None:
+        """What follows, up to the first moment, only the run's first process does, such as a check of the validation.
+
+        What it changes counts as changed: another process begins with what was there before.
+        """
         if self.on:
-            self._moments[moment] = _Beginning(roots, self._skipped)
+            self._before = _Beginning(roots, self._skipped)
 
     def stepped(self) -> None:
         """The process has made its first step. Cheap from the second call on."""
@@ -341,6 +331,15 @@ class _Looked:
         return one[2]
 
 
+@dataclass(frozen=True, slots=True)
+class _Unrepeated:
+    """An attribute before something that no other process does, frozen too, and as it was after that."""
+
+    value: Any
+    before: Frozen
+    after: Frozen
+
+
 class _Beginning:
     """What all attributes are at one moment."""
 
@@ -356,6 +355,24 @@ class _Beginning:
         self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.before}
         self._by_path = {one.holder.path: one.holder for one in self._watched}
         self._looked = _Looked()
+
+    def differences(self, later: _Beginning) -> Iterator[tuple[str, _Unrepeated]]:
+        """By path what has changed until then."""
+        for one in self._watched:
+            for name, value in one.before.items():
+                path = f"{one.holder.path}.{name}"
+                after = later.frozen.get(path)
+                if after is not None and after != self.frozen[path]:
+                    yield path, _Unrepeated(value, self.frozen[path], after)
+
+    def take_back(self, unrepeated: Mapping[str, _Unrepeated]) -> None:
+        """Those that have not changed since begin as they were before."""
+        for one in self._watched if unrepeated else ():
+            for name in one.before:
+                path = f"{one.holder.path}.{name}"
+                if (row := unrepeated.get(path)) is not None and row.after == self.frozen[path]:
+                    self.frozen[path], one.before[name] = row.before, row.value
+            one.look()
 
     def holder_of(self, path: str) -> AttributeHolder | None:
         """Whose attribute it is, one that is not there yet included."""
@@ -529,7 +546,7 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
     if holder.shares:
         holder.assign(name, saved)
     elif isinstance(now, GENERATORS) and type(now) is type(saved):
-        _copy_stream(now, saved)
+        copy_stream(now, saved)
     elif isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         alike = now.shape == saved.shape and now.dtype == saved.dtype
         if alike and (holder.states or not now.requires_grad):
@@ -550,18 +567,6 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
         now.update(saved)
     else:
         holder.assign(name, saved)
-
-
-def _copy_stream(stream: Any, saved: Any) -> None:
-    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
-    if isinstance(stream, random.Random):
-        stream.setstate(saved.getstate())
-    elif isinstance(stream, np.random.Generator):
-        stream.bit_generator.state = saved.bit_generator.state
-    elif isinstance(stream, np.random.RandomState):
-        stream.set_state(saved.get_state(legacy=False))
-    else:
-        stream.set_state(saved.get_state())
 
 
 def _nbytes(value: Any) -> int:

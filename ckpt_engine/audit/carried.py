@@ -37,7 +37,7 @@ from ckpt_engine.audit.attributes import (
     is_own,
     is_used,
 )
-from ckpt_engine.audit.modules import OURS, of_modules
+from ckpt_engine.audit.roots import OURS, of_modules
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.plugins import is_library_file
 

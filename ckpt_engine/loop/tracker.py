@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_engine.audit.audit import Audit, read_by_loading, roots_of_loader
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.audit.carried import calls_now, objects_used
+from ckpt_engine.audit.roots import read_by_loading, roots_of_loader
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun

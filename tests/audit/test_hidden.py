@@ -21,7 +21,7 @@ from torch import nn
 
 from ckpt_engine.audit.attributes import UsedObject
 from ckpt_engine.audit.audit import HiddenState
-from ckpt_engine.audit.modules import of_modules
+from ckpt_engine.audit.roots import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
 from ckpt_engine.plugins import _program
 
@@ -376,7 +376,7 @@ def test_a_function_that_a_script_makes_in_its_loop_counts(tmp_path: Path, monke
         tmp_path,
         monkeypatch,
         """
-        from ckpt_engine.audit.modules import of_modules
+        from ckpt_engine.audit.roots import of_modules
 
         calls = 0
         found = of_modules()["of_a_user"].assigned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,73 @@ def test_with_hidden_off_the_run_differs(tmp_path: Path) -> None:
     wanted = fit(tmp_path / "whole", 1, None, hidden="off")
     first = fit(tmp_path / "killed", 1, 5, hidden="off")
     assert first + fit(tmp_path / "killed", 2, None, hidden="off") != wanted
+
+
+class Checked(pl.LightningModule):
+    """Counts what it has validated, and its collate function does so, too; both from the sanity check on."""
+
+    def __init__(self, seen: list[str], crash_at: int | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.validated = 0
+        self.write = seen.append
+        self.crash_at = crash_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.crash_at:
+            raise CrashError
+        loss = self.layer(batch).square().mean() * (1 + self.validated)
+        self.write(f"{self.global_step} {loss.item().hex()}")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1
+        if not self.trainer.sanity_checking:
+            self.write(f"{self.global_step}v{batch_idx} {batch.sum().item().hex()}")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Counting:
+    """A collate function that counts its batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        self.batches += 1
+        return torch.stack(rows) + 0.01 * self.batches
+
+
+def check_and_fit(folder: Path, seed: int, crash_at: int | None) -> list[str]:
+    """One process, which validates in the middle of an epoch and at its end."""
+    seed_everything(seed)
+    seen: list[str] = []
+    trainer = pl.Trainer(
+        max_epochs=2,
+        val_check_interval=4,
+        callbacks=[AdaptiveCheckpoint(folder, every_n_steps=1)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    rows = torch.linspace(0, 1, 48).view(16, 3)
+    loaders = DataLoader(rows, 2), DataLoader(rows[:6], 2, collate_fn=Counting())
+    with suppress(CrashError):
+        trainer.fit(Checked(seen, crash_at), *loaders, ckpt_path="auto")
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("crash_at", [2, 6])
+def test_what_the_sanity_check_has_changed_goes_on(crash_at: int, tmp_path: Path) -> None:
+    """A resumed run has no sanity check: what only that has moved, and what it has moved first, is put back."""
+    wanted = check_and_fit(tmp_path / "whole", 1, None)
+    got: dict[str, str] = {}
+    for seed, at in enumerate((crash_at, crash_at + 3, None), 1):
+        got |= dict(line.split() for line in check_and_fit(tmp_path / "killed", seed, at))
+    assert [f"{step} {value}" for step, value in got.items()] == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []

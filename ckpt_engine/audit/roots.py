@@ -1,4 +1,6 @@
-"""What is state in the user's modules: global variables, what functions keep, and how functions change both.
+"""Where state may hide besides the trainer's objects: the user's modules, and what their loaders read.
+
+Of modules these are global variables, what functions keep, and how functions change both.
 
 Large programs have thousands of functions. Their bytecode is read once, and only as far as it can matter.
 """
@@ -15,9 +17,12 @@ from itertools import chain
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, changes_in_place, is_iterator, is_own
-from ckpt_engine.plugins import is_library_file, is_standard_name
+from ckpt_engine.audit.source import names_in
+from ckpt_engine.plugins import is_function_of_user, is_library, is_library_file, is_standard_name
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
@@ -193,3 +198,31 @@ def _changes(code: CodeType) -> bool:
 
 def _inner(code: CodeType) -> list[CodeType]:
     return [one for one in code.co_consts if isinstance(one, CodeType)]
+
+
+def roots_of_loader(name: str, loader: Any) -> dict[str, Any]:
+    """What of a loader lives in this process and may count: positions and samplers are followed on their own."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    found: dict[str, Any] = {f"{name}.collate_fn": loader.collate_fn, f"{name}.worker_init_fn": loader.worker_init_fn}
+    if not isinstance(loader.dataset, IterableDataset):
+        found[f"{name}.dataset"] = loader.dataset
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
+    """The names of loaders, and the global variables and classes that the code of their datasets and collate functions
+    names, as paths."""
+    found, seen, waiting = set(loaders), set[int](), list[Any]()
+    for loader in (one for one in loaders.values() if isinstance(one, DataLoader)):
+        kinds = [kind for root in (loader.dataset, loader.collate_fn) for kind in type(root).__mro__]
+        waiting += [loader.collate_fn, *(one for kind in kinds if not is_library(kind) for one in vars(kind).values())]
+    for function in waiting:  # it grows meanwhile
+        if not isinstance(function, FunctionType) or id(function) in seen or not is_function_of_user(function):
+            continue
+        seen.add(id(function))
+        named = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
+        for name, one in named.items():
+            found.add(one.__qualname__ if isinstance(one, type) else f"{function.__module__}.{name}")
+        waiting += named.values()
+    return found

@@ -76,6 +76,7 @@ def survive(name: str, kills: list[tuple[int, float]], folder: Path, trainers: T
     return resumed
 
 
+@pytest.mark.timeout(900)
 def test_a_lightning_run_loses_one_batch_and_resumes_exactly(tmp_path: Path, lightning_trainers: Trainers) -> None:
     """Killed twice; the second life says where it comes from, and the report beside the snapshots does too."""
     moment = random.SystemRandom()

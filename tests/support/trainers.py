@@ -24,7 +24,7 @@ from typing import Any
 from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 Job = Mapping[str, Any]
 
 

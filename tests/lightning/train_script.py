@@ -34,8 +34,7 @@ class Pace(Callback):
 
 
 class Patience(Callback):
-    """Begins no batch before there is room for the first snapshot, and the writer has time: it runs at low priority, and
-    on a machine whose cores are busy it starts a minute later."""
+    """Begins no batch before there is room for the first snapshot, and the writer has time: it has low priority."""
 
     def __init__(self, ckpt: AdaptiveCheckpoint) -> None:
         self._ckpt = ckpt
@@ -47,6 +46,7 @@ class Patience(Callback):
             return
         self._waited = os.getpid()
         wait_for_the_arena(run.engine)
+        run.engine.before_update()  # where no thread has time to copy, this does
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not run.engine.ready():
             if time.monotonic() > deadline:

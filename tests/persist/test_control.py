@@ -161,7 +161,8 @@ def test_slow_clients_hold_up_nobody_and_are_hung_up_on(
     slow = [connect(tmp_path) for _ in range(2 * control._CLIENTS)]
     for number, sock in enumerate(slow):
         if number % 2:
-            sock.sendall(struct.pack("<Q", 100) + b"{")
+            with contextlib.suppress(BrokenPipeError):  # on a busy machine it is hung up on already
+                sock.sendall(struct.pack("<Q", 100) + b"{")
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:

@@ -81,6 +81,8 @@ class Tracker(LoopProgress):
         self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, self._run)
         self._steps, self._boundaries_missed = begins_at or 0, 0
         self._counted = self._dirty = False
+        self._announced = False
+        """A loop without a loader has said that a step is done."""
         self._stepped: set[int] = set()
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
@@ -122,6 +124,7 @@ class Tracker(LoopProgress):
         self._engine.tenure.require_open()
         if self._dirty:
             self._boundary(feed)
+            self._announced = True
 
     def before_update(self) -> None:
         """The fence: call before code that changes weights without an optimizer. Cheap if nothing is being copied.
@@ -138,7 +141,7 @@ class Tracker(LoopProgress):
 
         Args:
             complete: whether the loop ran to its end; None: the last pass over the training loader ended by itself,
-                and no exception is being handled.
+                or a loop without one has announced its last step, and no exception is being handled.
 
         Raises:
             SystemExit, KeyboardInterrupt: a request to stop after its last boundary.
@@ -149,8 +152,8 @@ class Tracker(LoopProgress):
         error = sys.exception()
         try:
             if complete is None:
-                done = self._training is not None and self._training.finished and not self._dirty
-                complete = done and error is None
+                done = self._announced if self._training is None else self._training.finished
+                complete = done and not self._dirty and error is None
             if self._restoring and self._training is not None and self._training.asked_at:
                 self._log.error(
                     "resumed at step %d, and the loop asked for batches and has trained on none", self._steps

@@ -374,3 +374,27 @@ def test_extra_state_that_grows_fits(tmp_path: Path) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
     assert len(model.seen) == 19
+
+
+def test_a_loop_without_a_loader_ends_with_its_last_step(tmp_path: Path) -> None:
+    """What is left of it is saved at its end, and another start finds nothing to train."""
+
+    def train(steps: int) -> list[int]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        done: list[int] = []
+        with Checkpointer(tmp_path, every_n_steps=100) as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer)
+            for step in range(run.global_step, steps):
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step()
+                done.append(step)
+        return done
+
+    assert train(6) == list(range(6))
+    assert train(6) == []
+    assert train(8) == [6, 7]
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.snapshots()[-1].step == 8

@@ -16,7 +16,15 @@ from benchmarks.measure import interleave
 from benchmarks.peers import DcpAsync, Peer, TorchSave
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series, ratios
-from benchmarks.workloads import State, everything_lazy, gpt2_state, many_tensors_state, state_bytes, tensors
+from benchmarks.workloads import (
+    State,
+    everything_lazy,
+    gpt2_shapes,
+    gpt2_state,
+    many_tensors_state,
+    state_bytes,
+    tensors,
+)
 from ckpt_engine import Checkpointer
 from ckpt_engine.snapshot.save_request import SaveHandle
 
@@ -24,10 +32,15 @@ TITLE = "GPU: what a snapshot of CUDA tensors costs"
 NEEDS_GPU = True
 STALL_LIMIT = 0.25
 COST_LIMIT = 0.25
-RATE_LIMIT = 0.8
+RATE_LIMIT = 0.9
 MANY_LIMIT_MS = 30.0
-WINDOW_COPIES = 3.0
-"""Length of the training that is measured around a snapshot, in copies of the state."""
+FENCE_LIMIT_MS = 2.0
+EVERY_LIMIT_PERCENT = 1.0
+RESTORE_LIMIT = 0.8
+STEP_COPIES = 3.0
+"""Length of a step of training in pinned copies of the smaller state."""
+STEP_SECONDS = 0.5
+"""Length of a step with the larger state."""
 NONE, LAZY, EAGER, PINNED = "no snapshot", "engine lazy", "engine eager", "hand-made pinned copy"
 
 
@@ -36,20 +49,24 @@ class Size:
     """How much to measure.
 
     Args:
-        large_bytes: of a second state, whose snapshots stay in memory: writing them would take the time of a disk.
+        width, layers: of a GPT-2 in bf16 with fp32 weights and moments, whose snapshots stay in memory: writing them
+            would take the time of a disk.
+        steps: of it, with a snapshot after each.
     """
 
     nbytes: int
-    large_bytes: int
+    width: int
+    layers: int
+    steps: int
     many: int
     rounds: int
     peer_rounds: int
 
 
 SIZES = {
-    Scale.FULL: Size(1_493_000_000, 20_000_000_000, 10_000, 9, 3),
-    Scale.QUICK: Size(1_493_000_000, 20_000_000_000, 10_000, 3, 1),
-    Scale.TINY: Size(4_000_000, 8_000_000, 100, 2, 1),
+    Scale.FULL: Size(1_493_000_000, 1600, 48, 6, 10_000, 9, 3),
+    Scale.QUICK: Size(1_493_000_000, 1600, 48, 4, 10_000, 3, 1),
+    Scale.TINY: Size(4_000_000, 32, 2, 2, 100, 2, 1),
 }
 
 
@@ -59,42 +76,156 @@ def device() -> torch.device:
 
 
 def run(bench: Bench) -> BarResult:
-    """Measure windows of training with one snapshot each, interleaved with windows without any."""
+    """Measure steps of training with snapshots, interleaved with steps without any."""
     size, where = SIZES[bench.scale], device()
     checks: list[Check] = []
     series: list[Series] = []
     with bench.scratch("cuda") as folder:
-        for nbytes, durable in ((size.nbytes, True), (size.large_bytes, False)):
-            state = moved(gpt2_state(nbytes), where)
-            label = f"{state_bytes(state) / 1e9:.3g} GB"
-            with ExitStack() as stack:
-                savers = dict(_savers(folder / label, stack, state, durable=durable))
-                window = Window(state, where, next(iter(savers.values())))
-                found = window.measure(savers, size, bench)
-            checks += found.checks(label)
-            series += found.series(label)
-            del state, savers, window, found
-        many = moved(many_tensors_state(size.many, 20_000 * size.many), where)
-        stalls = _stalls(folder / "many", many, 3 * size.rounds)
-        count = sum(1 for _ in tensors(many))
-        checks.append(Check(f"{count:,} tensors: host stall", "ms", "at most", MANY_LIMIT_MS, stalls))
+        for measure in (_one_snapshot, _every_step, _many):
+            found = measure(folder / measure.__name__, where, size, bench)
+            checks += found[0]
+            series += found[1]
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else "none: host tensors, no result"
     return BarResult(
         "cuda",
         TITLE,
         {
             "device": name,
-            "state": "GPT-2 with Adam on the device, fp32; step counts on the host",
-            "training": "matrix products and an in-place change of every tensor; nothing waits for the device",
-            "window": f"the steps of {WINDOW_COPIES:g} pinned copies of the state, one snapshot after the first",
-            "cost": "time of a window with a snapshot, less that of one without in the same round",
+            "smaller state": "GPT-2 with Adam on the device, fp32; step counts on the host; snapshots go to the disk",
+            "larger state": "1.5 billion parameters in bf16, with fp32 weights and moments; snapshots stay in memory",
+            "training": "matrix products, then an in-place change of every tensor; nothing waits for the device",
+            "a step": f"{STEP_COPIES:g} pinned copies of the smaller state; {STEP_SECONDS:g} s with the larger one. "
+            "An update that follows sooner than the bytes can cross waits for them",
+            "cost": "time of two steps with a snapshot between, less that of two without in the same round",
             "stall": "time that the call keeps the host from queueing more work",
-            "larger state": "its snapshots go to the memory tier, not to a disk",
         },
         tuple(checks),
         tuple(series),
         ("Peers write to the disk; DCP goes on with that behind training.",),
     )
+
+
+Measured = tuple[list[Check], list[Series]]
+
+
+def _one_snapshot(folder: Path, where: torch.device, size: Size, bench: Bench) -> Measured:
+    """One snapshot between two steps, beside other ways to take it."""
+    state = moved(gpt2_state(size.nbytes), where)
+    label = f"{state_bytes(state) / 1e9:.3g} GB"
+    with ExitStack() as stack:
+        savers = dict(_savers(folder, stack, state))
+        pinned, engine = savers[PINNED], savers[LAZY].save.__self__  # type: ignore[attr-defined]
+        pinned.save(0)
+        training = Training(state, where, STEP_COPIES * min(pinned.save(0) for _ in range(3)))
+        candidates: dict[str, Callable[[], float]] = {NONE: lambda: training.timed(2)}
+        for name, way in savers.items():
+            candidates[name] = lambda name=name, way=way: training.timed(2, way, name, saves=1)  # type: ignore[misc]
+        for name in (NONE, PINNED, LAZY, LAZY, LAZY, EAGER):
+            candidates[name]()
+        training.forget()
+        slow = {name: size.peer_rounds for name in savers if name not in (PINNED, LAZY, EAGER)}
+        taken = interleave(candidates, size.rounds, at_most=slow, tick=bench.say)
+        crossings = [engine.crossing(training.next_step()) for _ in range(size.rounds)]
+        copies = [pinned.save(0) for _ in range(size.rounds)]
+    costs = {name: [a - b for a, b in zip(taken[name], taken[NONE], strict=False)] for name in savers}
+    stalls = training.stalls
+    checks = [
+        Check(
+            f"{label}: host stall, lazy / pinned copy",
+            "x",
+            "at most",
+            STALL_LIMIT,
+            ratios(stalls[LAZY], stalls[PINNED]),
+        ),
+        Check(f"{label}: cost, lazy / pinned copy", "x", "at most", COST_LIMIT, ratios(costs[LAZY], costs[PINNED])),
+        Check(
+            f"{label}: rate of crossing, engine / pinned copy", "x", "at least", RATE_LIMIT, ratios(copies, crossings)
+        ),
+        Check(f"{label}: fence", "ms", "at most", FENCE_LIMIT_MS, _ms(training.fences[LAZY])),
+    ]
+    series = [
+        Series(f"{label}: two steps", "ms", _ms(taken[NONE])),
+        *_rates(label, state_bytes(state), crossings, copies),
+    ]
+    for name in savers:
+        series.append(Series(f"{label}: {name}, host stall", "ms", _ms(stalls[name])))
+        series.append(Series(f"{label}: {name}, cost of a snapshot", "ms", _ms(costs[name])))
+    return checks, series
+
+
+def _every_step(folder: Path, where: torch.device, size: Size, bench: Bench) -> Measured:
+    """A snapshot in memory after every step, and its way back."""
+    state = mixed_state(size, where)
+    nbytes = state_bytes(state)
+    label = f"{nbytes / 1e9:.3g} GB"
+    pinned = Pinned(state)
+    with Checkpointer({"tiers": ["memory", str(folder)]}) as checkpointer:
+        engine = Engine(checkpointer, state, lazy=True, durable=False)
+        way = Way(engine.save, checkpointer.before_update, engine.finish)
+        training = Training(state, where, STEP_SECONDS)
+        candidates: dict[str, Callable[[], float]] = {
+            NONE: lambda: training.timed(size.steps),
+            LAZY: lambda: training.timed(size.steps, way, LAZY, saves=size.steps),
+        }
+        for name in (NONE, LAZY):
+            candidates[name]()
+        training.forget()
+        taken = interleave(candidates, max(3, size.rounds // 2), tick=bench.say)
+        crossings = [engine.crossing(training.next_step()) for _ in range(3)]
+        copies = [pinned.save(0) for _ in range(3)]
+        bench.say("restoring")
+        backs, loads = [], []
+        for _ in range(3):
+            backs.append(pinned.back())
+            began = time.perf_counter()
+            checkpointer.load(into=state)
+            synchronize()
+            loads.append(time.perf_counter() - began)
+    percent = tuple(100 * (a / b - 1) for a, b in zip(taken[LAZY], taken[NONE], strict=True))
+    checks = [
+        Check(f"{label}: a snapshot in memory every {STEP_SECONDS:g} s", "%", "at most", EVERY_LIMIT_PERCENT, percent),
+        Check(f"{label}: fence", "ms", "at most", FENCE_LIMIT_MS, _ms(training.fences[LAZY])),
+        Check(
+            f"{label}: rate of crossing, engine / pinned copy", "x", "at least", RATE_LIMIT, ratios(copies, crossings)
+        ),
+        Check(
+            f"{label}: restoring from memory / copy to the device", "x", "at least", RESTORE_LIMIT, ratios(backs, loads)
+        ),
+    ]
+    return checks, [
+        *_rates(label, nbytes, crossings, copies),
+        Series(f"{label}: {LAZY}, host stall", "ms", _ms(training.stalls[LAZY])),
+        Series(f"{label}: {size.steps} steps", "ms", _ms(taken[NONE])),
+        Series(f"{label}: restoring from memory", "GB/s", tuple(nbytes / s / 1e9 for s in loads)),
+        Series(f"{label}: copy to the device", "GB/s", tuple(nbytes / s / 1e9 for s in backs)),
+    ]
+
+
+def _many(folder: Path, where: torch.device, size: Size, bench: Bench) -> Measured:
+    state = moved(many_tensors_state(size.many, 20_000 * size.many), where)
+    count = sum(1 for _ in tensors(state))
+    bench.say(f"{count:,} tensors")
+    found = []
+    with Checkpointer(folder) as checkpointer:
+        for step in range(1, 3 * size.rounds + 3):
+            seconds, handle = save_timed(checkpointer, state, step, lazy=everything_lazy)
+            checkpointer.before_update()
+            handle.wait(600.0)
+            found.append(seconds)
+    return [Check(f"{count:,} tensors: host stall", "ms", "at most", MANY_LIMIT_MS, _ms(found[2:]))], []
+
+
+def mixed_state(size: Size, where: torch.device) -> State:
+    """A model in bf16 with fp32 weights and moments, made on the device."""
+    draw = torch.Generator(device=where).manual_seed(1)
+    model: dict[str, torch.Tensor] = {}
+    optimizer: dict[int, dict[str, torch.Tensor]] = {}
+    for index, (name, shape) in enumerate(gpt2_shapes(layers=size.layers, width=size.width)):
+        parts = [torch.randn(shape, generator=draw, device=where) for _ in range(3)]
+        model[name] = parts[0].bfloat16()
+        keys = ("weight", "exp_avg", "exp_avg_sq")
+        optimizer[index] = {"step": torch.tensor(1.0), **dict(zip(keys, parts, strict=True))}
+    return {"model": model, "optimizer": {"state": optimizer}}
 
 
 def moved(node: Any, where: torch.device) -> Any:
@@ -136,6 +267,15 @@ class Pinned:
         synchronize()
         return time.perf_counter() - began
 
+    def back(self) -> float:
+        """Seconds of the copies to where the tensors came from."""
+        synchronize()
+        began = time.perf_counter()
+        for target, source in zip(self._targets, self._sources, strict=True):
+            source.copy_(target, non_blocking=True)
+        synchronize()
+        return time.perf_counter() - began
+
 
 class Engine:
     """The engine, with the time until a snapshot is in the arena."""
@@ -173,140 +313,75 @@ class Engine:
         return seconds
 
 
-def _savers(folder: Path, stack: ExitStack, state: State, *, durable: bool) -> Iterator[tuple[str, Way]]:
-    pinned = Pinned(state)
-    yield PINNED, Way(pinned.save)
-    for name, lazy in ((LAZY, True), (EAGER, False)) if durable else ((LAZY, True),):
-        tiers = [str(folder / name)] if durable else ["memory", str(folder / name)]
-        engine = Engine(stack.enter_context(Checkpointer({"tiers": tiers})), state, lazy=lazy, durable=durable)
-        yield name, Way(engine.save, engine.checkpointer.before_update, engine.finish)
-    if durable:
-        folder.mkdir(parents=True, exist_ok=True)
-        peers: tuple[tuple[str, Peer], ...] = (
-            ("torch.save + fsync", TorchSave(folder / "torch")),
-            ("DCP async_save, thread", DcpAsync(folder / "dcp")),
-            ("DCP async_save, thread, kept staging memory", DcpAsync(folder / "dcp-kept", cached=True)),
-        )
-        for name, peer in peers:
-            stack.callback(peer.close)
-            yield name, Way(lambda step, peer=peer: peer.save(state, step), finish=peer.finish)  # type: ignore[misc]
+def _savers(folder: Path, stack: ExitStack, state: State) -> Iterator[tuple[str, Way]]:
+    yield PINNED, Way(Pinned(state).save)
+    for name, lazy in ((LAZY, True), (EAGER, False)):
+        checkpointer = stack.enter_context(Checkpointer(str(folder / name)))
+        engine = Engine(checkpointer, state, lazy=lazy, durable=True)
+        yield name, Way(engine.save, checkpointer.before_update, engine.finish)
+    peers: tuple[tuple[str, Peer], ...] = (
+        ("torch.save + fsync", TorchSave(folder / "torch")),
+        ("DCP async_save, thread", DcpAsync(folder / "dcp")),
+        ("DCP async_save, thread, kept staging memory", DcpAsync(folder / "dcp-kept", cached=True)),
+    )
+    for name, peer in peers:
+        stack.callback(peer.close)
+        yield name, Way(lambda step, peer=peer: peer.save(state, step), finish=peer.finish)  # type: ignore[misc]
 
 
-class Window:
-    """Steps of training of a chosen length in all, with a snapshot after the first."""
+class Training:
+    """Steps of a chosen length: matrix products, the fence, and an in-place change of every tensor.
 
-    def __init__(self, state: State, where: torch.device, pinned: Way) -> None:
+    Attributes:
+        stalls, fences: seconds of the host in `save`, and in the fence after it, by way.
+    """
+
+    def __init__(self, state: State, where: torch.device, seconds: float) -> None:
         self._all = [t for t in tensors(state) if t.dim()]
-        self._nbytes = state_bytes(state)
         side = 8192 if where.type == "cuda" else 128
         self._matrix = torch.randn(side, side, device=where).bfloat16()
         self._out = torch.empty_like(self._matrix)
         self._counter = iter(range(1, 1_000_000))
-        self._stalls: dict[str, list[float]] = {}
-        pinned.save(0)
-        copy = min(pinned.save(0) for _ in range(3))
-        self.steps = 4
-        self._steps(1)
-        self.steps = max(2, min(2000, round(WINDOW_COPIES * copy / (self._timed(4) / 4))))
+        self.stalls: dict[str, list[float]] = {}
+        self.fences: dict[str, list[float]] = {}
+        self._products = 16
+        self.timed(1)
+        self._products = max(1, min(20_000, round(seconds / (self.timed(2) / 32))))
 
-    def measure(self, savers: dict[str, Way], size: Size, bench: Bench) -> Found:
-        """Interleaved windows, and bare crossings."""
-        candidates: dict[str, Callable[[], float]] = {NONE: lambda: self._timed(self.steps)}
-        for name, way in savers.items():
-            candidates[name] = lambda name=name, way=way: self._with(name, way)  # type: ignore[misc]
-        for name in (NONE, PINNED, LAZY):
-            candidates[name]()
-        self._stalls.clear()
-        slow = {name: size.peer_rounds for name in savers if name not in (PINNED, LAZY, EAGER)}
-        taken = interleave(candidates, size.rounds, at_most=slow, tick=bench.say)
-        engine = savers[LAZY].save.__self__  # type: ignore[attr-defined]
-        crossings = [engine.crossing(next(self._counter)) for _ in range(size.rounds)]
-        copies = [savers[PINNED].save(0) for _ in range(size.rounds)]
-        return Found(self._nbytes, taken, self._stalls, crossings, copies)
+    def next_step(self) -> int:
+        return next(self._counter)
 
-    def _steps(self, count: int, way: Way | None = None, name: str = "") -> None:
-        for number in range(count):
-            torch.mm(self._matrix, self._matrix, out=self._out)
-            if way is not None:
-                way.before_update()
-            torch._foreach_add_(self._all, 1e-6)
-            if way is not None and number == 0:
-                self._stalls.setdefault(name, []).append(way.save(next(self._counter)))
+    def forget(self) -> None:
+        """What was measured so far."""
+        self.stalls.clear()
+        self.fences.clear()
 
-    def _timed(self, count: int, way: Way | None = None, name: str = "") -> float:
+    def timed(self, count: int, way: Way | None = None, name: str = "", saves: int = 0) -> float:
+        """Seconds of `count` steps, with a snapshot after each of the first `saves`."""
+        if way is not None:
+            way.finish()
         synchronize()
         began = time.perf_counter()
-        self._steps(count, way, name)
+        for number in range(count):
+            for _ in range(self._products):
+                torch.mm(self._matrix, self._matrix, out=self._out)
+            if way is not None:
+                fenced = time.perf_counter()
+                way.before_update()
+                if number:
+                    self.fences.setdefault(name, []).append(time.perf_counter() - fenced)
+            torch._foreach_add_(self._all, 1e-6)
+            if way is not None and number < saves:
+                self.stalls.setdefault(name, []).append(way.save(self.next_step()))
         synchronize()
         return time.perf_counter() - began
 
-    def _with(self, name: str, way: Way) -> float:
-        seconds = self._timed(self.steps, way, name)
-        way.before_update()
-        way.finish()
-        return seconds
 
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured of one state."""
-
-    nbytes: int
-    windows: dict[str, list[float]]
-    stalls: dict[str, list[float]]
-    crossings: list[float]
-    copies: list[float]
-
-    def checks(self, label: str) -> list[Check]:
-        return [
-            Check(
-                f"{label}: host stall, lazy / pinned copy",
-                "x",
-                "at most",
-                STALL_LIMIT,
-                ratios(self.stalls[LAZY], self.stalls[PINNED]),
-            ),
-            Check(
-                f"{label}: cost, lazy / pinned copy",
-                "x",
-                "at most",
-                COST_LIMIT,
-                ratios(self._costs(LAZY), self._costs(PINNED)),
-            ),
-            Check(
-                f"{label}: rate of crossing, engine / pinned copy",
-                "x",
-                "at least",
-                RATE_LIMIT,
-                ratios(self.copies, self.crossings),
-            ),
-        ]
-
-    def series(self, label: str) -> list[Series]:
-        found = [
-            Series(f"{label}: window without a snapshot", "ms", _ms(self.windows[NONE])),
-            Series(f"{label}: crossing, engine", "GB/s", tuple(self.nbytes / s / 1e9 for s in self.crossings)),
-            Series(f"{label}: crossing, pinned copy", "GB/s", tuple(self.nbytes / s / 1e9 for s in self.copies)),
-        ]
-        for name, stalls in self.stalls.items():
-            found.append(Series(f"{label}: {name}, host stall", "ms", _ms(stalls)))
-            found.append(Series(f"{label}: {name}, cost of a snapshot", "ms", _ms(self._costs(name))))
-        return found
-
-    def _costs(self, name: str) -> list[float]:
-        return [a - b for a, b in zip(self.windows[name], self.windows[NONE], strict=False)]
-
-
-def _stalls(folder: Path, state: State, rounds: int) -> tuple[float, ...]:
-    """Milliseconds of host time of lazy saves of many tensors."""
-    with Checkpointer(folder) as checkpointer:
-        found = []
-        for step in range(1, rounds + 3):
-            seconds, handle = save_timed(checkpointer, state, step, lazy=everything_lazy)
-            checkpointer.before_update()
-            handle.wait(600.0)
-            found.append(seconds)
-    return _ms(found[2:])
+def _rates(label: str, nbytes: int, crossings: list[float], copies: list[float]) -> list[Series]:
+    return [
+        Series(f"{label}: crossing, engine", "GB/s", tuple(nbytes / s / 1e9 for s in crossings)),
+        Series(f"{label}: crossing, pinned copy", "GB/s", tuple(nbytes / s / 1e9 for s in copies)),
+    ]
 
 
 def _ms(seconds: list[float]) -> tuple[float, ...]:

@@ -28,6 +28,7 @@ from ckpt_engine.audit.attributes import (
     Walk,
     address,
     copy_stream,
+    described,
     digest,
     freeze,
     is_iterator,
@@ -310,23 +311,33 @@ def put_together(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str
 
 
 class _Looked:
-    """Tensors and arrays as they were when they were looked at last, for looks at the same ones."""
+    """Tensors and arrays as they were when they were looked at last, for looks at the same ones.
+
+    To read a tensor of a GPU the host waits until all queued work is done. So what tells whether one has moved is its
+    version; a kernel of the user that writes without a trace there shows at the looks 1, 2, 4, 8, …, which read all.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
         self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+        self._looks = 0
 
     def again(self) -> None:
         """All of them are looked at once more."""
         self._before, self._now = self._now, {}
+        self._looks += 1
 
     def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
         """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
         counted = isinstance(value, torch.Tensor) and not value.is_inference()
-        version = (address(value), value._version) if counted else ()
+        where = address(value) if counted else 0
+        version = (where, value._version) if counted else ()
         one = self._before.get(id(value))
-        if not quick or one is None or one[0]() is not value or one[1] != version:
-            one = (weakref.ref(value), version, freeze(value, saved))
+        same = one is not None and one[0]() is value and one[1] == version
+        unread = counted and value.is_cuda and self._looks & (self._looks - 1) != 0 and where not in saved
+        if one is None or not (same and (quick or unread)):
+            frozen = (*described(value), "version", *version) if unread else freeze(value, saved)
+            one = (weakref.ref(value), version, frozen)
         self._now[id(value)] = one
         return one[2]
 

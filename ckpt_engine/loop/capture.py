@@ -173,9 +173,12 @@ class Packer:
         self._known: dict[str, tuple[Any, Filler]] = {}
         """By component of the last tree its form, and its skeleton."""
         self._nbytes = _SMALLEST_BYTES
+        self._device: torch.device | None = None
 
     def pack(self, tree: Any) -> torch.Tensor:
         """The tree as a uint8 tensor; copies everything, so that later changes of the tree do not reach it.
+
+        From the first array on a GPU on the tensor is there too: the host waits for no array.
 
         Raises:
             UnstorableLeafError: a leaf would need pickle; names it.
@@ -185,20 +188,31 @@ class Packer:
         live: list[torch.Tensor] = []
         for key, one in components.items():
             nodes[key] = self._node(key, one, live)
-        arrays, blocks, at = [], [], 0
-        for array in live:
-            block = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._device = next((array.device for array in live if array.is_cuda), self._device)
+        arrays: list[dict[str, Any]] = [{} for _ in live]
+        blocks: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        at = 0
+        for index in sorted(range(len(live)), key=lambda one: live[one].is_cuda):
+            array = live[index].detach()
+            block = (array if array.is_cuda else array.cpu()).contiguous().reshape(-1).view(torch.uint8)
             dtype = str(array.dtype).removeprefix("torch.")
-            arrays.append({"dtype": dtype, "shape": list(array.shape), "at": at, "nbytes": block.numel()})
-            blocks.append(block)
+            arrays[index] = {"dtype": dtype, "shape": list(array.shape), "at": at, "nbytes": block.numel()}
+            blocks[array.is_cuda].append(block)
             at += block.numel()
         text = json.dumps({"tree": nodes.get(ROOT_KEY, nodes), "arrays": arrays}, separators=(",", ":")).encode()
         self._nbytes = max(self._nbytes, _rounded(8 + len(text) + at))
-        packed = torch.zeros(self._nbytes, dtype=torch.uint8)
         head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-        packed[: len(head)] = head
-        if blocks:
-            packed[len(head) : len(head) + at] = torch.cat(blocks)
+        return self._joined([head, *blocks[False]], blocks[True])
+
+    def _joined(self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of the host, behind them those of GPUs, and zeros."""
+        packed = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
+        head = torch.cat(list(host))
+        # Only from page-locked memory the host does not wait for a copy to a device.
+        packed[: len(head)].copy_(head if self._device is None else head.pin_memory(), non_blocking=True)
+        if device:
+            tail = torch.cat([block.to(self._device, non_blocking=True) for block in device])
+            packed[len(head) : len(head) + len(tail)].copy_(tail)
         return packed
 
     def _node(self, key: str, component: Any, live: list[torch.Tensor]) -> Any:

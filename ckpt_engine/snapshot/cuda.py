@@ -24,6 +24,7 @@ call for all of an arena that can take seconds. A copy must stay within one piec
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -169,17 +170,28 @@ class Load:
     """The device tensors of one instant, in the order of the plan's entries.
 
     Args:
-        views: where they go; all of one slot.
-        tensors: what to copy.
-        lazy: which of them may be read until the fence.
+        views: where the bytes of an entry go; all of one slot.
+        tensors: what to copy; those of an entry one behind another.
+        counts: how many of the tensors are in each entry.
+        lazy: which entries may be read until the fence.
     """
 
     views: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
+    counts: Sequence[int]
     lazy: Sequence[bool]
 
+    def places(self) -> Iterator[tuple[int, bool]]:
+        """Of every tensor where its bytes go, counted from the start of the slot, and whether it is lazy."""
+        tensors = iter(self.tensors)
+        for view, count, lazy in zip(self.views, self.counts, self.lazy, strict=True):
+            start = int(view.storage_offset()) * view.element_size()
+            for tensor in itertools.islice(tensors, count):
+                yield start, lazy
+                start += tensor.numel() * tensor.element_size()
 
-_NOTHING = Load((), (), ())
+
+_NOTHING = Load((), (), (), ())
 
 
 class Flight:
@@ -333,11 +345,10 @@ class DeviceCopies:
 
     def _plan(self, load: Load) -> None:
         items: dict[torch.device, list[DeviceTensor]] = {}
-        for index, (view, tensor, lazy) in enumerate(zip(load.views, load.tensors, load.lazy, strict=True)):
-            nbytes = view.numel() * view.element_size()
+        for index, (tensor, (start, lazy)) in enumerate(zip(load.tensors, load.places(), strict=True)):
+            nbytes = tensor.numel() * tensor.element_size()
             if nbytes:
-                rows = int(view.shape[0]) if view.dim() else 1
-                start = int(view.storage_offset()) * view.element_size()
+                rows = int(tensor.shape[0]) if tensor.dim() else 1
                 item = DeviceTensor(index, start, nbytes, rows, lazy, _in_order(tensor))
                 items.setdefault(home(self.runtime, tensor), []).append(item)
         self._active = list(items)
@@ -410,9 +421,9 @@ def _groups(transfer: Transfer, buffer: torch.Tensor, load: Load) -> list[_Group
 
 
 def _target(part: TensorRows, raw: torch.Tensor, load: Load) -> torch.Tensor:
-    view = load.views[part.index]
-    shape = view.shape if part.rows is None else (part.rows[1], *view.shape[1:])
-    return raw.view(view.dtype).view(shape)
+    tensor = load.tensors[part.index]
+    shape = tensor.shape if part.rows is None else (part.rows[1], *tensor.shape[1:])
+    return raw.view(tensor.dtype).view(shape)
 
 
 BUFFER_BYTES = 64 << 20

@@ -17,6 +17,7 @@ The fence at optimizer steps: lazily copied weights are whole before any optimiz
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -114,19 +115,19 @@ class Staging:
         capture, self._capture = self._capture, None
         plan = capture.plan
         packs = self._packs(capture) if plan.packs else {}
-        found = {
-            index: (self._views[index], source.tensor(capture.arrays))
-            for index, source in enumerate(plan.sources)
-            if index not in packs
-        }
+        left = [index for index in range(len(plan.sources)) if index not in packs]
         if self._keep_copy:
             lazies = [(source, view) for source, view in zip(plan.sources, self._views, strict=True) if source.lazy]
             self._check = [(s, view, s.tensor(capture.arrays).detach().clone()) for s, view in lazies]
-        compared = {index: compares(*found.pop(index), claim) for index, claim in self._claims.by_source.items()}
-        sources: Sequence[EntrySource] = [plan.sources[index] for index in found]
-        pairs = list(found.values())
+        compared = {
+            index: compares(self._views[index], plan.sources[index].tensor(capture.arrays), claim)
+            for index, claim in self._claims.by_source.items()
+        }
+        left = [index for index in left if index not in compared] if compared else left
         if plan.devices:
-            sources, pairs = self._board(copier.devices, sources, pairs)
+            left = self._board(copier.devices, capture, left)
+        sources = [plan.sources[index] for index in left]
+        pairs = [(self._views[index], plan.sources[index].tensor(capture.arrays)) for index in left]
         lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
         eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
         tasks = [task for tasks in compared.values() for task in tasks]
@@ -230,21 +231,23 @@ class Staging:
         """Whether it is complete, and the fence was kept."""
         return self._fenced and self.complete
 
-    def _board(
-        self, devices: DeviceCopies, sources: Sequence[EntrySource], pairs: Sequence[_Pair]
-    ) -> tuple[Sequence[EntrySource], list[_Pair]]:
-        """Prepare the flight of the device tensors; the others are left."""
-        owned = [devices.runtime.device(tensor) is not None for _, tensor in pairs]
-        own = [pair for pair, is_own in zip(pairs, owned, strict=True) if is_own]
-        load = Load(
-            [view for view, _ in own],
-            [tensor for _, tensor in own],
-            [source.lazy for source, is_own in zip(sources, owned, strict=True) if is_own],
-        )
+    def _board(self, devices: DeviceCopies, capture: CapturedState, indices: Sequence[int]) -> list[int]:
+        """Prepare the flight of the device tensors; the sources of others are left."""
+        sources, on_device = capture.plan.sources, devices.runtime.device
+        left: list[int] = []
+        own: list[int] = []
+        for index in indices:
+            (left if on_device(capture.arrays[sources[index].array]) is None else own).append(index)
         if own:
+            tensors = [sources[index].tensors(capture.arrays) for index in own]
+            load = Load(
+                [self._views[index] for index in own],
+                list(itertools.chain.from_iterable(tensors)),
+                list(map(len, tensors)),
+                [sources[index].lazy for index in own],
+            )
             self._flight = Flight(devices.runtime, load, self._settle)
-        here = [index for index, is_own in enumerate(owned) if not is_own]
-        return [sources[index] for index in here], [pairs[index] for index in here]
+        return left
 
     def _settle(self) -> None:
         for part in self._parts():

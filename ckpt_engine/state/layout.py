@@ -54,6 +54,10 @@ class EntrySource:
     rows: tuple[int, int, int] | None = None
     members: PackMembers | None = None
 
+    def tensors(self, arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The live tensors whose bytes lie in the entry one behind another."""
+        return [self.tensor(arrays)] if self.members is None else [arrays[index] for index in self.members.arrays]
+
     def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """The live tensor to copy; of a pack a new one with all of it."""
         found = arrays[self.array]
@@ -179,7 +183,8 @@ class Planner:
         trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
         nbytes = sum(e.nbytes for e in layout.entries)
         gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
-        gathered = tuple([i for i, s in enumerate(sources) if s.members is not None and arrays[s.array].is_cpu])
+        packs_at = [i for i, source in enumerate(sources) if source.members is not None]
+        gathered = tuple([i for i in packs_at if drafting.device_of(arrays[sources[i].array]).type == "cpu"])
         plan = StatePlan(layout, header, trees, sources, nbytes, gpus, gathered, tuple(schemas.values()))
         views = any(d.storage_bytes is not None for d in drafts)
         metas = [(a.dtype, a.shape, a.stride(), a.requires_grad) for a in arrays]

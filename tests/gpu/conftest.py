@@ -6,6 +6,11 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True, scope="session")
+def writers_are_forked() -> None:
+    """They are not: a process with a device starts writers as a user's does."""
+
+
 @pytest.fixture(autouse=True)
 def _gpu() -> None:
     if not torch.cuda.is_available():

@@ -59,3 +59,14 @@ def test_mixed_precision_resumes_bit_for_bit(loop: str, precision: str, tmp_path
 def test_optimizers_that_count_on_the_device_resume_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     """Their step counts are device tensors, and fused updates leave no trace in a tensor's version."""
     assert_exact("plain", tmp_path, "--optimizer", optimizer)
+
+
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "lightning"])
+def test_page_locked_batches_of_workers_resume_bit_for_bit(loop: str, tmp_path: Path) -> None:
+    """The loader's thread reads ahead of training."""
+    assert_exact(loop, tmp_path, "--workers", "2")
+
+
+def test_a_compiled_model_in_cuda_graphs_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Replays read and write the same addresses; the snapshot is one more reader of them."""
+    assert_exact("plain", tmp_path, "--compile", "--precision", "bf16")

@@ -20,6 +20,7 @@ from ckpt_engine.snapshot import cuda
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.cuda import DeviceCopies
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.state import layout
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
 from ckpt_engine.store.tree import TreePath
@@ -124,12 +125,11 @@ class Training:
         names = ["/".join(map(str, source.path)) for source in capture.plan.sources]
         expected: dict[str, torch.Tensor] = {}
         for source, name in zip(capture.plan.sources, names, strict=True):
-            tensor = source.tensor(capture.arrays)
-            keep = lambda n=name, t=tensor: expected.update({n: t.clone()})  # noqa: E731
-            home = devices.home(tensor)
+            keep = lambda n=name, s=source: expected.update({n: s.tensor(capture.arrays).clone()})  # noqa: E731
+            home = devices.home(capture.arrays[source.array])
             keep() if home is None else devices.launch(keep, home)
         done: list[BaseException | None] = []
-        staging = Staging(capture, views, done.append)
+        staging = Staging(capture, views, done.append, fd=slot.fd)
         with devices.saving():
             staging.begin(self.copier)
         devices.pump(pumps[0])
@@ -181,6 +181,17 @@ def test_no_order_of_streams_tears_a_snapshot(seed: int, pumps: list[list[int]],
 def test_every_wait_is_needed(dropped: str) -> None:
     """Without any one of the three kinds of waits some order of streams tears a snapshot."""
     assert any(torn_in(FakeDevices(seed, [dropped]), [[seed % 40, 10, 60]]) for seed in range(30))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_small_tensors_of_one_entry_cross_as_they_are_when_the_device_gets_there(
+    lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of small tensors have one entry; they are packed in the buffer of the snapshot and nowhere else."""
+    monkeypatch.setattr(layout, "LEAST_ARRAYS", 6)
+    for seed in range(10):
+        devices = FakeDevices(seed)
+        assert torn_in(devices, [[seed, 10, 40]] * 2, lazy=lazy) == []
 
 
 def test_the_device_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,14 +451,9 @@ def _freeze_plain(value: Any) -> Frozen:
     return (type(value).__name__, repr(value))
 
 
-def described(tensor: torch.Tensor) -> Frozen:
-    """What a frozen tensor begins with."""
-    return ("tensor", str(tensor.dtype), tuple(tensor.shape))
-
-
 def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
     tensor = here(tensor)
-    head = described(tensor)
+    head = ("tensor", str(tensor.dtype), tuple(tensor.shape))
     if saved and address(tensor) in saved:
         return (*head, "saved")
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:

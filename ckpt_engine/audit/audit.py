@@ -28,7 +28,6 @@ from ckpt_engine.audit.attributes import (
     Walk,
     address,
     copy_stream,
-    described,
     digest,
     freeze,
     is_iterator,
@@ -330,14 +329,11 @@ class _Looked:
     def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
         """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
         counted = isinstance(value, torch.Tensor) and not value.is_inference()
-        where = address(value) if counted else 0
-        version = (where, value._version) if counted else ()
+        version = (address(value), value._version) if counted else (0, 0)
+        unread = counted and value.is_cuda and self._looks & (self._looks - 1) != 0 and version[0] not in saved
         one = self._before.get(id(value))
-        same = one is not None and one[0]() is value and one[1] == version
-        unread = counted and value.is_cuda and self._looks & (self._looks - 1) != 0 and where not in saved
-        if one is None or not (same and (quick or unread)):
-            frozen = (*described(value), "version", *version) if unread else freeze(value, saved)
-            one = (weakref.ref(value), version, frozen)
+        if not (quick or unread) or one is None or one[0]() is not value or one[1] != version:
+            one = (weakref.ref(value), version, ("version", *version) if unread else freeze(value, saved))
         self._now[id(value)] = one
         return one[2]
 
@@ -429,8 +425,9 @@ class _Beginning:
                 if frozen is None:
                     continue
                 if one.holder.records and _is_record(value, frozen, before, one.holder.in_place):
-                    kind = None if one.holder.in_place else _class_of_user(one.holder.owner)
-                    if kind is None or not attribute_decides(kind, name):
+                    owner = one.holder.owner
+                    kind = owner if isinstance(owner, type) else type(owner)
+                    if one.holder.in_place or kind.__module__ == "builtins" or not attribute_decides(kind, name):
                         continue
                 yield path, value, frozen
 
@@ -487,11 +484,6 @@ def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bo
     if of_variable and isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
         return any(map(_has_grown, now[2:], before[2:]))
     return _has_grown(now, before)
-
-
-def _class_of_user(owner: Any) -> type | None:
-    kind = owner if isinstance(owner, type) else type(owner)
-    return None if kind.__module__ == "builtins" else kind
 
 
 def _has_grown(now: Any, before: Any) -> bool:

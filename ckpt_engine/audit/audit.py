@@ -284,8 +284,7 @@ class HiddenState:
         return problems(value, (path,), self._flattener) or ""
 
     def _begin_of(self, path: str) -> Mapping[str, str]:
-        found = {moment: begun.frozen.get(path) for moment, begun in self._moments.items()}
-        return {moment: digest(frozen) for moment, frozen in found.items() if frozen is not None}
+        return {moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen}
 
 
 def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dict[str, tuple[str, str]]:

@@ -115,7 +115,6 @@ class Staging:
         capture, self._capture = self._capture, None
         plan = capture.plan
         packs = self._packs(capture) if plan.packs else {}
-        left = [index for index in range(len(plan.sources)) if index not in packs]
         if self._keep_copy:
             lazies = [(source, view) for source, view in zip(plan.sources, self._views, strict=True) if source.lazy]
             self._check = [(s, view, s.tensor(capture.arrays).detach().clone()) for s, view in lazies]
@@ -123,13 +122,13 @@ class Staging:
             index: compares(self._views[index], plan.sources[index].tensor(capture.arrays), claim)
             for index, claim in self._claims.by_source.items()
         }
-        left = [index for index in left if index not in compared] if compared else left
+        sources = plan.sources
+        left = [index for index in range(len(sources)) if index not in packs and index not in compared]
         if plan.devices:
             left = self._board(copier.devices, capture, left)
-        sources = [plan.sources[index] for index in left]
-        pairs = [(self._views[index], plan.sources[index].tensor(capture.arrays)) for index in left]
-        lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
-        eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
+        pairs = [(self._views[index], sources[index].tensor(capture.arrays)) for index in left]
+        lazy = [(view, t.detach()) for index, (view, t) in zip(left, pairs, strict=True) if sources[index].lazy]
+        eager = [pair for index, pair in zip(left, pairs, strict=True) if not sources[index].lazy] if lazy else pairs
         tasks = [task for tasks in compared.values() for task in tasks]
         for task in tasks:
             if task.claim.hinted and not task.seems_right():

@@ -135,7 +135,7 @@ class FitResume:
                     hint="train first, or pass the path of a checkpoint",
                 )
             fresh = f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}"
-            announce(_log, fresh, aloud=rank_zero_info)
+            announce(_log, fresh, show=rank_zero_info)
             original(None, *args, **kwargs)
         else:
             if self._rollbacks is not None:

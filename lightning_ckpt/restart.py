@@ -110,7 +110,7 @@ class Fresh:
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
         engine.start_fresh(how)
-        announce(_log, afresh(engine), aloud=rank_zero_info)
+        announce(_log, afresh(engine), show=rank_zero_info)
 
 
 def _require_file(path: Any) -> None:

@@ -27,7 +27,7 @@ from ckpt_engine.store.storage.base import SLICE_BYTES, metered
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import give
+from ckpt_engine.writer.commit_of_ranks import give
 from ckpt_engine.writer.part_records import complete
 
 

@@ -210,7 +210,7 @@ class Cadence:
     # ------------------------------------------------------------------ what became of a snapshot
 
     def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
-        """A snapshot was taken at `step`, whoever asked for it.
+        """A snapshot was taken at `step`, whatever asked for it.
 
         Args:
             stall_seconds: how long it blocked training, `wait_seconds` not included.

@@ -265,7 +265,7 @@ class StepTimes:
         return clean + excess
 
     def take_slowdown(self) -> Slowdown:
-        """The slowdown since the last call; none can be told while the clean step time is unknown."""
+        """The slowdown since the last call; none is known while the clean step time is unknown."""
         disturbed, steps = list(self._disturbed), self._disturbed_steps
         self._disturbed.clear()
         self._disturbed_steps = 0

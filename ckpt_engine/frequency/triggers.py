@@ -114,7 +114,7 @@ class FixedTriggers:
 
 
 REVIEW_STEPS = 256
-# Assumed for the first snapshot only, whose cost nobody has measured yet.
+# Assumed for the first snapshot only, whose cost is not measured yet.
 ASSUMED_STALL_SECONDS = 0.02
 ASSUMED_BYTES_PER_SECOND = 4e9
 FIRST_WITHIN_SECONDS = 600.0
@@ -128,7 +128,7 @@ SPREAD = 0.5
 
 
 # Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
-# many windows without any: what snapshots cost cannot be told from steps that are all disturbed.
+# many windows without any: what snapshots cost does not show in steps that are all disturbed.
 CALIBRATION_STEPS = 3
 CALIBRATION_SHARE = 0.1
 # How far waiting for them may stretch an interval.

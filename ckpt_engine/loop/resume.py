@@ -37,7 +37,7 @@ from ckpt_engine.loop.capture import (
 from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
 from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
 from ckpt_engine.loop.feed import Feed
-from ckpt_engine.observe.log import Aloud, announce
+from ckpt_engine.observe.log import Show, announce
 from ckpt_engine.observe.resume_report import (
     FILE_NAME,
     NotRestored,
@@ -462,7 +462,7 @@ def afresh(engine: Engine) -> str:
 
 
 def publish(
-    report: ResumeReport, folder: Path, log: logging.Logger, aloud: Aloud | None = None, rank: int = 0
+    report: ResumeReport, folder: Path, log: logging.Logger, show: Show | None = None, rank: int = 0
 ) -> Path | None:
     """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
 
@@ -471,7 +471,7 @@ def publish(
     A folder that cannot be written costs a warning, never the run.
 
     Args:
-        aloud: shows the report's first line to a user who has configured no logging, see `announce`.
+        show: shows the report's first line to a user who has configured no logging, see `announce`.
         rank: of this process.
     """
     if rank:
@@ -481,7 +481,7 @@ def publish(
     if report.not_restored or report.rejected or report.away:
         log.warning("%s", report.text())
     else:
-        announce(log, report.text(), line=report.line(), aloud=aloud)
+        announce(log, report.text(), line=report.line(), show=show)
     return write(report, folder, log)
 
 

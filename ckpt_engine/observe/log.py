@@ -198,7 +198,7 @@ class FanOutSink:
                 )
 
 
-Aloud = Callable[[str], object]
+Show = Callable[[str], object]
 """How a trainer shows its own lines."""
 
 
@@ -212,7 +212,7 @@ def is_heard(logger: logging.Logger, level: int = logging.INFO) -> bool:
     return False
 
 
-def on_stderr(logger: logging.Logger) -> Aloud:
+def on_stderr(logger: logging.Logger) -> Show:
     """To standard error, where Python itself shows the warnings of a logger without handlers.
 
     A logger that somebody has given handlers, which do not want the line, stays silent.
@@ -226,17 +226,17 @@ def on_stderr(logger: logging.Logger) -> Aloud:
     return say
 
 
-def announce(logger: logging.Logger, text: str, *, line: str | None = None, aloud: Aloud | None = None) -> None:
+def announce(logger: logging.Logger, text: str, *, line: str | None = None, show: Show | None = None) -> None:
     """Log `text` at INFO; where no handler would show it, say it another way.
 
     Args:
         line: what is said then, if `text` is longer than a line.
-        aloud: how; None: see `on_stderr`.
+        show: how; None: see `on_stderr`.
     """
     if is_heard(logger):
         logger.info("%s", text)
     else:
-        (aloud or on_stderr(logger))(text if line is None else line)
+        (show or on_stderr(logger))(text if line is None else line)
 
 
 TELL_SECONDS = 3.0

@@ -265,7 +265,7 @@ _LOOK_SECONDS = 1.0
 class LauncherSource:
     """The launcher that has started this process is gone: who has stopped it wants no training to go on.
 
-    `accelerate launch` ends at a SIGTERM and passes it on to nobody; any launcher may be killed.
+    `accelerate launch` ends at a SIGTERM and does not pass it on; any launcher may be killed.
 
     Args:
         parent: process id of the launcher.

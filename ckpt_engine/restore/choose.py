@@ -305,12 +305,12 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
     away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in search.away)
     if any(one.snapshot not in search.unfinished for one in search.rejected):
         lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
-        anew = "start a new run in another folder"
+        instead = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
-            anew = f"remove {named[0]} on every node to start a new run"
+            instead = f"remove {named[0]} on every node to start a new run"
         return NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
-            hint=f"look closer with `ckpt verify {named[0]}`, or {anew}",
+            hint=f"look closer with `ckpt verify {named[0]}`, or {instead}",
         )
     if away:
         missing = " and ".join(one.url for one in search.away)

@@ -45,7 +45,7 @@ from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
+from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 
 LEASE_SECONDS = 60.0
 """How long it may take to see whether the holder of a lease lives, without a sign of progress."""

@@ -47,7 +47,7 @@ from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, branch_id
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
-from ckpt_engine.writer.commit import Gather
+from ckpt_engine.writer.commit_of_ranks import Gather
 from ckpt_engine.writer.primary_tier import LEASE_SECONDS
 
 GUARD_SECONDS = 60.0

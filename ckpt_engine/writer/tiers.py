@@ -32,7 +32,7 @@ from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, give, questions
+from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
 from ckpt_engine.writer.replicate import PAUSES, Gate, Replicator
 from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
 from ckpt_engine.writer.tier_status import StatusWriter, TierHealth, TierStatus, Unfinished
@@ -140,17 +140,17 @@ class SecondaryTiers:
         tier = self._config.tiers[number]
         return open_storage(tier.url, tier.storage_options)
 
-    def survey(self, *, aloud: bool = False, needed: bool = True) -> None:
+    def survey(self, *, say: bool = False, needed: bool = True) -> None:
         """Hear which run and which snapshots the tiers have, once. Waits at most `SURVEY_SECONDS` for all of them.
 
         Args:
-            aloud: the trainer waits, too: say so if it takes long.
+            say: the trainer waits, too: say so if it takes long.
             needed: the run is not known yet. Otherwise, and after `finish`, tiers that give no sign are left out.
         """
         if self._surveys is None and not self._follows:
-            self._surveys = self._survey(SURVEY_SECONDS, aloud, needed)
+            self._surveys = self._survey(SURVEY_SECONDS, say, needed)
 
-    def _survey(self, timeout: float, aloud: bool, needed: bool) -> list[Survey]:
+    def _survey(self, timeout: float, say: bool, needed: bool) -> list[Survey]:
         found = [Survey(storage) for storage in self._storages]
         for one in found:
             threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
@@ -161,7 +161,7 @@ class SecondaryTiers:
 
         began = time.monotonic()
         self._wait(enough, began + min(timeout, TELL_SECONDS))
-        if aloud and not enough() and timeout > TELL_SECONDS:
+        if say and not enough() and timeout > TELL_SECONDS:
             urls = ", ".join(one.storage.url for one in found if not one.over)
             text = f"waiting for {urls} to say which run this is, up to {timeout:.0f} s: {self._nearest.url} is empty"
             self._emit(Notice("WARNING", text))
@@ -174,20 +174,20 @@ class SecondaryTiers:
             one.over = True
             self._changed.notify_all()
 
-    def join_run(self, repository: Repository, *, aloud: bool = False) -> Repository:
+    def join_run(self, repository: Repository, *, say: bool = False) -> Repository:
         """Before anything is written: make the nearest tier a place of the run that further tiers hold.
 
         Where it has snapshots already it is one. Otherwise this is what `survey` has found, which waits for that. Needs
         the lease of the nearest tier.
 
         Args:
-            aloud: as of `survey`.
+            say: as of `survey`.
 
         Raises:
             ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
         """
         if not self._follows and not repository.ids():
-            self.survey(aloud=aloud)
+            self.survey(say=say)
             known = [one.run for one in self._surveys or () if one.next_seq > 1 and one.run is not None]
             if known:
                 repository = adopt_run(known[0], repository.storage)

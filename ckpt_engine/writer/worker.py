@@ -17,7 +17,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
-from ckpt_engine.writer.commit import Cancelled
+from ckpt_engine.writer.commit_of_ranks import Cancelled
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob, held_share, stays
 from ckpt_engine.writer.writer import Emit, Writer
 

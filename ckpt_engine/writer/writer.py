@@ -39,7 +39,7 @@ from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, Watc
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body, SpentTimes
-from ckpt_engine.writer.commit import Cancelled, CrashRecovery, SessionSnapshots, There
+from ckpt_engine.writer.commit_of_ranks import Cancelled, CrashRecovery, SessionSnapshots, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
@@ -168,7 +168,7 @@ class Writer:
             self._joins_later = bool(self._config.tiers) and not repository.ids()
             repository.create_if_absent()
             return repository
-        repository = fleet.join_run(repository, aloud=True)
+        repository = fleet.join_run(repository, say=True)
         fleet.start()
         return repository
 

@@ -18,7 +18,7 @@ from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.store import names
 from ckpt_engine.writer import control
-from ckpt_engine.writer.commit import CrashRecovery
+from ckpt_engine.writer.commit_of_ranks import CrashRecovery
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.ranks.train_plain import state_of
 

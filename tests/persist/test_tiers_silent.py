@@ -328,7 +328,7 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
     config = WriterConfig(url=str(run.near), tiers=(run.tier(),))
     near = LocalStorage(run.near)
     made = tiers.SecondaryTiers(config, near, LeaseHolder.current(), heard)
-    made.join_run(Repository(near), aloud=True)
+    made.join_run(Repository(near), say=True)
     assert lines == [
         f"waiting for file://{run.far} to say which run this is, up to {tiers.SURVEY_SECONDS:.0f} s: "
         f"file://{run.near} is empty"

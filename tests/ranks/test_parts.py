@@ -13,7 +13,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.commit import SessionSnapshots
+from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.part_records import PartRecord, Slices
 
 SNAPSHOT = names.session_id("session", 3, 30)

@@ -33,9 +33,9 @@ def test_without_handlers_it_goes_where_python_shows_warnings(capsys: pytest.Cap
 def test_a_trainer_may_have_its_own_way(capsys: pytest.CaptureFixture[str]) -> None:
     """Then it is used whatever handlers there are, as long as none of them hears it."""
     logger, said = lonely("a"), list[str]()
-    announce(logger, "hello", aloud=said.append)
+    announce(logger, "hello", show=said.append)
     logger.addHandler(logging.NullHandler(logging.WARNING))
-    announce(logger, "again", aloud=said.append)
+    announce(logger, "again", show=said.append)
     assert said == ["hello", "again"]
     assert capsys.readouterr() == ("", "")
 
@@ -47,7 +47,7 @@ def test_who_hears_it_hears_it_once(capsys: pytest.CaptureFixture[str]) -> None:
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    announce(logger, "a long\nreport", line="a report", aloud=said.append)
+    announce(logger, "a long\nreport", line="a report", show=said.append)
     assert [record.getMessage() for record in records] == ["a long\nreport"]
     assert said == [] and capsys.readouterr() == ("", "")
 

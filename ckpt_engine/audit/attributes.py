@@ -493,7 +493,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Whether it changes within and can be put back there: a stream, or a container of nothing but plain values."""
+    """Whether it changes within and can be put back there: a stream, or a container of nothing but streams and values."""
     return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, _DEPTH))
 
 
@@ -510,7 +510,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, CONTAINERS):
         items = itertools.chain(value, value.values() if isinstance(value, dict) else ())
         return depth > 0 and all(_is_plain(one, depth - 1) for one in itertools.islice(items, _MOST_ITEMS))
-    return isinstance(value, (*PLAIN, *_TEXTUAL, np.ndarray, np.generic))
+    return isinstance(value, (*PLAIN, *_TEXTUAL, *GENERATORS, np.ndarray, np.generic))
 
 
 def type_of(value: Any) -> str:

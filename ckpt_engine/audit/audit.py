@@ -534,12 +534,13 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
 
 
 def _shapes(value: Any) -> Any:
-    """Of a tensor or array, or of a list or dict of such only; None of anything else."""
+    """Of a tensor or array, or of a list or dict of such or of streams only; None of anything else."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return (tuple(value.shape), value.dtype)
     if not isinstance(value, list | dict):
         return None
-    rows = {key: _shapes(one) for key, one in (value.items() if isinstance(value, dict) else enumerate(value))}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    rows = {key: type(one) if isinstance(one, GENERATORS) else _shapes(one) for key, one in items}
     return None if None in rows.values() else rows
 
 

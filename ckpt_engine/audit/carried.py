@@ -360,9 +360,14 @@ def loops_around(code: CodeType, offset: int) -> list[Repeated]:
     return [one for one in _loops(code) if one.head <= offset <= one.end]
 
 
+def loops_behind(code: CodeType, offset: int) -> list[Repeated]:
+    """The loops of a function that come after this instruction."""
+    return [one for one in _loops(code) if one.head > offset]
+
+
 def instruction_at(frame: FrameType) -> int:
     """The offset of the instruction that this frame is at; in a call, `f_lasti` may be that of a cache entry."""
-    offsets = _instructions(frame.f_code)[1]
+    offsets = instructions(frame.f_code)[1]
     return offsets[bisect.bisect_right(offsets, frame.f_lasti) - 1]
 
 
@@ -380,7 +385,7 @@ def made_before(frame: FrameType) -> dict[str, str]:
     """Digests of tensors and arrays that a turn of the loops makes before this frame's instruction, and reads later."""
     code, here = frame.f_code, instruction_at(frame)
     written = frozenset[str]().union(*(loop.writes - loop.targets for loop in loops_around(code, here)))
-    rows, offsets = _instructions(code)
+    rows, offsets = instructions(code)
     live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
     read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here]))) if written else frozenset()
     names = sorted(written & read - set(_carried(code, here)))
@@ -394,14 +399,14 @@ def local_values(frame: FrameType) -> tuple[list[Any], list[Any]]:
     values = dict(frame.f_locals)
     if not loops_around(code, here):
         return list(values.values()), []
-    rows, offsets = _instructions(code)
+    rows, offsets = instructions(code)
     live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
     read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here])))
     return [values[name] for name in values if name in read], [values[name] for name in values if name not in read]
 
 
 @lru_cache(maxsize=256)
-def _instructions(code: CodeType) -> tuple[list[dis.Instruction], list[int]]:
+def instructions(code: CodeType) -> tuple[list[dis.Instruction], list[int]]:
     """Those of a function, without cache entries, and their offsets."""
     rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
     return rows, [one.offset for one in rows]
@@ -409,7 +414,7 @@ def _instructions(code: CodeType) -> tuple[list[dis.Instruction], list[int]]:
 
 @lru_cache(maxsize=256)
 def _loops(code: CodeType) -> list[Repeated]:
-    rows, _ = _instructions(code)
+    rows, _ = instructions(code)
     ends: dict[int, int] = {}
     for row in rows:
         if row.opcode in dis.hasjrel and row.argval <= row.offset:
@@ -428,7 +433,7 @@ def _loops(code: CodeType) -> list[Repeated]:
 @lru_cache(maxsize=256)
 def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
     """Variables that a loop around the instruction at `offset` may read before it writes them in the same step."""
-    rows, offsets = _instructions(code)
+    rows, offsets = instructions(code)
     index = {one: position for position, one in enumerate(offsets)}
     # In a call the offset may be that of a cache entry behind the instruction.
     here = bisect.bisect_right(offsets, offset) - 1
@@ -447,7 +452,7 @@ def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _liveness(code: CodeType) -> list[frozenset[str]]:
     """The variables that may be read from each instruction of a function on before they are set."""
-    rows, offsets = _instructions(code)
+    rows, offsets = instructions(code)
     index = {one: position for position, one in enumerate(offsets)}
     following = [_next(rows, index, position) for position in range(len(rows))]
     uses = [_uses(row) for row in rows]

@@ -21,6 +21,7 @@ from ckpt_engine.loop.shape import (
     Around,
     Ask,
     Count,
+    LoopStart,
     code_now,
     differences,
     is_before,
@@ -60,6 +61,7 @@ class Loops:
         self._untracked: dict[int, str] = {}
         self._log = log
         self._home = code_now()
+        self.start = LoopStart(self._home)
         self._saved: Mapping[str, Any] = {}
         self._stepped_at = 0
         self._resumed: Feed | None = None
@@ -106,6 +108,7 @@ class Loops:
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
+        self.start.stepped()
         self._resumed, self._stepped_on = None, threading.get_ident()
         self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
 
@@ -203,6 +206,7 @@ class Loops:
             "place": [] if feed is None else place_of(feed.asked_from),
             "numbers": ask.numbers(),
             "made": ask.made_before(),
+            "start": self.start.seen,
             "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
             "says": [
                 *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
@@ -315,6 +319,7 @@ class LoopProgress:
     _engine: Engine
     _log: logging.Logger
     _run: TrainingRun
+    _loops: Loops
     _feeds: list[Feed]
     _training: Feed | None
     _resumed: Feed | None
@@ -346,6 +351,7 @@ class LoopProgress:
     @property
     def global_step(self) -> int:
         """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
+        self._loops.start.read()
         return self._steps
 
     @property

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.audit.carried import calls_now, objects_used
 from ckpt_engine.audit.roots import read_by_loading, roots_of_loader
+from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun
@@ -123,6 +124,8 @@ class Tracker(LoopProgress):
         feed = next((one for one in self._due if one.active), None)
         self._engine.tenure.require_open()
         if self._dirty:
+            if (problem := self._loops.start.problem()) is not None:
+                self._resume.say(problem)
             self._boundary(feed)
             self._announced = True
 
@@ -408,6 +411,7 @@ class Tracker(LoopProgress):
 
     def _take_over(self) -> None:
         self._resumed_batches = 0
+        streams = rng.capture()
         if (own := self._resume.load()) is None:
             return
         loaded = self._engine.loaded
@@ -421,6 +425,12 @@ class Tracker(LoopProgress):
             self._resumed_batches = self._training.delivered
             self._restoring = True
             self._loops.expect(own, self._training)
+            if not own["finished"]:
+                rng.restore(streams)  # until the first batch what the script draws is its own
+        elif own["cadence"] is not None:
+            if later := own["loop"].get("start", False):
+                rng.restore(streams)
+            self._loops.start.expect(own["rng"], later=later)
 
     def _arrive(self, feed: Feed) -> None:
         """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""

@@ -1,0 +1,282 @@
+"""Random streams go on where the loop begins, whatever the script draws behind `track`, or that is said."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckpt_engine import Carry, Checkpointer
+from tests.support.digests import seed_everything
+from tests.tracking.test_hidden import Killed, report
+
+STEPS = 9
+
+
+class Script:
+    """One process of a script that makes its batches itself."""
+
+    def __init__(self, folder: Path | None, seed: int, die_at: int | None) -> None:
+        seed_everything(seed)
+        self.die_at = die_at
+        self.net = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        self.ckpt = Checkpointer(folder, every_n_steps=1, writer="thread")
+        self.done: list[str] = []
+
+    def track(self, **more: Any) -> Any:
+        self.run = self.ckpt.track(net=self.net, optimizer=self.optimizer, **more)
+        return self.run
+
+    def learn(self, x: torch.Tensor) -> None:
+        """The body of a loop from where it has its batch."""
+        self.ckpt.wait(60)
+        if len(self.done) == self.die_at:
+            raise Killed
+        loss = self.net(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.done.append(loss.item().hex())
+
+    def step(self) -> None:
+        """A whole body."""
+        self.learn(torch.randn(2, 3) + random.random() + float(np.random.rand()))
+        self.run.step()
+
+
+def draw() -> torch.Tensor:
+    """From all three streams."""
+    return torch.randn(3) + random.random() + float(np.random.rand())
+
+
+def life(folder: Path, loop: Callable[[Script], None], seed: int = 1, die_at: int | None = None) -> list[str]:
+    """One process: the losses of its steps."""
+    script = Script(folder, seed, die_at)
+    with contextlib.suppress(Killed), script.ckpt:
+        loop(script)
+    return script.done
+
+
+# ---- loops whose own line says where they begin
+
+
+def counts_in_a_for(script: Script) -> None:
+    run = script.track()
+    draw()
+    for _ in range(run.global_step, STEPS):
+        script.step()
+
+
+def counts_in_a_while(script: Script) -> None:
+    run = script.track()
+    draw()
+    while run.global_step < STEPS:
+        script.step()
+
+
+def prints_before_it_draws(script: Script) -> None:
+    run = script.track()
+    print("goes on at", run.global_step)
+    draw()
+    for _ in range(run.global_step, STEPS):
+        script.step()
+
+
+def reads_in_the_body(script: Script) -> None:
+    run = script.track()
+    draw()
+    for _ in range(run.global_step, STEPS):
+        x = draw().repeat(2, 1) / (1 + run.global_step)
+        script.learn(x)
+        run.step()
+
+
+def keeps_where_it_begins(script: Script) -> None:
+    run = script.track()
+    draw()
+    begin = run.global_step
+    print("goes on at", begin)
+    script.net.train()
+    for _ in range(begin, STEPS):
+        script.step()
+
+
+def loops_in_a_function(script: Script) -> None:
+    run = script.track()
+    draw()
+    batches_of(script, run.global_step)
+
+
+def batches_of(script: Script, begin: int) -> None:
+    for _ in range(begin, STEPS):
+        script.step()
+
+
+def counts_in_a_generator(script: Script) -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        while run.global_step < STEPS:
+            yield draw().repeat(2, 1)
+
+    run = script.track()
+    draw()
+    for x in batches():
+        script.learn(x)
+        run.step()
+
+
+def accumulates(script: Script) -> None:
+    run = script.track()
+    draw()
+    while run.global_step < STEPS:
+        script.net(draw()).sum().backward()
+        if run.global_step % 2:
+            script.net(draw()).sum().backward()
+        script.step()
+
+
+def goes_on_between(script: Script) -> None:
+    """Draws in a loop of its own first, and tracks in a loop."""
+    for _ in range(1):
+        run = script.track()
+        for _ in range(3):
+            draw()
+        for _ in range(run.global_step, STEPS):
+            script.step()
+
+
+EXACT = [
+    counts_in_a_for,
+    counts_in_a_while,
+    prints_before_it_draws,
+    reads_in_the_body,
+    keeps_where_it_begins,
+    loops_in_a_function,
+    counts_in_a_generator,
+    accumulates,
+    goes_on_between,
+]
+
+
+def lives(folder: Path, loop: Callable[[Script], None], seeds: tuple[int, int, int]) -> list[str]:
+    """Three processes, of which two are killed."""
+    first = life(folder, loop, seeds[0], 2)
+    return first + life(folder, loop, seeds[1], 2) + life(folder, loop, seeds[2])
+
+
+@pytest.mark.parametrize("loop", EXACT, ids=lambda loop: loop.__name__)
+def test_the_first_step_draws_what_it_would_have(loop: Callable[[Script], None], tmp_path: Path) -> None:
+    """Over three processes with other seeds, and nothing is said of it."""
+    assert lives(tmp_path / "killed", loop, (1, 2, 3)) == life(tmp_path / "whole", loop)
+    assert report(tmp_path / "killed")["not_restored"] == []
+
+
+# ---- what is drawn for the whole run
+
+
+def draws_a_target(script: Script) -> None:
+    run = script.track()
+    target = draw()
+    for _ in range(run.global_step, STEPS):
+        script.learn(target + torch.randn(2, 3))
+        run.step()
+
+
+def draws_a_target_beside_a_loader(script: Script) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(18.0).view(6, 3)), batch_size=2, shuffle=True)
+    run = script.track(loader=loader)
+    target = draw()
+    for _ in range(run.epoch, STEPS // 3):
+        for (x,) in loader:
+            script.learn(target + x)
+
+
+@pytest.mark.parametrize("loop", [draws_a_target, draws_a_target_beside_a_loader], ids=lambda loop: loop.__name__)
+def test_what_a_script_draws_before_its_loop_is_what_it_drew_then(
+    loop: Callable[[Script], None], tmp_path: Path
+) -> None:
+    """A script that seeds itself draws the same constants after `track` as its first process."""
+    assert lives(tmp_path / "killed", loop, (1, 1, 1)) == life(tmp_path / "whole", loop)
+
+
+# ---- loops that do not say it
+
+
+def draws_after_it_has_read(script: Script) -> None:
+    run = script.track()
+    begin = run.global_step
+    draw()
+    for _ in range(begin, STEPS):
+        script.step()
+
+
+def draws_an_order_for_each_epoch(script: Script) -> None:
+    run = script.track()
+    rows = torch.arange(12.0).view(4, 3)
+    for _ in range(run.global_step // 4, 2):
+        order = torch.randperm(4)
+        for place in range(run.global_step % 4, 4):
+            script.learn(rows[order[place]])
+            run.step()
+
+
+def makes_its_batches_first(script: Script) -> None:
+    def batches(begin: int) -> list[torch.Tensor]:
+        return [torch.randn(2, 3) for _ in range(begin, STEPS)]
+
+    run = script.track()
+    for x in batches(run.global_step):
+        script.learn(x + torch.randn(3))
+        run.step()
+
+
+def counts_by_itself(script: Script) -> None:
+    carry = Carry(step=0)
+    script.track(carry=carry)
+    draw()
+    while carry.step < STEPS:
+        carry.step += 1
+        script.step()
+
+
+def steps_in_a_library(script: Script) -> None:
+    def one(_: int) -> None:
+        script.learn(torch.randn(2, 3) + script.run.global_step)
+        script.run.step()
+
+    run = script.track()
+    draw()
+    list(map(one, range(run.global_step, STEPS)))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        draws_after_it_has_read,
+        draws_an_order_for_each_epoch,
+        makes_its_batches_first,
+        counts_by_itself,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_draw_that_may_shift_the_streams_is_named(loop: Callable[[Script], None], tmp_path: Path) -> None:
+    """It comes once more in each process, after the streams were put back."""
+    wanted = life(tmp_path / "whole", loop)
+    got = life(tmp_path / "killed", loop, 1, 3) + life(tmp_path / "killed", loop, 2)
+    assert got != wanted
+    said = [row["why"] for row in report(tmp_path / "killed")["not_restored"]]
+    assert any("run.global_step" in one and "test_loop_begins.py:" in one for one in said), said
+
+
+def test_where_no_loop_is_seen_that_is_said(tmp_path: Path) -> None:
+    """A function of Python's own repeats the step."""
+    life(tmp_path, steps_in_a_library, 1, 3)
+    life(tmp_path, steps_in_a_library, 2)
+    assert any(row["why"].startswith("no loop is seen") for row in report(tmp_path)["not_restored"])

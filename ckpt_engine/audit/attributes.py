@@ -28,8 +28,17 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ckpt_engine.audit.source import chosen_class, defaults_of, hooks_of_user, is_metric, names_of, slots_of
-from ckpt_engine.data import rng
+from ckpt_engine.audit.source import (
+    chosen_class,
+    defaults_of,
+    function_decides,
+    hooks_of_user,
+    is_metric,
+    names_of,
+    slots_of,
+    variable_decides,
+)
+from ckpt_engine.data import rng, streams
 from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
 from ckpt_engine.state.sharding import here
 
@@ -59,6 +68,8 @@ REFERENCES = (
     DataLoader,
 )
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_COUNTS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([])), type(iter(range(0))))
+"""Iterators that are over no loader."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _IN_METRICS = frozenset(
@@ -85,7 +96,7 @@ class AttributeHolder:
         skipped: names of attributes that something else saves, or that belong to a framework.
         public_only: leave out names that begin with an underscore.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
-        plain_only: leave out what is no number, text, None or container.
+        plain_only: leave out what is no number, text, None, container, stream, or tensor without a gradient.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
         in_place: only what changes within: streams, tensors and containers of plain values, as nothing can be assigned.
         records: containers that grow are taken for records, which training does not follow from.
@@ -105,9 +116,9 @@ class AttributeHolder:
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
-            if self.plain_only and not isinstance(self.values[name], (*PLAIN, *CONTAINERS, *GENERATORS)):
-                continue
-            if self.in_place and not changes_in_place(self.values[name]):
+            value = self.values[name]
+            plain = not self.plain_only or isinstance(value, (*PLAIN, *CONTAINERS, *_COUNTS))
+            if (self.in_place or not plain) and not changes_in_place(value):
                 continue
             hides = self.public_only or isinstance(self.owner, type)
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
@@ -228,7 +239,9 @@ class Walk:
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
         elif isinstance(value, Variables):
-            self._hold(path, None, LiveView(value.within, value.read), in_place=True, records=True)
+            decide = frozenset(name for name in value.within if variable_decides(value.module, name))
+            self._hold(path, None, LiveView(decide, value.read), in_place=True)
+            self._hold(path, None, LiveView(value.within - decide, value.read), in_place=True, records=True)
             self._hold(path, value.module, LiveView(value.assigned, value.read))
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
@@ -252,6 +265,8 @@ class Walk:
         self.found.append(AttributeHolder(path, owner, values, frozenset(), public_only=False, **how))
 
     def _visit_used(self, value: Any, path: str, depth: int) -> None:
+        if isinstance(value, type) and is_used(value):
+            self._visit_class(value, records=True)
         if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -273,6 +288,10 @@ class Walk:
     def _visit_hook(self, hook: Any, path: str, depth: int) -> None:
         """Hooks often only record: their containers that grow are no state, as those of other objects that are used."""
         if isinstance(hook, functools.partial):
+            names = getattr(getattr(hook.func, "__code__", None), "co_varnames", ())
+            values = {**dict(zip(names, hook.args, strict=False)), **hook.keywords}
+            records = not any(function_decides(hook.func, name) for name in values)
+            self._hold(path, hook, values, in_place=True, records=records)
             for one in (*hook.args, *hook.keywords.values()):
                 self._visit_used(one, path, depth)
             self._visit_hook(hook.func, path, depth)
@@ -305,14 +324,14 @@ class Walk:
 
     def _looks_into(self, value: Any, *, root: bool) -> bool:
         kind = type(value)
-        if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or _attributes_of(value) is None:
+        if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or attributes_of(value) is None:
             return False
         if isinstance(value, nn.Module | Dataset | Sampler):
             return True
         return not is_standard(kind) and (root or not of_framework(kind))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
-        kind, values = chosen_class(value), _attributes_of(value) or {}
+        kind, values = chosen_class(value), attributes_of(value) or {}
         skipped = frozenset(values) if kind.__module__.startswith(_WRAPPERS) or kind is nn.Module else _saved(value)
         if isinstance(value, nn.Module) and id(value) not in self._covered:
             skipped |= _OF_MODULES | self._skipped
@@ -349,11 +368,13 @@ class Walk:
             if isinstance(content, (*PLAIN, torch.Tensor, np.ndarray)):
                 self._hold(path, cell, view)
             elif is_own(content):
-                self._hold(path, cell, view, in_place=True, records=visit == self._visit_used)
+                records = visit == self._visit_used and not function_decides(function, name)
+                self._hold(path, cell, view, in_place=True, records=records)
             else:
                 visit(content, f"{path}.{name}", depth - 1)
         self._hold(path, function, vars(function), plain_only=True, records=True)
-        self._hold(path, function, defaults_of(function), in_place=True, records=True)
+        records = not any(function_decides(function, name) for name in defaults_of(function))
+        self._hold(path, function, defaults_of(function), in_place=True, records=records)
 
 
 def _saved(value: Any) -> frozenset[str]:
@@ -371,14 +392,14 @@ def _saved(value: Any) -> frozenset[str]:
     finally:
         rng.restore(streams)
     if not isinstance(state, dict):
-        return frozenset(_attributes_of(value) or ())
+        return frozenset(attributes_of(value) or ())
     keys = {str(key).lstrip("_") for key in state}
     there = {id(state), *map(id, state.values())}
-    values = _attributes_of(value) or {}
+    values = attributes_of(value) or {}
     return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
 
 
-def _attributes_of(value: Any) -> Mapping[str, Any] | None:
+def attributes_of(value: Any) -> Mapping[str, Any] | None:
     """The attributes of an object, those of `__slots__` included; None where it has none."""
     kind: Any = type(value)
     slots, own = slots_of(kind), getattr(value, "__dict__", None)
@@ -389,6 +410,8 @@ def is_used(value: object) -> bool:
     """Whether it is an object or function of the user's own, or a module, that a loop may use without tracking it."""
     if isinstance(value, types.FunctionType):
         return is_function_of_user(value)
+    if isinstance(value, type):
+        return not (is_library(value) or is_standard(value) or of_framework(value))
     return isinstance(value, nn.Module) or _of_user(value) is not None
 
 
@@ -397,7 +420,7 @@ def _of_user(value: object) -> Mapping[str, Any] | None:
     kind = type(value)
     if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
         return None
-    return None if is_standard(kind) or is_library(kind) or of_framework(kind) else _attributes_of(value)
+    return None if is_standard(kind) or is_library(kind) or of_framework(kind) else attributes_of(value)
 
 
 # ---- values
@@ -493,7 +516,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def is_own(value: Any) -> bool:
-    """Whether it changes within and can be put back there: a stream, or a container of nothing but streams and values."""
+    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values."""
     return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, _DEPTH))
 
 
@@ -539,11 +562,4 @@ def _stream_state(stream: Any) -> Any:
 
 def copy_stream(stream: Any, saved: Any) -> None:
     """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
-    if isinstance(stream, random.Random):
-        stream.setstate(saved.getstate())
-    elif isinstance(stream, np.random.Generator):
-        stream.bit_generator.state = saved.bit_generator.state
-    elif isinstance(stream, np.random.RandomState):
-        stream.set_state(saved.get_state(legacy=False))
-    else:
-        stream.set_state(saved.get_state())
+    streams.decode(stream, streams.encode(saved))

@@ -476,7 +476,7 @@ def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bo
     Args:
         of_variable: it is no attribute: a dict with more keys remembers something.
     """
-    if not isinstance(value, CONTAINERS) or (isinstance(value, collections.deque) and value.maxlen is not None):
+    if not isinstance(value, CONTAINERS) or isinstance(value, tuple) or getattr(value, "maxlen", None) is not None:
         return False
     if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values()):
         return False
@@ -489,7 +489,7 @@ def _has_grown(now: Any, before: Any) -> bool:
     """Whether a frozen container, or one in it, has more items than before."""
     if not (isinstance(now, tuple) and isinstance(before, tuple)):
         return False
-    if now and now[0] in _SIZED and (now[:1] != before[:1] or now[1] > before[1]):
+    if now and now[0] in _SIZED and before[:1] != ("NoneType",) and (now[:1] != before[:1] or now[1] > before[1]):
         return True
     return any(map(_has_grown, now, before))
 
@@ -565,7 +565,7 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
     elif isinstance(now, list | collections.deque) and type(now) is type(saved):
         now.clear()
         now.extend(saved)
-    elif isinstance(now, dict | set) and type(now) is type(saved):
+    elif (isinstance(now, dict) and isinstance(saved, dict)) or (isinstance(now, set) and isinstance(saved, set)):
         now.clear()
         now.update(saved)
     else:

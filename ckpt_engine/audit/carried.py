@@ -12,6 +12,7 @@ import bisect
 import dis
 import gc
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ckpt_engine.audit.attributes import (
     Frozen,
     UsedObject,
     Variables,
+    attributes_of,
     digest,
     freeze,
     is_iterator,
@@ -131,6 +133,11 @@ class CarriedLocals:
                     new += [key[1]] if key in self._before and key[1] not in self.names else []
                     continue
                 key = (frame.f_code, name)
+                if is_used(value) and not isinstance(value, nn.Module | FunctionType | type):
+                    found[key] = (_reference(value), freeze(attributes_of(value), depth=2))
+                    before = self._before.get(key, ())
+                    new += [name] if _is_replaced(value, before, found[key]) and name not in self.names else []
+                    continue
                 if not isinstance(value, _KINDS) or isinstance(value, bool) or name in seen:
                     if name not in seen and key not in self._kept and is_own(value):
                         found[key] = freeze(value, depth=2)
@@ -174,8 +181,9 @@ class CarriedLocals:
         for frame in frames_of_users(sys._getframe(2)):
             seen = (self._seen_otherwise or {}).get(frame.f_globals.get("__name__", ""), ())
             for values, home in ((frame.f_locals, frame.f_code), (frame.f_globals, id(frame.f_globals))):
+                passing = _of_one_turn(frame) if values is frame.f_locals else frozenset[str]()
                 for name, value in tuple(values.items()):
-                    if not isinstance(value, list | deque | set | dict) or id(value) in saved:
+                    if not isinstance(value, list | deque | set | dict) or id(value) in saved or name in passing:
                         continue
                     if values is frame.f_globals and name in seen:
                         continue
@@ -218,22 +226,29 @@ def calls_now() -> Calls:
 
 def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
     """Objects of the user's own classes, and functions, that the loops on the stack use, by the names that they have
-    there, and variables of the loops whose values change within.
+    there, and variables of the loops whose values change within. Before a loop: of those that are behind.
 
     Args:
         outside: calls that are around the run: their loops are not part of it.
     """
     found: dict[str, UsedObject | Variables] = {}
-    for frame in frames_of_users(sys._getframe(1)):
+    frames = list(frames_of_users(sys._getframe(1)))
+    within_loop = any(
+        loops_around(one.f_code, instruction_at(one)) for one in frames if (one.f_code, one.f_lasti) not in outside
+    )
+    for frame in frames:
         code = frame.f_code
-        around = loops_around(code, instruction_at(frame))
+        here = instruction_at(frame)
+        around = loops_around(code, here)[-1:] or ([] if within_loop else loops_behind(code, here))
         if not around or (code, frame.f_lasti) in outside:
             continue
         values = {**frame.f_globals, **frame.f_locals}
-        for name, value in _reached(around[-1].reads, values):
+        for name, value in _reached(frozenset[str]().union(*(one.reads for one in around)), values):
             if not isinstance(value, DataLoader):
                 found.setdefault(name, UsedObject(value))
-        within = frozenset(name for name in _carried(code, frame.f_lasti) if is_own(frame.f_locals.get(name)))
+        heads = [here] if within_loop else [one.head for one in around]
+        carried = {name for head in heads for name in _carried(code, head)}
+        within = frozenset(name for name in carried if is_own(frame.f_locals.get(name)))
         path = f"{code.co_name}()" if code.co_name.isidentifier() else "the loop()"
         if within:
             found.setdefault(path, Variables(partial(_variable, code), within=within))
@@ -285,6 +300,25 @@ def _is_iterated(value: Any) -> bool:
         seen.update(map(id, inner))
         waiting += inner[: _MOST_PARTS - len(waiting)]
     return True
+
+
+def _reference(value: Any) -> Any:
+    """Without keeping the object alive, where its class allows that."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _is_replaced(value: Any, before: Frozen, now: Frozen) -> bool:
+    """Whether a variable has another object than at the last look, with other attributes."""
+    return bool(before) and before[0]() is not value and before[1] != now[1]
+
+
+def _of_one_turn(frame: FrameType) -> frozenset[str]:
+    """The variables that each turn of the loops sets before it reads them."""
+    loops = loops_around(frame.f_code, instruction_at(frame))
+    return frozenset[str]().union(*(loop.writes for loop in loops)) - frozenset(_carried(frame.f_code, frame.f_lasti))
 
 
 def sentence(names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ import linecache
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType, MemberDescriptorType
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from ckpt_engine.plugins import is_function_of_user, is_library_file
@@ -127,6 +127,29 @@ def attribute_decides(kind: type, name: str) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=256)
+def function_decides(function: Any, name: str) -> bool:
+    """Whether a function uses one of its variables, a list, for more than a record."""
+    if not isinstance(function, FunctionType):
+        return False
+    tree = _parsed(function.__code__.co_filename, function.__globals__)
+    scope = None if tree is None else next(_scopes(tree, function.__code__), None)
+    return scope is not None and _is_more_than_a_record(scope.body, name, {}, set())
+
+
+@functools.lru_cache(maxsize=256)
+def variable_decides(module: ModuleType | None, name: str) -> bool:
+    """Whether functions of a module use one of its variables, a list, for more than a record."""
+    tree = None if module is None or not module.__file__ else _parsed(module.__file__, vars(module))
+    for one in () if tree is None else ast.walk(tree):
+        if isinstance(one, ast.Lambda) and name in _names(one):
+            return True
+        body = one.body if isinstance(one, ast.FunctionDef) and not _has_its_own(one, name) else []
+        if _is_more_than_a_record(body, name, {}, set()):
+            return True
+    return False
+
+
 class _Renamed(ast.NodeTransformer):
     """Takes an attribute of an object for a variable; methods that only write to it are no use of it.
 
@@ -142,6 +165,8 @@ class _Renamed(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         of = node.value.id if isinstance(node.value, ast.Name) else ""
+        inner = node.value.value if isinstance(node.value, ast.Subscript) else None
+        self.grows |= isinstance(inner, ast.Name) and inner.id == self.one and node.attr in _WRITES
         if of == self.one and node.attr in _WRITES:
             self.grows = True
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)

@@ -39,7 +39,8 @@ class Starter:
         # Weak, here and in all that a loader reaches: in a cycle a loader would wait for the garbage collector, and a
         # worker forked meanwhile would try to join its siblings.
         self._reference = weakref.ref(loader)
-        self.baseline = streams.counters(loader)
+        self.baseline = {path: now for path, (_, now) in streams.kept_by_dataset(loader, {}).items()}
+        self.baseline |= streams.counters(loader)
         self._samples = exactness.samples_of(loader.dataset)
         self._attributes = sampling.attributes(loader)
         self._recorder: RecordingSampler | None = None
@@ -243,7 +244,7 @@ class Starter:
         if order is not None and order.verified is False:
             epoch.exactness = _unverified(order)
         if same:
-            holders = {name: state.get(name, {}) for name in ("counters", "generators", "samplers")}
+            holders = {name: state.get(name, {}) for name in ("counters", "generators", "samplers", "kept")}
             if epoch.refetch:
                 epoch.then_holders = holders
             else:

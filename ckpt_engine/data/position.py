@@ -328,16 +328,16 @@ class LoaderPosition:
         return self._restoration
 
     def _compared(self, state: Mapping[str, Any]) -> tuple[fingerprint.Difference, ...]:
-        """How the loader differs, in the epoch of the state: its length may follow from `set_epoch`, still to come."""
+        """How the loader differs, with what its samplers count in the state: their length may follow from that."""
         saved, samplers = state["counters"], streams.holders(self.loader)
         now = streams.counters(self.loader)
         now |= {f"{path}.epoch": one.epoch for path, one in samplers if hasattr(one, "epoch")}
-        epochs = [path for path in saved if path.endswith(".epoch") and path in now]
-        streams.restore_counters(self.loader, {path: saved[path] for path in epochs})
+        known = [path for path in saved if path in now]
+        streams.restore_counters(self.loader, {path: saved[path] for path in known})
         try:
             return fingerprint.compare(state["fingerprint"], self._starter.fingerprint(again=True))
         finally:
-            streams.restore_counters(self.loader, {path: now[path] for path in epochs})
+            streams.restore_counters(self.loader, {path: now[path] for path in known})
 
     def for_another_number(
         self, states: Sequence[Mapping[str, Any]], rank: int, size: int, rng: RngState, common: RngState
@@ -410,6 +410,7 @@ class LoaderPosition:
             "generators": streams.capture_generators(self.loader, among),
             "counters": streams.changed_counters(self.loader, self._starter.baseline, among),
             "samplers": streams.capture_samplers(self.loader, among),
+            "kept": streams.kept_by_dataset(self.loader, self._starter.baseline),
             "attributes": self._starter.attributes(),
         }
         if epoch is None or fetch is None:

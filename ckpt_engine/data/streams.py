@@ -22,6 +22,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -44,6 +45,7 @@ __all__ = [
     "draws_at_start_only",
     "fields_of",
     "holders",
+    "kept_by_dataset",
     "kept_by",
     "path_of",
     "put_back",
@@ -94,6 +96,7 @@ def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
         "generators": capture_generators(loader),
         "counters": {path: value for path, value in found.items() if path.removesuffix(".epoch") not in epochs},
         "samplers": capture_samplers(loader),
+        "kept": kept_by_dataset(loader, baseline),
     }
 
 
@@ -111,6 +114,8 @@ def restore_holders(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None
     """
     restore_generators(loader, streams["generators"])
     restore_counters(loader, streams["counters"])
+    if kept := streams.get("kept"):
+        put_back(kept, dataset=loader.dataset)
     live = dict(holders(loader))
     for path, saved in streams.get("samplers", {}).items():
         sampler: Any = live.get(path)
@@ -133,7 +138,7 @@ def capture_samplers(loader: DataLoader[Any], among: Holders | None = None) -> d
 
 def capture_generators(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:
     """The state of every generator object of the loader or a sampler, by path."""
-    return {path: _encode(generator) for path, _, _, generator in _generators(loader, among)}
+    return {path: encode(generator) for path, _, _, generator in _generators(loader, among)}
 
 
 def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
@@ -150,7 +155,7 @@ def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> No
             generator = torch.Generator()
             setattr(holder, name, generator)
         if generator is not None:
-            _decode(generator, state)
+            decode(generator, state)
 
 
 def counters(loader: DataLoader[Any], among: Holders | None = None) -> Counters:
@@ -244,10 +249,21 @@ def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterat
 def kept_by(**roots: Any) -> dict[str, Any]:
     """Numbers, texts and generators that these objects and functions, and those that they refer to, keep, by path."""
     return {
-        path: value if isinstance(value, _SCALARS) else _encode(value)
+        path: value if isinstance(value, _SCALARS) else encode(value)
         for path, _, _, value in fields_of(**roots)
         if isinstance(value, _SCALARS) or _kind(value) is not None
     }
+
+
+def kept_by_dataset(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """What an iterable dataset without a state keeps from pass to pass in this process: what it was, and is now."""
+    dataset = loader.dataset
+    if not isinstance(dataset, IterableDataset) or loader.num_workers or is_stateful(dataset):
+        return {}
+    if native.keeps_nothing(dataset):
+        return {}
+    now = kept_by(dataset=dataset)
+    return {path: (baseline.get(path), value) for path, value in now.items() if baseline.get(path) != value}
 
 
 def put_back(saved: Mapping[str, Any], **roots: Any) -> None:
@@ -256,7 +272,7 @@ def put_back(saved: Mapping[str, Any], **roots: Any) -> None:
         was, then = saved.get(path, (None, None))
         if isinstance(then, Mapping):
             if _kind(value) is not None:
-                _decode(value, then)
+                decode(value, then)
         elif path in saved and isinstance(value, _SCALARS) and value == was:
             setattr(owner, name, then)
 
@@ -332,7 +348,8 @@ def _kind(value: object) -> str | None:
     return None
 
 
-def _encode(generator: Any) -> dict[str, Any]:
+def encode(generator: Any) -> dict[str, Any]:
+    """Where a random stream is, as a storable tree."""
     kind = _kind(generator)
     if kind == "torch":
         return {"kind": kind, "state": generator.get_state().numpy().tobytes()}
@@ -343,7 +360,8 @@ def _encode(generator: Any) -> dict[str, Any]:
     return {"kind": kind, "state": rng.encode_numpy(generator.get_state(legacy=False))}
 
 
-def _decode(generator: Any, encoded: Mapping[str, Any]) -> None:
+def decode(generator: Any, encoded: Mapping[str, Any]) -> None:
+    """Put a random stream of the same kind there; in place, so that others that use it see it too."""
     kind, state = encoded["kind"], encoded["state"]
     if kind != _kind(generator):
         return

@@ -351,13 +351,18 @@ class LoopProgress:
     @property
     def global_step(self) -> int:
         """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
-        self._loops.start.read()
+        if self._loops.start.read():
+            self._begins()
         return self._steps
 
     @property
     def resumed_batches(self) -> int:
         """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
         return self._resumed_batches if self._resumed is not None else 0
+
+    def _begins(self) -> None:
+        """A loop is about to begin. May come more than once before its first step."""
+        raise NotImplementedError
 
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""

@@ -99,7 +99,7 @@ class LoopResume:
         self._options: dict[str, float] = {}
         self._draft: ReportDraft | None = None
         self._report: ResumeReport | None = None
-        self._elastic = self._order_later = False
+        self._elastic = self._order_later = self._begins_later = False
         self._loaded_step = 0
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
@@ -166,7 +166,9 @@ class LoopResume:
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
             self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
-        if own["training"] is None or own["finished"]:
+        later = own["training"] is None and elastic is None and own["loop"].get("start", False)
+        self._begins_later = later and "audit" in packed
+        if (own["training"] is None and not self._begins_later) or own["finished"]:
             self._restore_hidden("start")
         if own["training"] is None:
             draft.not_restored += self._put_back_gradients()
@@ -218,15 +220,28 @@ class LoopResume:
         if self._own.get("finished") and self._loaded_step == step:
             rng.restore(self._own["rng"])
 
+    def begins(self) -> tuple[list[Restored], list[NotRestored]]:
+        """A loop without a loader is about to begin: what it uses is known, and put back; may come more than once."""
+        if not self._begins_later:
+            return [], []
+        self._audit.expect(self._own["audit"], self._own["hidden"])
+        return self._audit.restore("batch")
+
     def say(self, problem: str) -> None:
         """The loop does not go on as it would have."""
-        row = NotRestored("the loop", problem)
+        self.add([], [NotRestored("the loop", problem)])
+
+    def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
+        """More for the report, published or not."""
         if self._draft is not None:
-            self._draft.not_restored.append(row)
+            self._draft.restored += restored
+            self._draft.not_restored += missing
             return
-        self._log.warning("not restored: %s: %s", row.name, row.why)
-        if self._report is not None:
-            self._report = replace(self._report, not_restored=(*self._report.not_restored, row))
+        for row in missing:
+            self._log.warning("not restored: %s: %s", row.name, row.why)
+        if self._report is not None and (restored or missing):
+            both = (*self._report.restored, *restored), (*self._report.not_restored, *missing)
+            self._report = replace(self._report, restored=both[0], not_restored=both[1])
             write(self._report, self._report_folder, self._log, self._rank)
 
     def late(self, feed: Feed) -> None:
@@ -374,10 +389,7 @@ class LoopResume:
 
     def _restore_hidden(self, moment: str) -> None:
         """What no `state_dict` has, when the script has set itself up as it had then."""
-        restored, missing = self._audit.restore(moment)
-        if self._draft is not None:
-            self._draft.restored += restored
-            self._draft.not_restored += missing
+        self.add(*self._audit.restore(moment))
 
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: components.dump_flags(module) for name, module in self._parts.modules.items()}

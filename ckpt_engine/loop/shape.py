@@ -342,10 +342,10 @@ class LoopStart:
         """A resumed loop goes on with these; `later`: not before such a read, as the saved run had one."""
         self._streams, self._then = streams, {} if later else rng.capture()
 
-    def read(self) -> None:
-        """The count of steps is read. Cheap once there was a step."""
+    def read(self) -> bool:
+        """The count of steps is read: whether a loop is about to begin. Cheap once there was a step."""
         if self._over:
-            return
+            return False
         ask = Ask(self._home)
         place = tuple(ask.at)
         begins = place not in self._places and self._is_before_turns(ask.at)
@@ -356,6 +356,7 @@ class LoopStart:
             self._then = rng.capture()
         if self._streams is not None and self._then == rng.capture():
             self._since, self._is_read = ask.at, True
+        return begins
 
     def stepped(self) -> None:
         """An optimizer has made a step."""

@@ -27,6 +27,7 @@ from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.stopping import uncaught
+from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
@@ -88,6 +89,8 @@ class Tracker(LoopProgress):
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
+        self._late: tuple[list[Restored], list[NotRestored]] = ([], [])
+        """What a loop without a loader has found where it begins."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
         self._restoring = self._begun_again = self._announced = self._closed = False
@@ -124,6 +127,8 @@ class Tracker(LoopProgress):
         feed = next((one for one in self._due if one.active), None)
         self._engine.tenure.require_open()
         if self._dirty:
+            self._resume.add(*self._late)
+            self._late = ([], [])
             if (problem := self._loops.start.problem()) is not None:
                 self._resume.say(problem)
             self._boundary(feed)
@@ -431,6 +436,12 @@ class Tracker(LoopProgress):
             if later := own["loop"].get("start", False):
                 rng.restore(streams)
             self._loops.start.expect(own["rng"], later=later)
+
+    def _begins(self) -> None:
+        if self._training is None and not any(one.active for one in self._feeds):
+            self._audit.begin("batch")
+            restored, missing = self._resume.begins()
+            self._late = ([*self._late[0], *restored], missing)
 
     def _arrive(self, feed: Feed) -> None:
         """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""

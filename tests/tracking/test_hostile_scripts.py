@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import functools
+import itertools
 import logging
 import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from ckpt_engine import Checkpointer
-from tests.tracking.test_hidden import Killed, report
-from tests.tracking.test_scripts import Script, live
+from tests.tracking.test_hidden import report
+from tests.tracking.test_scripts import Rows, Script, live
 
 MEAN = torch.zeros(3)
 AVERAGES: dict[str, torch.Tensor] = {}
+TABLE: list[float] = []
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +34,9 @@ def _a_new_process() -> None:
 def _forget() -> None:
     MEAN.zero_()
     AVERAGES.clear()
+    TABLE.clear()
+    damped.__defaults__[0].clear()  # type: ignore[index]
+    OfAll.calls, OfAll.mean = 0, torch.zeros(3)
 
 
 @dataclass
@@ -149,9 +155,176 @@ def fills_a_global_dict_of_tensors(script: Script) -> None:
             average(script)
 
 
+def draws_from_a_list_of_streams(script: Script) -> None:
+    streams = {"train": [random.Random(1), random.Random(2)]}["train"]
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, 1 + streams[1].random())
+
+
+class Mixes:
+    """With the batch before; and a mean that is a tensor."""
+
+    def __init__(self) -> None:
+        self.last: tuple[torch.Tensor, float] | None = None
+        self.mean = torch.zeros(3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        before, _ = self.last or (x, 0.0)
+        self.last, self.mean = (x, 1.0), 0.9 * self.mean + 0.1 * x.mean(0)
+        return x + 0.1 * before - self.mean
+
+
+def mixes_with_the_batch_before(script: Script) -> None:
+    mix = Mixes()
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(mix(x))
+
+
+def damped(value: float, window: list[float] = []) -> float:  # noqa: B006 - scripts do that
+    window.append(value)
+    del window[:-5]
+    return 1 / (1 + sum(window) / len(window))
+
+
+def keeps_a_window_in_a_default(script: Script) -> None:
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, damped(float(x.sum())))
+
+
+def median() -> Callable[[float], float]:
+    seen: list[float] = []
+
+    def of(value: float) -> float:
+        seen.append(value)
+        return sorted(seen)[len(seen) // 2]
+
+    return of
+
+
+def keeps_all_values_in_a_closure(script: Script) -> None:
+    of = median()
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, of(float(x.sum())))
+
+
+def centred(means: dict[str, dict[str, Any]], name: str, module: Any, inputs: Any, output: torch.Tensor) -> Any:
+    mean = means.setdefault(name, {"sum": torch.zeros(1), "n": 0})
+    mean["n"] += 1
+    mean["sum"] += output.detach().mean(0)
+    return output - mean["sum"] / mean["n"]
+
+
+def centres_in_a_hook(script: Script) -> None:
+    script.net.register_forward_hook(functools.partial(centred, {}, "net"))
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x)
+
+
+def shrinks_by_a_global_list(script: Script) -> None:
+    TABLE[:] = [1.0]
+    weight = lambda: TABLE[len(TABLE) // 2]  # noqa: E731 - scripts do that
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, weight())
+            shrink()
+
+
+def shrink() -> None:
+    TABLE.append(TABLE[-1] * 0.9)
+
+
+class OfAll:
+    """All of it belongs to the class."""
+
+    calls = 0
+    mean = torch.zeros(3)
+
+    @classmethod
+    def blend(cls, x: torch.Tensor) -> torch.Tensor:
+        cls.calls += 1
+        cls.mean = 0.9 * cls.mean + 0.1 * x.mean(0)
+        return x - cls.mean / cls.calls
+
+
+def blended(x: torch.Tensor) -> torch.Tensor:
+    return OfAll.blend(x)
+
+
+def keeps_it_in_a_class(script: Script) -> None:
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(blended(x))
+
+
+class Buffered(IterableDataset[Any]):
+    """Shuffles with a stream of its own, and counts its passes."""
+
+    def __init__(self) -> None:
+        self.dice, self.passes = random.Random(4), 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        rows = [torch.full((3,), float(number)) / (10 + self.passes) for number in range(8)]
+        self.dice.shuffle(rows)
+        yield from rows
+
+
+def shuffles_a_stream_of_rows(script: Script) -> None:
+    loader = DataLoader(Buffered(), batch_size=2)
+    script.track_loader(loader)
+    for _ in script.epochs():
+        for x in loader:
+            script.step(x)
+
+
+class Easy(Sampler[list[int]]):
+    """Batches of the rows up to a limit, which the loop moves."""
+
+    def __init__(self) -> None:
+        self.limit = 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = [row % 8 for row in torch.randperm(self.limit).tolist()]
+        return iter([rows[place : place + 2] for place in range(0, self.limit, 2)])
+
+    def __len__(self) -> int:
+        return self.limit // 2
+
+
+def trains_on_more_rows_each_epoch(script: Script) -> None:
+    sampler = Easy()
+    loader = DataLoader(Rows(), batch_sampler=sampler)
+    script.track_loader(loader)
+    for _ in script.epochs():
+        for x in loader:
+            script.step(x)
+        sampler.limit += 6
+
+
 @pytest.mark.parametrize(
     "loop",
     [
+        draws_from_a_list_of_streams,
+        mixes_with_the_batch_before,
+        keeps_a_window_in_a_default,
+        keeps_all_values_in_a_closure,
+        centres_in_a_hook,
+        shrinks_by_a_global_list,
+        keeps_it_in_a_class,
+        shuffles_a_stream_of_rows,
+        trains_on_more_rows_each_epoch,
         keeps_a_window_in_an_object,
         keeps_a_pool_in_an_object,
         adds_noise_in_hooks,
@@ -163,9 +336,87 @@ def fills_a_global_dict_of_tensors(script: Script) -> None:
 )
 def test_it_goes_on_where_it_was(loop: Callable[[Script], None], tmp_path: Path) -> None:
     """Over three processes, each with another seed."""
-    wanted = live(tmp_path / "whole", loop)
-    got = live(tmp_path / "killed", loop, 1, 5) + live(tmp_path / "killed", loop, 2, 7)
-    assert got + live(tmp_path / "killed", loop, 3) == wanted
+    wanted = live_alone(tmp_path / "whole", loop)
+    got = live_alone(tmp_path / "killed", loop, 1, 5) + live_alone(tmp_path / "killed", loop, 2, 7)
+    assert got + live_alone(tmp_path / "killed", loop, 3) == wanted
+
+
+def live_alone(folder: Path, loop: Callable[[Script], None], seed: int = 1, die_at: int | None = None) -> list[str]:
+    """As `live`, with the variables of this file too as they are in a new process."""
+    _forget()
+    return live(folder, loop, seed, die_at)
+
+
+@dataclass(frozen=True)
+class Damping:
+    """A new one after each step."""
+
+    scale: float = 1.0
+
+    def after(self, loss: float) -> Damping:
+        return replace(self, scale=self.scale * (1 - min(loss, 0.5)))
+
+
+def replaces_an_object(script: Script) -> None:
+    damping = Damping()
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            damping = damping.after(script.step(x, damping.scale))
+
+
+class Cooled:
+    """Takes its temperature from an endless iterator."""
+
+    def __init__(self) -> None:
+        self.temperatures = itertools.cycle([1.0, 1.5, 2.0])
+
+    def __call__(self) -> float:
+        return next(self.temperatures)
+
+
+def cycles_in_an_object(script: Script) -> None:
+    temperature = Cooled()
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, temperature())
+
+
+class Deques:
+    """The last values of each kind, in a container that needs a function to be made again."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = collections.defaultdict(lambda: collections.deque(maxlen=3))
+
+    def __call__(self, kind: str, value: float) -> float:
+        self.last[kind].append(value)
+        mean = sum(self.last[kind]) / len(self.last[kind])
+        return 1 / (1 + mean)
+
+
+def keeps_the_last_of_each_kind(script: Script) -> None:
+    last = Deques()
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, last("sum", float(x.sum())))
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (replaces_an_object, "damping"),
+        (cycles_in_an_object, "temperature.temperatures"),
+        (keeps_the_last_of_each_kind, "last.last"),
+    ],
+)
+def test_what_no_snapshot_has_is_named(loop: Callable[[Script], None], name: str, tmp_path: Path) -> None:
+    """The run goes on otherwise, and the report says by what."""
+    live(tmp_path, loop, 1, 5)
+    live(tmp_path, loop, 2, 7)
+    said = [f"{row['name']} {row['why']}" for row in report(tmp_path)["not_restored"]]
+    assert any(name in one for one in said), said
 
 
 @pytest.mark.parametrize("loop", [averages_in_a_global_tensor, fills_a_global_dict_of_tensors])
@@ -198,31 +449,6 @@ def test_what_a_loop_draws_before_it_asks_is_named(tmp_path: Path) -> None:
     live(tmp_path, draws_before_it_asks, 2)
     said = [row["why"] for row in report(tmp_path)["not_restored"]]
     assert any(one.startswith("noise is another one in draws_before_it_asks (") for one in said), said
-
-
-def train_from_a_buffer(folder: Path, die_at: int | None) -> None:
-    """A loop that makes its batches itself, two ahead."""
-    net = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    buffer, streams = [torch.randn(2, 3), torch.randn(2, 3)], [random.Random(1)]
-    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
-        run = ckpt.track(net=net, optimizer=optimizer)
-        for step in range(run.global_step, 6):
-            if step == die_at:
-                raise Killed
-            x, buffer[step % 2] = buffer[step % 2], torch.randn(2, 3)
-            optimizer.zero_grad()
-            (net(x).square().mean() * streams[0].random()).backward()
-            optimizer.step()
-            run.step()
-            ckpt.wait(60)
-
-
-def test_a_buffer_that_is_filled_again_is_named_where_nothing_saves_it(tmp_path: Path) -> None:
-    """Without a loader a loop announces its steps itself: its variables are not known before the first one."""
-    train_from_a_buffer(tmp_path, 4)
-    train_from_a_buffer(tmp_path, None)
-    assert any(row["why"].startswith("buffer") for row in report(tmp_path)["not_restored"])
 
 
 class Prefetcher:

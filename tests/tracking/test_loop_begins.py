@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 from collections.abc import Callable, Iterator
@@ -176,6 +177,42 @@ def test_the_first_step_draws_what_it_would_have(loop: Callable[[Script], None],
     """Over three processes with other seeds, and nothing is said of it."""
     assert lives(tmp_path / "killed", loop, (1, 2, 3)) == life(tmp_path / "whole", loop)
     assert report(tmp_path / "killed")["not_restored"] == []
+
+
+# ---- what the loop uses
+
+
+class Agent:
+    """Acts by what it has seen, and remembers it."""
+
+    def __init__(self) -> None:
+        self.memory = collections.deque[torch.Tensor](maxlen=5)
+        self.chance, self.place = 1.0, torch.zeros(3)
+
+    def act(self) -> torch.Tensor:
+        self.chance *= 0.9
+        self.place = 0.9 * self.place + self.chance * torch.randn(3)
+        self.memory.append(self.place)
+        return random.choice(self.memory).repeat(2, 1)
+
+
+def acts_and_remembers(script: Script) -> None:
+    run, agent = script.track(), Agent()
+    buffer, streams = [torch.ones(2, 3), torch.zeros(2, 3)], [random.Random(1)]
+    print("goes on at", run.global_step)
+    for step in range(run.global_step, STEPS):
+        x, buffer[step % 2] = buffer[step % 2], agent.act()
+        script.learn(x * streams[0].random())
+        run.step()
+
+
+def test_objects_and_buffers_that_the_loop_uses_go_on(tmp_path: Path) -> None:
+    """They are known where it begins, and put back there."""
+    assert lives(tmp_path / "killed", acts_and_remembers, (1, 2, 3)) == life(tmp_path / "whole", acts_and_remembers)
+    found = report(tmp_path / "killed")
+    assert found["not_restored"] == []
+    hidden = next(row["detail"] for row in found["restored"] if row["name"] == "hidden state")
+    assert {"agent.memory", "agent.place", "acts_and_remembers().buffer"} <= set(hidden.split(", "))
 
 
 # ---- what is drawn for the whole run

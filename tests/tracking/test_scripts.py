@@ -48,7 +48,10 @@ class Script:
         self.ckpt: Checkpointer | None = None
 
     def track(self, dataset: Dataset[Any] | None = None, **options: Any) -> Any:
-        self.loader = DataLoader(dataset or Rows(), batch_size=2, shuffle=True, **options)
+        return self.track_loader(DataLoader(dataset or Rows(), batch_size=2, shuffle=True, **options))
+
+    def track_loader(self, loader: DataLoader[Any]) -> Any:
+        self.loader = loader
         self.ckpt = Checkpointer(self.folder, every_n_steps=1, writer="thread")
         self.run = self.ckpt.track(net=self.net, optimizer=self.optimizer, loader=self.loader)
         return self.run

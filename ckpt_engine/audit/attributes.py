@@ -1,30 +1,20 @@
-"""Walks the attributes of the objects that take part in training, and freezes their values so that they compare.
+"""Walks the attributes of the objects that take part in training.
 
 A *holder* is one object whose attributes are looked at; its path is how a user reaches it (`model.encoder`,
-`loader.dataset`). A frozen value is a tuple of plain values that is equal in any process if and only if the value is.
-Of what is large a sample is frozen.
+`loader.dataset`).
 """
 
 from __future__ import annotations
 
-import collections
-import datetime
-import decimal
-import enum
-import fractions
 import functools
 import itertools
-import pathlib
-import random
 import types
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -34,30 +24,30 @@ from ckpt_engine.audit.source import (
     function_decides,
     hooks_of_user,
     is_metric,
+    names_in,
     names_of,
     slots_of,
     variable_decides,
 )
-from ckpt_engine.data import rng, streams
+from ckpt_engine.audit.values import (
+    CONTAINERS,
+    DEPTH,
+    GENERATORS,
+    MISSING,
+    MOST_ITEMS,
+    PLAIN,
+    SEQUENCES,
+    TEXTUAL,
+    address,
+    changes_in_place,
+    is_own,
+)
+from ckpt_engine.data import rng
 from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
-from ckpt_engine.state.sharding import here
 
+_MOST_PARTS = 16
 MOST_HOLDERS = 5000
 """Objects that are looked at; the walk ends there."""
-_DEPTH = 8
-_MOST_ITEMS = 256
-_WHOLE_BYTES = 1 << 20
-_SAMPLES = 4096
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_TEXTUAL = (
-    *(enum.Enum, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal),
-    *(fractions.Fraction, uuid.UUID, range, slice, torch.dtype, torch.device, np.dtype),
-)
-_SEQUENCES = (list, tuple, collections.deque)
-_SETS = (set, frozenset)
-CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_CHANGING = (dict, list, set, collections.deque)
 REFERENCES = (
     type,
     types.ModuleType,
@@ -67,7 +57,6 @@ REFERENCES = (
     functools.partial,
     DataLoader,
 )
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _COUNTS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([])), type(iter(range(0))))
 """Iterators that are over no loader."""
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -80,9 +69,6 @@ _IN_METRICS = frozenset(
 )
 """Of each metric: functions, what it is made of, and results that are computed again."""
 _WRAPPERS = ("torch.nn.parallel", "torch._dynamo")
-
-Frozen = tuple[Any, ...]
-MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +211,10 @@ class Walk:
         """Metrics whose states a snapshot has."""
         self._skipped = frozenset(skipped)
         for path, root in roots.items():
-            self.visit(root, path, _DEPTH, root=True)
+            self.visit(root, path, DEPTH, root=True)
 
     def visit(self, value: Any, path: str, depth: int, *, root: bool = False) -> None:
-        if isinstance(value, (*PLAIN, *_TEXTUAL, torch.Tensor, np.ndarray)) or len(self.found) >= MOST_HOLDERS:
+        if isinstance(value, (*PLAIN, *TEXTUAL, torch.Tensor, np.ndarray)) or len(self.found) >= MOST_HOLDERS:
             return
         if depth == 0 or id(value) in self._seen:
             return
@@ -246,10 +232,10 @@ class Walk:
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
         elif isinstance(value, dict):
-            for key, item in itertools.islice(value.items(), _MOST_ITEMS):
+            for key, item in itertools.islice(value.items(), MOST_ITEMS):
                 self.visit(item, f"{path}[{key!r}]", depth - 1)
-        elif isinstance(value, _SEQUENCES):
-            for index, item in enumerate(itertools.islice(value, _MOST_ITEMS)):
+        elif isinstance(value, SEQUENCES):
+            for index, item in enumerate(itertools.islice(value, MOST_ITEMS)):
                 self.visit(item, f"{path}[{index}]", depth - 1)
         elif isinstance(value, functools.partial):
             self.visit(value.func, path, depth - 1)
@@ -356,7 +342,7 @@ class Walk:
         self._visit_class(kind, records=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
-                self.visit(child, f"{path}.{name}", _DEPTH)
+                self.visit(child, f"{path}.{name}", DEPTH)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
 
@@ -423,143 +409,23 @@ def _of_user(value: object) -> Mapping[str, Any] | None:
     return None if is_standard(kind) or is_library(kind) or of_framework(kind) else attributes_of(value)
 
 
-# ---- values
+def reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is used of these variables, and of the global ones of functions that are called."""
+    waiting, seen = [(name, values.get(name)) for name in sorted(names)], set[int]()
+    for name, value in waiting:  # it grows meanwhile
+        if isinstance(value, dict | list | tuple) and len(value) <= _MOST_PARTS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{name}[{key!r}]", one) for key, one in items if is_used(one)]
+        elif id(value) not in seen and (is_used(value) or isinstance(value, DataLoader)):
+            seen.add(id(value))
+            yield name, value
+            if isinstance(value, types.FunctionType):
+                waiting += [(one, value.__globals__.get(one)) for one in names_in(value)]
 
 
-def freeze(
-    value: Any,
-    saved: Collection[int] = (),
-    depth: int = _DEPTH,
-    arrays: Callable[[Any], Frozen] | None = None,
-) -> Frozen:
-    """The value as a tuple that compares; objects by their class, as their attributes have a holder of their own.
-
-    Args:
-        saved: addresses of tensors that a `state_dict` has; what they hold does not count.
-        arrays: freezes tensors and arrays.
-    """
-    kind = type(value)
-    if kind in PLAIN:
-        return _freeze_plain(value)
-    if arrays is not None and isinstance(value, torch.Tensor | np.ndarray):
-        return arrays(value)
-    if isinstance(value, torch.Tensor):
-        return _freeze_tensor(value, saved)
-    if isinstance(value, np.ndarray | np.generic):
-        return _freeze_array(np.asarray(value))
-    if isinstance(value, GENERATORS):
-        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
-    if isinstance(value, (*_TEXTUAL, itertools.count)):
-        return ("text", type_of(value), repr(value))
-    if depth > 0 and isinstance(value, dict):
-        rows = _sampled(list(value.items()))
-        return (
-            "dict",
-            len(value),
-            *((freeze(key, saved, depth - 1, arrays), freeze(one, saved, depth - 1, arrays)) for key, one in rows),
-        )
-    if depth > 0 and isinstance(value, _SETS):
-        rows = sorted(map(repr, value)) if len(value) <= _MOST_ITEMS else []
-        return ("set", len(value), *rows)
-    if depth > 0 and isinstance(value, _SEQUENCES):
-        items = value if isinstance(value, list | tuple) else list(value)
-        return (kind.__name__, len(value), *(freeze(one, saved, depth - 1, arrays) for one in _sampled(items)))
-    return ("object", type_of(value))
-
-
-def _freeze_plain(value: Any) -> Frozen:
-    if type(value) in (str, bytes) and len(value) > _WHOLE_BYTES >> 6:
-        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
-        return (type(value).__name__, len(value), xxhash.xxh3_128_hexdigest(data))
-    return (type(value).__name__, repr(value))
-
-
-def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
-    tensor = here(tensor)
-    head = ("tensor", str(tensor.dtype), tuple(tensor.shape))
-    if saved and address(tensor) in saved:
-        return (*head, "saved")
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-        return (*head, str(tensor.layout))
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-    if flat.numel() * flat.element_size() > _WHOLE_BYTES:
-        flat = flat[:: max(1, flat.numel() // _SAMPLES)]
-    data = flat.cpu().contiguous().view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return (*head, xxhash.xxh3_128_hexdigest(data.data))
-
-
-def _freeze_array(array: np.ndarray[Any, Any]) -> Frozen:
-    head = ("array", array.dtype.str, array.shape)
-    if array.dtype.hasobject:
-        return (*head, "objects")
-    if array.nbytes > _WHOLE_BYTES:
-        array = array.reshape(-1)[:: max(1, array.size // _SAMPLES)]
-    return (*head, xxhash.xxh3_128_hexdigest(array.tobytes()))
-
-
-def _sampled(rows: Sequence[Any]) -> Sequence[Any]:
-    """All of a short sequence; the beginning, the end and some between of a long one."""
-    if len(rows) <= _MOST_ITEMS:
-        return rows
-    part = _MOST_ITEMS // 4
-    return [*rows[:part], *rows[part : -part : max(1, len(rows) // (2 * part))], *rows[-part:]]
-
-
-def digest(frozen: Frozen) -> str:
-    """A short text that is the same in every process for the same frozen value."""
-    return str(xxhash.xxh3_128_hexdigest(repr(frozen).encode()))
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether the value is a running iterator, whose position nothing shows."""
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
-
-
-def is_own(value: Any) -> bool:
-    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values."""
-    return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, _DEPTH))
-
-
-def changes_in_place(value: Any) -> bool:
-    """The same of a variable that is always the same object: a tensor or an array too."""
-    if isinstance(value, torch.Tensor):
-        return not value.requires_grad
-    return isinstance(value, np.ndarray) or is_own(value)
-
-
-def _is_plain(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not value.requires_grad
-    if isinstance(value, CONTAINERS):
-        items = itertools.chain(value, value.values() if isinstance(value, dict) else ())
-        return depth > 0 and all(_is_plain(one, depth - 1) for one in itertools.islice(items, _MOST_ITEMS))
-    return isinstance(value, (*PLAIN, *_TEXTUAL, *GENERATORS, np.ndarray, np.generic))
-
-
-def type_of(value: Any) -> str:
-    """The class as people write it."""
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where the memory of what this rank has of the tensor begins; 0 where it has none of its own."""
-    tensor = here(tensor)
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return 0
-    return int(tensor.untyped_storage().data_ptr())
-
-
-def _stream_state(stream: Any) -> Any:
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    if isinstance(stream, np.random.Generator):
-        return stream.bit_generator.state
-    if isinstance(stream, np.random.RandomState):
-        return stream.get_state(legacy=False)
-    return bytes(stream.get_state().numpy())
-
-
-def copy_stream(stream: Any, saved: Any) -> None:
-    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
-    streams.decode(stream, streams.encode(saved))
+def steppers_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The schedulers and scalers among a variable and its attributes."""
+    own = vars(value) if is_used(value) and hasattr(value, "__dict__") else {}
+    for path, one in ((name, value), *((f"{name}.{key}", one) for key, one in tuple(own.items()))):
+        if isinstance(one, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
+            yield path, one

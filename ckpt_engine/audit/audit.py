@@ -17,25 +17,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ckpt_engine.audit.attributes import (
+from ckpt_engine.audit.attributes import REFERENCES, AttributeHolder, Walk
+from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
+from ckpt_engine.audit.roots import KeptDraws, of_modules
+from ckpt_engine.audit.source import attribute_decides
+from ckpt_engine.audit.values import (
     CONTAINERS,
     GENERATORS,
     MISSING,
     PLAIN,
-    REFERENCES,
-    AttributeHolder,
     Frozen,
-    Walk,
     address,
     copy_stream,
     digest,
     freeze,
     is_iterator,
+    shapes,
     type_of,
 )
-from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
-from ckpt_engine.audit.roots import KeptDraws, of_modules
-from ckpt_engine.audit.source import attribute_decides
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.state.flatten import Flattener, problems
 
@@ -92,8 +91,9 @@ class Audit:
         if not self._hidden.on or not (taking or self._looks < _FIRST_LOOKS):
             return
         self._looks += 1
-        carries = [one for one in self.roots().values() if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries, self._hidden.ids):
+        roots = self.roots().values()
+        carries = [one for one in roots if isinstance(one, Carry)]
+        if new := self._locals.look(known, carries, self._hidden.ids, set(map(id, roots))):
             self._log.warning("%s", sentence(new))
 
     def stepped(self) -> None:
@@ -522,8 +522,8 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     begin = begun.frozen.get(path)
     if holder.in_place and type(now) is not type(saved):
         return f"{changes}, and it is another object now"
-    of_shapes = holder.states or (holder.in_place and _shapes(saved))
-    if of_shapes and _shapes(now) == _shapes(saved):
+    of_shapes = holder.states or (holder.in_place and shapes(saved))
+    if of_shapes and shapes(now) == shapes(saved):
         pass
     elif holder.states:
         return f"{changes}, and it has another shape now"
@@ -531,17 +531,6 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
         return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
     _assign(holder, name, now, saved)
     return None
-
-
-def _shapes(value: Any) -> Any:
-    """Of a tensor or array, or of a list or dict of such or of streams only; None of anything else."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return (tuple(value.shape), value.dtype)
-    if not isinstance(value, list | dict):
-        return None
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    rows = {key: type(one) if isinstance(one, GENERATORS) else _shapes(one) for key, one in items}
-    return None if None in rows.values() else rows
 
 
 def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
@@ -559,7 +548,7 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
             holder.assign(name, saved.to(now.device))
     elif holder.in_place and isinstance(now, np.ndarray) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
         now[...] = saved
-    elif isinstance(now, list | dict) and _shapes(now) and _shapes(now) == _shapes(saved):
+    elif isinstance(now, list | dict) and shapes(now) and shapes(now) == shapes(saved):
         for key in now if isinstance(now, dict) else range(len(now)):
             _assign(holder, name, now[key], saved[key])
     elif isinstance(now, list | collections.deque) and type(now) is type(saved):

@@ -27,26 +27,15 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import (
-    MISSING,
-    Frozen,
-    UsedObject,
-    Variables,
-    attributes_of,
-    digest,
-    freeze,
-    is_iterator,
-    is_own,
-    is_used,
-)
+from ckpt_engine.audit.attributes import UsedObject, Variables, attributes_of, is_used, reached, steppers_of
 from ckpt_engine.audit.roots import OURS, of_modules
+from ckpt_engine.audit.values import MISSING, Frozen, digest, freeze, is_iterator, is_own
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.plugins import is_library_file
 
 _MOST_FRAMES = 16
-_NEXT, _ITER = "next(", "iter("
+_NEXT, _ITER, _STEP = "next(", "iter(", "step("
 _MOST_PARTS = 200
-_MOST_ITEMS = 16
 _NO_PARTS = (type, ModuleType, FunctionType, CodeType, FrameType)
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAME", "DELETE_DEREF")
@@ -88,11 +77,11 @@ class CarriedLocals:
     """Looks at the frames of the loop, at boundaries, and names what they carry."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[CodeType, str], Frozen] = {}
+        self._before: dict[tuple[CodeType | str, str], Frozen] = {}
         self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._sizes: dict[tuple[Any, str], int] = {}
         self._decides: dict[tuple[CodeType, str], bool] = {}
-        self._kept: set[tuple[CodeType, str]] = set()
+        self._kept: set[tuple[CodeType | str, str]] = set()
         """Containers that a snapshot has."""
         self.modules: dict[str, Any] = {}
         """What `of_modules` has found."""
@@ -104,6 +93,7 @@ class CarriedLocals:
         known: Collection[Any] = (),
         carries: Iterable[Carry] = (),
         hidden: Callable[[], Collection[int]] = frozenset,
+        tracked: Collection[int] = (),
     ) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
 
@@ -111,12 +101,13 @@ class CarriedLocals:
             known: values that the loop takes from the tracker, such as counters.
             carries: a variable whose value one of them has by the same name is in the snapshot.
             hidden: ids of containers that the snapshot has as hidden state.
+            tracked: ids of the objects that the snapshot has.
         """
         if self._seen_otherwise is None:
             roots = (self.modules or of_modules()).items()
             self._seen_otherwise = {path: root.assigned for path, root in roots if isinstance(root, Variables)}
         saved = {name: value for carry in carries for name, value in vars(carry).items()}
-        found: dict[tuple[CodeType, str], Frozen] = {}
+        found: dict[tuple[CodeType | str, str], Frozen] = {}
         new = []
         for frame in frames_of_users(sys._getframe(1)):
             live = _carried(frame.f_code, frame.f_lasti)
@@ -152,13 +143,17 @@ class CarriedLocals:
                     new.append(name)
         self._before.update(found)
         new += [name for name in loaders_beside() if name not in self.names]
+        for name, value in steppers_beside(tracked):
+            now = freeze(value.state_dict(), depth=2)
+            moved = self._before.setdefault((_STEP, name), now) != now
+            new += [name] if moved and name not in self.names else []
         new += self._growing({id(value) for value in saved.values()}, new, hidden)
         self.names += new
         return new
 
     def _refills(
         self,
-        key: tuple[CodeType, str],
+        key: tuple[CodeType | str, str],
         value: Any,
         now: Frozen,
         saved: Mapping[str, Any],
@@ -243,7 +238,7 @@ def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
         if not around or (code, frame.f_lasti) in outside:
             continue
         values = {**frame.f_globals, **frame.f_locals}
-        for name, value in _reached(frozenset[str]().union(*(one.reads for one in around)), values):
+        for name, value in reached(frozenset[str]().union(*(one.reads for one in around)), values):
             if not isinstance(value, DataLoader):
                 found.setdefault(name, UsedObject(value))
         heads = [here] if within_loop else [one.head for one in around]
@@ -260,24 +255,21 @@ def loaders_beside() -> set[str]:
     found = set()
     for frame in frames_of_users(sys._getframe(1)):
         for loop in loops_around(frame.f_code, instruction_at(frame))[-1:]:
-            for name, value in _reached(loop.reads, {**frame.f_globals, **frame.f_locals}):
+            for name, value in reached(loop.reads, {**frame.f_globals, **frame.f_locals}):
                 if isinstance(value, DataLoader) and (value.persistent_workers or value.generator is not None):
                     found.update([f"{_ITER}{name})"] if followed_by(value) is None else [])
     return found
 
 
-def _reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is used of these variables, and of the global ones of functions that are called."""
-    waiting, seen = [(name, values.get(name)) for name in sorted(names)], set[int]()
-    for name, value in waiting:  # it grows meanwhile
-        if isinstance(value, dict | list | tuple) and len(value) <= _MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}[{key!r}]", one) for key, one in items if is_used(one)]
-        elif id(value) not in seen and (is_used(value) or isinstance(value, DataLoader)):
-            seen.add(id(value))
-            yield name, value
-            if isinstance(value, FunctionType):
-                waiting += [(one, value.__globals__.get(one)) for one in source.names_in(value)]
+def steppers_beside(tracked: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """Schedulers and scalers that the loops on the stack use, and that are not among these objects."""
+    for frame in frames_of_users(sys._getframe(1)):
+        values = {**frame.f_globals, **frame.f_locals}
+        for loop in loops_around(frame.f_code, instruction_at(frame))[-1:]:
+            for name in loop.reads & values.keys():
+                for path, one in steppers_of(name, values[name]):
+                    if id(one) not in tracked:
+                        yield f"{_STEP}{path})", one
 
 
 def _variable(code: CodeType, name: str) -> Any:
@@ -324,10 +316,12 @@ def _of_one_turn(frame: FrameType) -> frozenset[str]:
 def sentence(names: Iterable[str]) -> str:
     """What users read of such variables."""
     listed = list(names)
-    plain = [name for name in listed if not name.startswith((_NEXT, _ITER))]
+    plain = [name for name in listed if not name.startswith((_NEXT, _ITER, _STEP))]
     said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
     said += [_BEGUN_AGAIN.format(name) for name in listed if name.startswith(_NEXT)]
-    said += [_BESIDE.format(name.removeprefix(_ITER)[:-1]) for name in listed if name.startswith(_ITER)]
+    for start, text in ((_ITER, _BESIDE), (_STEP, _STEPS)):
+        paths = [name.removeprefix(start)[:-1] for name in listed if name.startswith(start)]
+        said += [text.format(path, path.rpartition(".")[2]) for path in paths]
     return "; ".join(said)
 
 
@@ -343,6 +337,8 @@ _BESIDE = (
     "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
     "another one: track(…, {0}={0})"
 )
+
+_STEPS = "{0} makes steps, and no snapshot has its state: track(…, {1}={0})"
 
 
 def frames_around(frame: FrameType | None) -> Iterator[FrameType]:

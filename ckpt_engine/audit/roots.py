@@ -20,8 +20,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import GENERATORS, MISSING, Variables, changes_in_place, is_iterator, is_own
+from ckpt_engine.audit.attributes import Variables
 from ckpt_engine.audit.source import names_in
+from ckpt_engine.audit.values import GENERATORS, MISSING, changes_in_place, is_iterator, is_own
 from ckpt_engine.plugins import is_function_of_user, is_library, is_library_file, is_standard_name
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt_engine.audit.attributes import PLAIN, digest, freeze
 from ckpt_engine.audit.audit import Audit
+from ckpt_engine.audit.values import PLAIN, digest, freeze
 from ckpt_engine.data import rng, sample_assignment
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat

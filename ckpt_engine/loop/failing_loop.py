@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ckpt_engine.audit.attributes import Frozen
 from ckpt_engine.audit.audit import Audit
+from ckpt_engine.audit.values import Frozen
 from ckpt_engine.data import rng
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.loop import components

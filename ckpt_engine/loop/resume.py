@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +42,7 @@ from ckpt_engine.observe.resume_report import (
     Rejected,
     Restored,
     ResumeReport,
+    replace_file,
     resumed_from_memory,
 )
 from ckpt_engine.observe.units import count, place
@@ -99,7 +98,7 @@ class LoopResume:
         self._options: dict[str, float] = {}
         self._draft: ReportDraft | None = None
         self._report: ResumeReport | None = None
-        self._elastic = self._order_later = self._begins_later = False
+        self._elastic = self._order_later = False
         self._loaded_step = 0
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
@@ -166,8 +165,6 @@ class LoopResume:
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
             self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
-        later = own["training"] is None and elastic is None and own["loop"].get("start", False)
-        self._begins_later = later and "audit" in packed
         if (own["training"] is None and not self._begins_later) or own["finished"]:
             self._restore_hidden("start")
         if own["training"] is None:
@@ -220,9 +217,14 @@ class LoopResume:
         if self._own.get("finished") and self._loaded_step == step:
             rng.restore(self._own["rng"])
 
+    @property
+    def _begins_later(self) -> bool:
+        """Of a loop without a loader: it shows where it begins."""
+        return bool(self._own["training"] is None and self._own["loop"].get("start")) and not self._elastic
+
     def begins(self) -> tuple[list[Restored], list[NotRestored]]:
         """A loop without a loader is about to begin: what it uses is known, and put back; may come more than once."""
-        if not self._begins_later:
+        if not self._own or not self._begins_later:
             return [], []
         self._audit.expect(self._own["audit"], self._own["hidden"])
         return self._audit.restore("batch")
@@ -502,22 +504,7 @@ def write(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0
     if rank:
         return None
     try:
-        return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
+        return replace_file(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
     except OSError as err:
         log.warning("the resume report could not be written to %s: %s", folder, err)
         return None
-
-
-def _replace(path: Path, text: str) -> Path:
-    """Replace the file in one step, so that a reader never sees half a report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpt_engine.observe.units import duration, size
@@ -163,3 +166,18 @@ def resumed_by_others(saved: int, size: int) -> str:
         size: ranks that go on.
     """
     return f"{_BY_OTHERS}: {size} go{'es' if size == 1 else ''} on where {saved} {'was' if saved == 1 else 'were'}"
+
+
+def replace_file(path: Path, text: str) -> Path:
+    """Replace the file in one step, so that a reader never sees half a report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path

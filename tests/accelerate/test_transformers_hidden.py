@@ -125,3 +125,35 @@ def test_what_a_derived_trainer_counts_is_restored(tmp_path: Path, monkeypatch: 
     found = next(one.detail for one in report(folder).restored if one.name == "hidden state")
     ours = [path for path in found.split(", ") if path.startswith("trainer.")]
     assert ours == ["trainer._losses", "trainer._state_of_ours"]
+
+
+class OfTheClass(Trainer):  # type: ignore[misc]
+    """A trainer whose class has what it counts: a number, a window and a tensor."""
+
+    calls = 0
+    window = collections.deque([1.0], maxlen=3)
+    mean = torch.zeros(3)
+
+    @classmethod
+    def as_in_a_new_process(cls) -> None:
+        cls.calls, cls.window, cls.mean = 0, collections.deque([1.0], maxlen=3), torch.zeros(3)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        OfTheClass.calls += 1
+        self.mean.lerp_(inputs["x"].mean(0), 0.1)
+        inputs["x"] = inputs["x"] - self.mean
+        loss = super().compute_loss(model, inputs, *args, **options) / (self.calls + sum(self.window))
+        self.window.append(loss.item())
+        return loss
+
+
+def test_what_a_derived_trainer_has_in_its_class_is_restored(tmp_path: Path) -> None:
+    """All objects of the class share it, and no object has it."""
+    OfTheClass.as_in_a_new_process()
+    whole = train(tmp_path / "out", every_boundary(tmp_path / "run"), kind=OfTheClass)
+    middle = [one for one in saved(tmp_path / "run") if one.reason != "end"][2]
+    folder = only(tmp_path / "run", middle, tmp_path / "again")
+    OfTheClass.as_in_a_new_process()
+    assert train(tmp_path / "out", resume_only(folder), seed=7, kind=OfTheClass) == whole
+    found = next(one.detail for one in report(folder).restored if one.name == "hidden state")
+    assert {"OfTheClass.calls", "OfTheClass.window", "OfTheClass.mean"} <= set(found.split(", "))

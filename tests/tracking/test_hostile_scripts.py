@@ -403,9 +403,39 @@ def keeps_the_last_of_each_kind(script: Script) -> None:
             script.step(x, last("sum", float(x.sum())))
 
 
+def forgets_the_scheduler(script: Script) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(script.optimizer, 3, 0.5)
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x)
+            scheduler.step()
+
+
+class OfAClass:
+    """Has the loop and all that it needs."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.scheduler = torch.optim.lr_scheduler.StepLR(script.optimizer, 3, 0.5)
+
+    def run(self) -> None:
+        for _ in self.script.epochs():
+            for x in self.script.loader:
+                self.script.step(x)
+                self.scheduler.step()
+
+
+def forgets_the_scheduler_of_a_class(script: Script) -> None:
+    script.track()
+    OfAClass(script).run()
+
+
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
+        (forgets_the_scheduler, "scheduler=scheduler"),
+        (forgets_the_scheduler_of_a_class, "scheduler=self.scheduler"),
         (replaces_an_object, "damping"),
         (cycles_in_an_object, "temperature.temperatures"),
         (keeps_the_last_of_each_kind, "last.last"),

@@ -1,0 +1,191 @@
+"""Values that training may change, as tuples of plain values that compare in any process; of large ones a sample."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import itertools
+import pathlib
+import random
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ckpt_engine.data import streams
+from ckpt_engine.state.sharding import here
+
+DEPTH = 8
+MOST_ITEMS = 256
+_WHOLE_BYTES = 1 << 20
+_SAMPLES = 4096
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+TEXTUAL = (
+    *(enum.Enum, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal),
+    *(fractions.Fraction, uuid.UUID, range, slice, torch.dtype, torch.device, np.dtype),
+)
+SEQUENCES = (list, tuple, collections.deque)
+_SETS = (set, frozenset)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_CHANGING = (dict, list, set, collections.deque)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+Frozen = tuple[Any, ...]
+MISSING: Any = object()
+
+
+def freeze(
+    value: Any,
+    saved: Collection[int] = (),
+    depth: int = DEPTH,
+    arrays: Callable[[Any], Frozen] | None = None,
+) -> Frozen:
+    """The value as a tuple that compares; objects by their class, as their attributes have a holder of their own.
+
+    Args:
+        saved: addresses of tensors that a `state_dict` has; what they hold does not count.
+        arrays: freezes tensors and arrays.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return _freeze_plain(value)
+    if arrays is not None and isinstance(value, torch.Tensor | np.ndarray):
+        return arrays(value)
+    if isinstance(value, torch.Tensor):
+        return _freeze_tensor(value, saved)
+    if isinstance(value, np.ndarray | np.generic):
+        return _freeze_array(np.asarray(value))
+    if isinstance(value, GENERATORS):
+        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
+    if isinstance(value, (*TEXTUAL, itertools.count)):
+        return ("text", type_of(value), repr(value))
+    if depth > 0 and isinstance(value, dict):
+        rows = _sampled(list(value.items()))
+        return (
+            "dict",
+            len(value),
+            *((freeze(key, saved, depth - 1, arrays), freeze(one, saved, depth - 1, arrays)) for key, one in rows),
+        )
+    if depth > 0 and isinstance(value, _SETS):
+        rows = sorted(map(repr, value)) if len(value) <= MOST_ITEMS else []
+        return ("set", len(value), *rows)
+    if depth > 0 and isinstance(value, SEQUENCES):
+        items = value if isinstance(value, list | tuple) else list(value)
+        return (kind.__name__, len(value), *(freeze(one, saved, depth - 1, arrays) for one in _sampled(items)))
+    return ("object", type_of(value))
+
+
+def _freeze_plain(value: Any) -> Frozen:
+    if type(value) in (str, bytes) and len(value) > _WHOLE_BYTES >> 6:
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
+        return (type(value).__name__, len(value), xxhash.xxh3_128_hexdigest(data))
+    return (type(value).__name__, repr(value))
+
+
+def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
+    tensor = here(tensor)
+    head = ("tensor", str(tensor.dtype), tuple(tensor.shape))
+    if saved and address(tensor) in saved:
+        return (*head, "saved")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        return (*head, str(tensor.layout))
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    if flat.numel() * flat.element_size() > _WHOLE_BYTES:
+        flat = flat[:: max(1, flat.numel() // _SAMPLES)]
+    data = flat.cpu().contiguous().view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return (*head, xxhash.xxh3_128_hexdigest(data.data))
+
+
+def _freeze_array(array: np.ndarray[Any, Any]) -> Frozen:
+    head = ("array", array.dtype.str, array.shape)
+    if array.dtype.hasobject:
+        return (*head, "objects")
+    if array.nbytes > _WHOLE_BYTES:
+        array = array.reshape(-1)[:: max(1, array.size // _SAMPLES)]
+    return (*head, xxhash.xxh3_128_hexdigest(array.tobytes()))
+
+
+def _sampled(rows: Sequence[Any]) -> Sequence[Any]:
+    """All of a short sequence; the beginning, the end and some between of a long one."""
+    if len(rows) <= MOST_ITEMS:
+        return rows
+    part = MOST_ITEMS // 4
+    return [*rows[:part], *rows[part : -part : max(1, len(rows) // (2 * part))], *rows[-part:]]
+
+
+def digest(frozen: Frozen) -> str:
+    """A short text that is the same in every process for the same frozen value."""
+    return str(xxhash.xxh3_128_hexdigest(repr(frozen).encode()))
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether the value is a running iterator, whose position nothing shows."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def is_own(value: Any) -> bool:
+    """Whether it changes within and can be put back there: a stream, or a container of streams and plain values."""
+    return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, DEPTH))
+
+
+def changes_in_place(value: Any) -> bool:
+    """The same of a variable that is always the same object: a tensor or an array too."""
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad
+    return isinstance(value, np.ndarray) or is_own(value)
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad
+    if isinstance(value, CONTAINERS):
+        items = itertools.chain(value, value.values() if isinstance(value, dict) else ())
+        return depth > 0 and all(_is_plain(one, depth - 1) for one in itertools.islice(items, MOST_ITEMS))
+    return isinstance(value, (*PLAIN, *TEXTUAL, *GENERATORS, np.ndarray, np.generic))
+
+
+def type_of(value: Any) -> str:
+    """The class as people write it."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the memory of what this rank has of the tensor begins; 0 where it has none of its own."""
+    tensor = here(tensor)
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _stream_state(stream: Any) -> Any:
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    if isinstance(stream, np.random.Generator):
+        return stream.bit_generator.state
+    if isinstance(stream, np.random.RandomState):
+        return stream.get_state(legacy=False)
+    return bytes(stream.get_state().numpy())
+
+
+def copy_stream(stream: Any, saved: Any) -> None:
+    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
+    streams.decode(stream, streams.encode(saved))
+
+
+def shapes(value: Any) -> Any:
+    """Of a tensor or array, or of a list or dict of such or of streams only; None of anything else."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return (tuple(value.shape), value.dtype)
+    if not isinstance(value, list | dict):
+        return None
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    rows = {key: type(one) if isinstance(one, GENERATORS) else shapes(one) for key, one in items}
+    return None if None in rows.values() else rows

@@ -220,7 +220,7 @@ class LoopResume:
     @property
     def _begins_later(self) -> bool:
         """Of a loop without a loader: it shows where it begins."""
-        return bool(self._own["training"] is None and self._own["loop"].get("start")) and not self._elastic
+        return bool(self._own["training"] is None and self._own.get("loop", {}).get("start")) and not self._elastic
 
     def begins(self) -> tuple[list[Restored], list[NotRestored]]:
         """A loop without a loader is about to begin: what it uses is known, and put back; may come more than once."""

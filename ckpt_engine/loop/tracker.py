@@ -433,7 +433,7 @@ class Tracker(LoopProgress):
             if not own["finished"]:
                 rng.restore(streams)  # until the first batch what the script draws is its own
         elif own["cadence"] is not None:
-            if later := own["loop"].get("start", False):
+            if later := own.get("loop", {}).get("start", False):
                 rng.restore(streams)
             self._loops.start.expect(own["rng"], later=later)
 

@@ -6,7 +6,7 @@ import collections
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -131,7 +131,7 @@ class OfTheClass(Trainer):  # type: ignore[misc]
     """A trainer whose class has what it counts: a number, a window and a tensor."""
 
     calls = 0
-    window = collections.deque([1.0], maxlen=3)
+    window: ClassVar[Any] = collections.deque([1.0], maxlen=3)
     mean = torch.zeros(3)
 
     @classmethod

@@ -92,6 +92,8 @@ class TransformersCallback(TrainerCallback):
         """From which transformers counts on, and that of the snapshot: others where the loader has changed."""
         self._shift = 0
         """By how many steps it counts more than were trained, since the run began."""
+        self._begun = 0
+        """The epoch that the tracker was in when training began."""
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
         self._curves = Curves("", [])
@@ -241,7 +243,7 @@ class TransformersCallback(TrainerCallback):
         internals.follow_evaluations(self._follow_evaluation)
         foreign = self._imported or (unasked and state.global_step > 0)  # a checkpoint of transformers' own goes on
         self._unchecked = resumed and not self._imported
-        self._saved_epoch = _saved_epoch(engine, int(getattr(source.outer, source.counter)))
+        self._begun, self._saved_epoch = tracker.epoch, _saved_epoch(engine, int(getattr(source.outer, source.counter)))
         if resumed or foreign:
             internals.skip_with(self._skip_foreign if foreign else self._skip)
         _require_same_step(tracker, engine, self._saved_step, self._step, state, resumed=resumed)
@@ -267,7 +269,9 @@ class TransformersCallback(TrainerCallback):
         if self._unchecked:
             self._unchecked = False
             loader = objects["train_dataloader"]
-            self._require_same_epoch(int(getattr(loader, source_of(loader).counter)))
+            # Before 5.0 the last step of a resumed epoch asks for more batches than there are, which ends the pass.
+            ended = tracker.epoch - self._begun if (tracker := self._tracker) is not None else 0
+            self._require_same_epoch(int(getattr(loader, source_of(loader).counter)) - ended)
         self._remove_folder()  # an imported run has its random streams from there by now
 
     @override

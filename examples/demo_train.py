@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from demo.recorder import FlipOneBit, KeepNumbers, Recorder, save_final_state
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -109,7 +109,7 @@ class ByteTransformer(pl.LightningModule):
     def validation_step(self, batch: Sample, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), prog_bar=True)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.05)
         warmup = max(1, self._steps // 10)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,9 @@ def pytest_collection_finish() -> None:
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None:
         registry.entry_points = cache(registry.entry_points)
+    # From Python 3.14 on loader workers are forks of a process that would import these for each of them.
+    heavy = ("torch", "lightning.pytorch", "transformers")
+    multiprocessing.set_forkserver_preload([name for name in heavy if name in sys.modules])
     _freeze()
 
 

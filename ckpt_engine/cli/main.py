@@ -42,7 +42,7 @@ VERBS = {
     "completion": "explain.completion",
 }
 """Each verb's module and its command there, in the order of the help."""
-SAY_THEMSELVES = frozenset({"top", "init", "verify-resume"})
+SAY_THEMSELVES = frozenset({"top", "init"})
 """Verbs that ask, or show each thing when it is found."""
 
 

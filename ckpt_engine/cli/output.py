@@ -110,60 +110,53 @@ def at_work(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
-    """Says how many of `total` bytes are done: on a terminal in a line that changes and goes at the end, elsewhere as
-    `at_work` does.
+def showing(now: Callable[[], str], *, hidden: bool) -> Iterator[Callable[[], None]]:
+    """In the block, `now` says what the command does: on a terminal in a line that changes and goes at the end,
+    elsewhere as `at_work` does.
 
-    What it gives takes the bytes that came since, on any thread.
+    What it gives is called, on any thread, when there is something new to say.
     """
-    done, shown, began, lock = 0, -math.inf, time.monotonic(), threading.Lock()
+    shown, lock = -math.inf, threading.Lock()
     before, moves = _at_work.now, not hidden and sys.stderr.isatty()
-    _at_work.now = lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}"
+    _at_work.now = now
 
-    def advance(nbytes: int) -> None:
-        nonlocal done, shown
+    def changed() -> None:
+        nonlocal shown
         with lock:
-            done += nbytes
-            now = time.monotonic()
-            if moves and now - shown >= _SHOWN_SECONDS:
-                shown = now
+            if moves and time.monotonic() - shown >= _SHOWN_SECONDS:
+                shown = time.monotonic()
                 _at_work.shown()
-                click.echo(f"{_CLEARED}{_at_work.now()}", err=True, nl=False)
+                click.echo(f"{_CLEARED}{now()}", err=True, nl=False)
 
     try:
-        yield advance
+        yield changed
     finally:
         _at_work.now = before
         if moves:
             click.echo(_CLEARED, err=True, nl=False)
 
 
+@contextmanager
+def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int], None]]:
+    """Says how many of `total` bytes are done, and how long the others take.
+
+    What it gives takes the bytes that came since, on any thread.
+    """
+    done, began, lock = 0, time.monotonic(), threading.Lock()
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+        changed()
+
+    with showing(lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}", hidden=hidden) as changed:
+        yield advance
+
+
 def _far(done: int, total: int, seconds: float) -> str:
     left = f", {units.duration(seconds / done * (total - done))} left" if 0 < done < total and seconds >= 1.0 else ""
     return f"{units.size(done)} of {units.size(total)}{left}"
-
-
-@contextmanager
-def changing_line(*, hidden: bool) -> Iterator[Callable[[str, bool], None]]:
-    """Says how far something is: one line on the error stream that changes; where that is no terminal, a few lines,
-    the first of them once it takes some seconds.
-
-    What it gives takes the line, and whether it is the last one of its kind.
-    """
-    at, width = time.monotonic() + _QUIET_SECONDS - _LINES_SECONDS, 0
-
-    def say(line: str, last: bool) -> None:
-        nonlocal at, width
-        if hidden:
-            return
-        if sys.stderr.isatty():
-            click.echo(f"\r{line:<{width}}", err=True, nl=last)
-            width = 0 if last else len(line)
-        elif last or time.monotonic() - at >= _LINES_SECONDS:
-            at = time.monotonic()
-            click.echo(line, err=True)
-
-    yield say
 
 
 def print_json(value: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_engine.cli.output import changing_line, json_option, print_json
+from ckpt_engine.cli.output import json_option, print_json, say_waiting, showing
 from ckpt_engine.cli.rehearsal.runs import PythonCommand, Runs, Suite, SuiteReport, Trace
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.observe.units import count
@@ -114,9 +114,17 @@ def command(
 
 
 def _verify_suite(words: tuple[str, ...], scratch: Path, timeout: float, *, as_json: bool, keep: bool) -> None:
-    report = None
+    report, line = None, "run 1: without ckpt-engine"
+
+    def say(now: str, last: bool) -> None:
+        nonlocal line
+        line = now
+        changed()
+        if last and not as_json:
+            say_waiting(now)
+
     try:
-        with changing_line(hidden=as_json) as say:
+        with showing(lambda: line, hidden=as_json) as changed:
             report = Suite(words, scratch, timeout, say).compare()
     finally:
         if report is not None and not keep:

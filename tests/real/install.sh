@@ -5,7 +5,8 @@ set -eu
 bin=${1:?"usage: $0 PYTHON_FOLDER"}
 apt-get update
 apt-get install -y --no-install-recommends \
-  user-mode-linux kmod iproute2 gcc libc6-dev nfs-kernel-server nfs-common xfsprogs btrfs-progs memcached
+  user-mode-linux kmod iproute2 gcc libc6-dev nfs-kernel-server nfs-common xfsprogs btrfs-progs memcached \
+  munge slurm-client slurmctld slurmd
 # Swift pins versions of its own, so it gets an environment of its own; the programs are linked beside the tests' Python.
 tools=$(dirname "$bin")/real-servers
 python3 -m venv "$tools"

@@ -36,7 +36,7 @@ class Checkpointer:
     thread.
 
     Args:
-        root: folder or `file://` URL of the run, a YAML file, or a mapping of options.
+        root: folder of the run, or any fsspec URL such as `s3://bucket/run1`; or a YAML file, or a mapping of options.
         ranks: where several processes train together, see docs/many-ranks.md; None: this one is alone.
         options: see docs/configuration.md.
 

@@ -99,7 +99,7 @@ class Engine:
     """The snapshots of one run, for the code that drives a training loop: see docs/architecture.md.
 
     Args:
-        root: folder or `file://` URL of the run, a YAML file, or a mapping of options.
+        root: folder of the run, or any fsspec URL such as `s3://bucket/run1`; or a YAML file, or a mapping of options.
         ranks: where several processes train together, see docs/many-ranks.md; None: this one is alone.
         options: see docs/configuration.md.
 

@@ -272,17 +272,16 @@ class _Numbers:
     @classmethod
     def of(cls, a: torch.Tensor, b: torch.Tensor, unequal: torch.Tensor) -> _Numbers:
         nan = inf = None
+        if a.dtype.is_floating_point and a.element_size() == 1:
+            a, b = a.float(), b.float()  # not every kernel knows the small types
         if a.dtype.is_floating_point or a.dtype.is_complex:
-            # Not every kernel knows the small floating-point types.
-            wide = [one if one.dtype.is_complex or one.element_size() > 1 else one.float() for one in (a, b)]
-            nan = int(wide[0].isnan().sum()), int(wide[1].isnan().sum())
-            inf = int(wide[0].isinf().sum()), int(wide[1].isinf().sum())
+            nan, inf = (int(a.isnan().sum()), int(b.isnan().sum())), (int(a.isinf().sum()), int(b.isinf().sum()))
         if a.dtype.is_complex or a.dtype is torch.bool:
             return cls(None, None, nan, inf)
         one, other = a[unequal].to(torch.float64), b[unequal].to(torch.float64)
         most, apart = float((one - other).abs().max()), float(torch.linalg.vector_norm(one - other))
-        can_widen = a.dtype.is_floating_point and a.element_size() > 1  # without a copy of all of it
-        norm = float(torch.linalg.vector_norm(a if can_widen else a.to(torch.float64), dtype=torch.float64))
+        whole = a if a.dtype.is_floating_point else a.to(torch.float64)
+        norm = float(torch.linalg.vector_norm(whole, dtype=torch.float64))
         relative = apart / norm if norm else math.nan
         return cls(most if math.isfinite(most) else None, relative if math.isfinite(relative) else None, nan, inf)
 

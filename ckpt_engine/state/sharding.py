@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,14 +193,12 @@ def _grid(
     shape: tuple[int, ...], team: tuple[int, ...], ranks: tuple[int, ...], placements: Sequence[Any]
 ) -> Grid | None:
     """The grid of a team; None: the part of some rank is no box."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
     numbers = np.array(ranks).reshape(team)
     cut = [not placement.is_replicate() for placement in placements]
     holders: dict[Box, list[int]] = {}
     steps = [range(n if is_cut else 1) for n, is_cut in zip(team[1:], cut, strict=True)]
     for coordinate in itertools.product(*steps):
-        sizes, offsets = _compute_local_shape_and_global_offset(shape, team[1:], list(coordinate), placements)
+        sizes, offsets = _part_of(shape, team[1:], list(coordinate), placements)
         index = (slice(None), *(at if is_cut else slice(None) for at, is_cut in zip(coordinate, cut, strict=True)))
         found = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
         if found.count or 0 in shape:
@@ -209,6 +208,20 @@ def _grid(
     if 0 not in shape and not tiles(shape, boxes):
         return None
     return Grid(shape, tuple(boxes), tuple(tuple(sorted(holders[box])) for box in boxes))
+
+
+def _part_of(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int], placements: Sequence[Any]) -> Any:
+    """Sizes and offsets of what the rank at a coordinate of a mesh has."""
+    try:
+        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as compute
+    except ImportError:  # torch 2.6 asks a mesh for the rest
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        asked: Any = SimpleNamespace(
+            ndim=len(mesh), shape=mesh, size=mesh.__getitem__, get_coordinate=lambda: coordinate
+        )
+        return compute_local_shape_and_global_offset(shape, asked, placements)
+    return compute(shape, mesh, coordinate, placements)
 
 
 def _shown(tensor: Any) -> str:

@@ -252,9 +252,8 @@ def test_weights_are_found_in_the_order_of_the_optimizer(tmp_path: Path) -> None
         "nested/0/for/bias",
     }, "of biases, norms and their statistics nothing tells which is which"
     assert found["model/2.weight"].first == "optimizer/state/1/exp_avg"
-    assert found["model/2.weight"].numbers == (
-        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
-    )
+    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    assert numbers in found["model/2.weight"].numbers  # before torch 2.8 nothing says whether the decay is AdamW's
     assert found["nested/0/for/weight"].second == "nested/0/of/state/0/exp_avg_sq"
 
 
@@ -266,7 +265,7 @@ def test_the_learning_rate_before_is_a_guess_as_well(tmp_path: Path) -> None:
     optimizer.param_groups[0]["lr"] = 5e-4
     newer = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
     [first, _] = groups_in(tmp_path, older, newer)
-    assert [one["lr"] for one in first.numbers] == [1e-3, 5e-4]
+    assert list(dict.fromkeys(one["lr"] for one in first.numbers)) == [1e-3, 5e-4]
     assert first.step == "optimizer/state/0/step"
 
 

@@ -304,8 +304,8 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "these two methods",
     ),
     "a verb is misspelt": (ckpt("verfy {run}"), "No such command", "verfy", "Did you mean 'verify'"),
-    "an option of a verb is misspelt": (ckpt("ls {run} --jsn"), "No such option", "--jsn", "Did you mean '--json'"),
-    "no root": (ckpt("ls"), "Missing argument", "ROOT", "'ckpt ls --help'"),
+    "an option of a verb is misspelt": (ckpt("ls {run} --jsn"), "No such option", "--jsn", "Did you mean '?--json"),
+    "no root": (ckpt("ls"), "Missing argument", "ROOT", "'ckpt ls (--help|-h)'"),
     "a root that is not there": (ckpt("ls {folder}/nowhere"), "no run", "desk/nowhere", RUN),
     "the folder above, of several runs": (
         ckpt("show {run}/.."),
@@ -319,7 +319,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         ckpt("export {run} out --to safetensor"),
         "not one of 'safetensors'",
         "'--to'",
-        "'ckpt export --help'",
+        "'ckpt export (--help|-h)'",
     ),
     "a part is misspelt": (
         ckpt("export {run} out --to safetensors --component modle"),
@@ -350,7 +350,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         ckpt("ls {run} --storage-option endpoint"),
         "not NAME=VALUE",
         "'endpoint'",
-        "'ckpt ls --help'",
+        "'ckpt ls (--help|-h)'",
     ),
 }
 
@@ -365,7 +365,7 @@ def test_a_mistake_is_answered(mistake: str, desk: Desk) -> None:
         assert re.search(part, str(caught.value), re.DOTALL), str(caught.value)
     for line in re.findall(r"[`']ckpt ([^`'\n]+)[`']", str(caught.value)):
         verb, *words = line.split()
-        if verb == "--help":
+        if verb in ("--help", "-h"):
             continue
         assert verb in VERBS, line
         command = commands.get_command(click.Context(commands), verb)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +30,8 @@ def pretended(size: int) -> Iterator[None]:
 
 def mesh_of(ranks: Any, rank: int) -> DeviceMesh:
     """The mesh as `rank` sees it."""
+    if "_rank" not in inspect.signature(DeviceMesh.__init__).parameters:
+        pytest.skip("a mesh of this torch belongs to real processes")
     names = ("outer", "inner")[-torch.tensor(ranks).dim() :]
     return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 

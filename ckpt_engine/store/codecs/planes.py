@@ -21,8 +21,8 @@ the lower one. Of bfloat16 and float32 numbers one plane is then exactly the exp
 from __future__ import annotations
 
 import struct
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -204,16 +204,12 @@ def _room(nbytes: int) -> Bytes:
 
     The first touch of new memory costs as much as all of the encoding.
     """
-    kept: Bytes | None = _local.__dict__.get("room")
-    # Two references: `kept` and the argument of getrefcount; the dictionary's was taken out.
-    if kept is not None:
-        del _local.room
-        if kept.size >= nbytes and sys.getrefcount(kept) == 2:
-            _local.room = kept
-            return kept
-    room = np.empty(nbytes, np.uint8)
-    if nbytes <= _MOST_KEPT_BYTES:
-        _local.room = room
+    kept, user = _local.__dict__.pop("room", (None, None))
+    if kept is None or kept.size < nbytes or user() is not None:
+        kept = np.empty(nbytes, np.uint8)
+    room: Bytes = kept[:]
+    if kept.size <= _MOST_KEPT_BYTES:
+        _local.room = kept, weakref.ref(room)  # what is given away refers to `room`, not to `kept`
     return room
 
 

@@ -389,7 +389,7 @@ class Engine:
             back: what is newer than `step` is to be replaced. Else, and if there is something newer, what is saved from
                 here on is a branch beside it.
         """
-        step, live, check = arguments.of_load(step, live, check)
+        step, live, check = arguments.of_load(step, into, live, check)
         self.tenure.require_open()
         self.times.begin()
         began = time.monotonic()

@@ -44,6 +44,16 @@ VERBS = {
 """Each verb's module and its command there, in the order of the help."""
 SAY_THEMSELVES = frozenset({"top", "init"})
 """Verbs that ask, or show each thing when it is found."""
+_ELSEWHERE = {
+    "copy": "cp",
+    "delete": "prune",
+    "info": "show",
+    "list": "ls",
+    "remove": "prune",
+    "restore": "export",
+    "rm": "prune",
+}
+"""What other programs call such verbs."""
 
 
 class _Verbs(click.Group):
@@ -67,8 +77,9 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Raises UsageError: there is no such verb; it names the nearest one."""
-        if args[0] not in VERBS and (near := difflib.get_close_matches(args[0], VERBS, 1)):
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        known = {name: name for name in VERBS} | _ELSEWHERE
+        if args[0] not in VERBS and (near := difflib.get_close_matches(args[0], known, 1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {known[near[0]]!r}?")
         return super().resolve_command(ctx, args)
 
 

@@ -80,6 +80,10 @@ class NamedParts:
         for name, value in objects.items():
             if name == OWN_KEY:
                 raise ConfigError(f"{name!r} is the name of our own component", hint="track it by another name")
+            if isinstance(value, type):
+                raise ConfigError(
+                    f"{name!r} is the class {value.__name__}, which has no state", hint="give an object of it"
+                )
             if not callable(getattr(value, "state_dict", None)) or not callable(
                 getattr(value, "load_state_dict", None)
             ):

@@ -76,12 +76,17 @@ def whole_number(name: str, value: Any) -> int:
     return int(found)
 
 
-def of_load(step: Any, live: Any, check: Any) -> tuple[int | None, Any, Any]:
+def of_load(step: Any, into: Any, live: Any, check: Any) -> tuple[int | None, Any, Any]:
     """The arguments that say which snapshot is to be found, and how it is read.
 
     Raises:
         ArgumentError: one of them cannot be used.
     """
+    if callable(getattr(into, "state_dict", None)):
+        raise ArgumentError(
+            f"into is a {type(into).__name__}, not its state",
+            hint="into={'model': model.state_dict()}, as it was saved",
+        )
     found = None if step is None else whole_number("step", step)
     return found, function("live", live), function("check", check)
 

@@ -87,7 +87,7 @@ Codes that only the newest readers know are left out: one unknown code makes the
 """
 
 _ITEM_BYTES = dict(DTYPES.values())
-_OTHER_BYTES = {"complex128": 16, "complex32": 4, "bits16": 2, "qint32": 4}
+_OTHER_BYTES = {"complex128": 16, "complex32": 4, "bcomplex32": 4, "bits16": 2, "qint32": 4}
 _BYTES = re.compile(r"u?int[1-7]|bits8|bits1x8|bits2x4|bits4x2|quint4x2|quint2x4|quint8|qint8|float[48]_[a-z0-9_]+")
 
 

@@ -303,6 +303,35 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "'loader', a generator",
         "these two methods",
     ),
+    "a class in place of a model": (
+        lambda desk: a_loop(desk, model=torch.nn.Linear),
+        "has no state",
+        "'model' is the class Linear",
+        "give an object",
+    ),
+    "a list of models": (
+        lambda desk: a_loop(desk, model=[torch.nn.Linear(1, 1)]),
+        r"has no state_dict\(\)",
+        "'model', a list",
+        "track modules",
+    ),
+    "a data set as the loader": (
+        lambda desk: a_loop(desk, loader=torch.utils.data.TensorDataset(torch.ones(2))),
+        r"has no state_dict\(\)",
+        "'loader', a TensorDataset",
+        "loaders",
+    ),
+    "a model as the state to fill": (
+        lambda desk: desk.new(desk.run).load(into=torch.nn.Linear(1, 1)),
+        "not its state",
+        "into is a Linear",
+        r"into=\{'model': model.state_dict",
+    ),
+    "a model as the state": (save(torch.nn.Linear(1, 1)), "type torch.*Linear", r"\(root\)", r"state_dict\(\)"),
+    "a half step to save": (save({"a": 1}, 1.5), "not 1.5", "step", "whole number from 0"),
+    "a number of snapshots to keep": (options(keep=3), "must be a mapping", "keep", "last"),
+    "one for one percent": (options(overhead=1), "below 100%", "overhead", "write '1%'"),
+    "a unit that is none": (options(max_lost_work="10 minuts"), "must be a duration", "max_lost_work", "'10 min'"),
     "a verb is misspelt": (ckpt("verfy {run}"), "No such command", "verfy", "Did you mean 'verify'"),
     "an option of a verb is misspelt": (ckpt("ls {run} --jsn"), "No such option", "--jsn", "Did you mean '?--json"),
     "no root": (ckpt("ls"), "Missing argument", "ROOT", "'ckpt ls (--help|-h)'"),
@@ -346,6 +375,18 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a code that is none": (ckpt("explain CKPT999"), "there is no code", "CKPT999", "`ckpt explain` lists"),
     "a preset of failures that is none": (ckpt("plan --failures lama3"), "no failure preset", "lama3", "llama3"),
     "no script to try": (ckpt("verify-resume --steps 4"), "give the command", "verify-resume", "-- python train.py"),
+    "a folder within a run": (
+        ckpt("ls {run}/snapshots"),
+        "has files that are not",
+        "run/snapshots",
+        "`ckpt ls .*/run`",
+    ),
+    "the verb of another program": (ckpt("list {run}"), "No such command", "list", "Did you mean 'ls'"),
+    "to delete": (ckpt("delete {run} 100"), "No such command", "delete", "Did you mean 'prune'"),
+    "one of two runs": (ckpt("diff {run}"), "Missing argument", "'B'", "'ckpt diff (--help|-h)'"),
+    "no format": (ckpt("export {run} out"), "Missing option", "'--to'", "safetensors"),
+    "a folder as the page": (ckpt("report {run} --html ."), "is a folder", r"\. is", "name the file"),
+    "a run that is not there to stop": (ckpt("stop {run}"), "no run", "/run is being trained", "`ckpt status"),
     "an option of a store without a value": (
         ckpt("ls {run} --storage-option endpoint"),
         "not NAME=VALUE",
@@ -374,6 +415,6 @@ def test_a_mistake_is_answered(mistake: str, desk: Desk) -> None:
         assert {word for word in words if word.startswith("--") and word != "--"} <= known, line
 
 
-def test_there_are_sixty() -> None:
+def test_there_are_seventy_five() -> None:
     """Or more, and the answers are not for one of them only."""
-    assert len(MISTAKES) >= 60
+    assert len(MISTAKES) >= 75

@@ -369,7 +369,7 @@ class Engine:
             ResumeError: no snapshot of `step`.
         """
         self.tenure.require_open()
-        step, _, check = arguments.of_load(step, None, check)
+        step, _, check = arguments.of_load(step, None, None, check)
         return self._reach.choose(step, check)
 
     def load(

@@ -160,6 +160,8 @@ class RecordingSampler(streams.StandIn):
         self._current: _RecordingIterator | None = None
         self.order = SamplerOrder()
         self.plan: ResumePlan | None = None
+        if is_stateful(inner):
+            self.__class__ = _StatefulSampler
 
     def begin(self, order: SamplerOrder, plan: ResumePlan | None) -> None:
         """Call right before an iterator is built or reset: what follows is recorded in `order`."""
@@ -222,6 +224,8 @@ class _RecordingIterator:
         self._states = _STATES if streams.capture_samplers(loader) else 0
         self._keeps_streams = self._states > 0 and loader.num_workers == 0
         self.inner = start()
+        if is_stateful(self.inner):
+            self.__class__ = _StatefulIterator
         self._primed = False
         self._dealt = plan is not None and plan.dealt is not None
         self._watched = not self._dealt and not streams.draws_at_start_only(loader)
@@ -231,7 +235,6 @@ class _RecordingIterator:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # A StatefulDataLoader asks samplers' iterators for their state: others go on relying on that.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
@@ -352,3 +355,23 @@ def extend_digest(digest: int | None, indices: Any) -> int | None:
         return zlib.crc32(array("q", indices if isinstance(indices, list | tuple) else [indices]), digest)
     except (TypeError, OverflowError):
         return None
+
+
+class _Stateful:
+    """A StatefulDataLoader asks samplers and their iterators for their state where the class has these two methods."""
+
+    inner: Any
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
+
+
+class _StatefulSampler(_Stateful, RecordingSampler):
+    """Of a sampler that has them."""
+
+
+class _StatefulIterator(_Stateful, _RecordingIterator):
+    """Of an iterator that has them."""

@@ -20,7 +20,7 @@ from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.writer import commit, part_records, tiers
+from ckpt_engine.writer import commit_of_ranks, part_records, tiers
 from ckpt_engine.writer.replicate import Replicator
 from ckpt_engine.writer.secondary_tier import SecondaryTier
 from tests.places.committing import Nodes, Sink
@@ -159,7 +159,7 @@ def test_what_a_dead_session_left_is_completed_or_dropped(tmp_path: Path, left: 
     target.storage.put(names.wanted_name(snapshot), [memoryview(b"{}")])
     for node in left:
         near = nodes.repository(node)
-        commit.give(near, target, snapshot, partial(copy_data, near, target))
+        commit_of_ranks.give(near, target, snapshot, partial(copy_data, near, target))
     if len(left) == 1:  # nobody has it any more
         for node in (0, 1):
             (nodes.root(node) / names.manifest_name(snapshot)).unlink()
@@ -179,21 +179,21 @@ def test_a_part_whose_data_is_gone_is_asked_for_again(tmp_path: Path) -> None:
     target = adopt_run(RunText.of(nodes.repository(0)), open_storage(tmp_path / "far"))
     part = part_records.of_manifest(nodes.repository(1).read(snapshot))
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
-    ask = commit.Gather._ask
+    ask = commit_of_ranks.Gather._ask
 
-    def late(self: commit.Gather, storage: object, wanted: str) -> None:
+    def late(self: commit_of_ranks.Gather, storage: object, wanted: str) -> None:
         ask(self, storage, wanted)  # type: ignore[arg-type]
         if not once:
             once.append(1)
             part_records.put(target.storage, part)  # of a writer that was left behind
 
     once: list[int] = []
-    commit.Gather._ask = late  # type: ignore[method-assign]
+    commit_of_ranks.Gather._ask = late  # type: ignore[method-assign]
     try:
         on_all(lambda rank: again.ranks[rank].engine.start(), 4)
         wait_for(tmp_path, 1)
     finally:
-        commit.Gather._ask = ask  # type: ignore[method-assign]
+        commit_of_ranks.Gather._ask = ask  # type: ignore[method-assign]
     again.close()
     assert once
     nothing_left(tmp_path)
@@ -233,13 +233,13 @@ def test_who_starts_alone_where_a_node_was_copies_nothing_of_its_part(tmp_path: 
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The snapshots that rank 0's tier asks other nodes for."""
     asked: list[str] = []
-    ask = commit.Gather._ask
+    ask = commit_of_ranks.Gather._ask
 
-    def note(self: commit.Gather, storage: Storage, snapshot: str) -> None:
+    def note(self: commit_of_ranks.Gather, storage: Storage, snapshot: str) -> None:
         asked.append(snapshot)
         ask(self, storage, snapshot)
 
-    monkeypatch.setattr(commit.Gather, "_ask", note)
+    monkeypatch.setattr(commit_of_ranks.Gather, "_ask", note)
     return asked
 
 
@@ -293,5 +293,5 @@ def test_what_leaders_of_another_job_say_does_not_count(tmp_path: Path) -> None:
         if len(looks) == 2:
             part_records.put(storage, second)
 
-    assert commit.Gather(job, pause)._others(storage, first, 60.0) == [second]
+    assert commit_of_ranks.Gather(job, pause)._others(storage, first, 60.0) == [second]
     assert len(looks) == 2

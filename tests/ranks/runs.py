@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import RanksError, WaitTimeoutError
-from ckpt_engine.writer import commit
+from ckpt_engine.writer import commit_of_ranks
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Patience:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.over = False
         self._ahead = 0.0
-        patch.setattr(commit, "time", SimpleNamespace(monotonic=self._now))
+        patch.setattr(commit_of_ranks, "time", SimpleNamespace(monotonic=self._now))
 
     def _now(self) -> float:
         if self.over:

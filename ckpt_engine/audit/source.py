@@ -107,6 +107,33 @@ def decides(frame: FrameType, name: str) -> bool:
     return any(_is_more_than_a_record(body, name, functions, set()) for body in _bodies(inside, loop, name))
 
 
+def follows(frame: FrameType) -> int | None:
+    """The line of what a turn of the loop does behind the statement that this frame is at, but for what only shows."""
+    tree = _tree(frame)
+    scope = None if tree is None else next(_scopes(tree, frame.f_code), None)
+    around = [] if scope is None else [one for one in _own(scope) if isinstance(one, _Loop) and _is_at(one, frame)]
+    body = max(around, key=lambda one: one.lineno).body if around else []
+    return next((one.lineno for one in _behind(body, frame) if not _only_shows(one)), None)
+
+
+def _behind(body: Sequence[ast.stmt], frame: FrameType) -> Iterator[ast.stmt]:
+    for number, node in enumerate(body):
+        if _is_at(node, frame):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _behind(getattr(node, name, []), frame)
+            yield from body[number + 1 :]
+
+
+def _is_at(node: ast.stmt, frame: FrameType) -> bool:
+    return node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+
+
+def _only_shows(node: ast.stmt) -> bool:
+    if isinstance(node, ast.If):
+        return all(map(_only_shows, (*node.body, *node.orelse)))
+    return isinstance(node, ast.Break | ast.Continue) or _is_quiet(node, set()) or _made_of(node) is not None
+
+
 @functools.lru_cache(maxsize=256)
 def attribute_decides(kind: type, name: str) -> bool:
     """Whether a list that is an attribute is no record: a method of the class cuts it, or grows it and uses it.

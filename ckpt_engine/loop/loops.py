@@ -6,12 +6,15 @@ import logging
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch.utils.data import SequentialSampler
 
+from ckpt_engine.audit.carried import is_of_user
+from ckpt_engine.audit.source import follows
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.boundary import TrainingRun
@@ -184,6 +187,14 @@ class Loops:
         self._logged.update(new)
         for problem in new:
             self._log.warning("a resume within an epoch will not be exact: %s", problem)
+
+    def behind(self) -> str | None:
+        """What the body of a loop that announces its steps does behind that, which a resume leaves out."""
+        frame = next(filter(is_of_user, Ask(self._home).frames), None)
+        if frame is None or (line := follows(frame)) is None:
+            return None
+        where = f"{Path(frame.f_code.co_filename).name}:{line}"
+        return f"a resume leaves out what the loop does behind run.step() ({where}): make that its last statement"
 
     # ---- for a snapshot
 

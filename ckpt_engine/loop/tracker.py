@@ -129,8 +129,11 @@ class Tracker(LoopProgress):
         if self._dirty:
             self._resume.add(*self._late)
             self._late = ([], [])
-            if (problem := self._loops.start.problem()) is not None:
-                self._resume.say(problem)
+            for problem in (self._loops.start.problem(), None if self._announced else self._loops.behind()):
+                if problem is not None and self._engine.loaded is not None:
+                    self._resume.say(problem)
+                elif problem is not None:
+                    self._log.warning("%s", problem)
             self._boundary(feed)
             self._announced = True
 

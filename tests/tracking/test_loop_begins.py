@@ -312,6 +312,39 @@ def test_a_draw_that_may_shift_the_streams_is_named(loop: Callable[[Script], Non
     assert any("run.global_step" in one and "test_loop_begins.py:" in one for one in said), said
 
 
+def says_it_in_a_branch(script: Script) -> None:
+    run = script.track()
+    for step in range(run.global_step, STEPS):
+        script.learn(torch.randn(2, 3))
+        if step >= 0:
+            run.step()
+        else:
+            random.random()
+
+
+def evaluates_in_a_branch(script: Script) -> None:
+    run = script.track()
+    for step in range(run.global_step, STEPS):
+        script.learn(torch.randn(2, 3))
+        if step >= 0:
+            run.step()
+            print(step)
+            random.random()
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"), [(evaluates_in_a_branch, 1), (says_it_in_a_branch, 0), (counts_in_a_generator, 0)]
+)
+def test_what_a_loop_does_behind_its_step_is_named(
+    loop: Callable[[Script], None], said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A snapshot is of the step: a resume begins the next one. At the first step of each process."""
+    life(tmp_path, loop, 1, 3)
+    assert sum("behind run.step()" in one for one in caplog.messages) == said
+    life(tmp_path, loop, 2)
+    assert sum("behind run.step()" in row["why"] for row in report(tmp_path)["not_restored"]) == said
+
+
 def test_where_no_loop_is_seen_that_is_said(tmp_path: Path) -> None:
     """A function of Python's own repeats the step."""
     life(tmp_path, steps_in_a_library, 1, 3)

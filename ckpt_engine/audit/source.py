@@ -117,11 +117,10 @@ def follows(frame: FrameType) -> int | None:
 
 
 def _behind(body: Sequence[ast.stmt], frame: FrameType) -> Iterator[ast.stmt]:
-    for number, node in enumerate(body):
-        if _is_at(node, frame):
-            for name in ("body", "orelse", "finalbody"):
-                yield from _behind(getattr(node, name, []), frame)
-            yield from body[number + 1 :]
+    for number in [number for number, node in enumerate(body) if _is_at(node, frame)][-1:]:
+        for name in ("body", "orelse", "finalbody"):
+            yield from _behind(getattr(body[number], name, []), frame)
+        yield from body[number + 1 :]
 
 
 def _is_at(node: ast.stmt, frame: FrameType) -> bool:

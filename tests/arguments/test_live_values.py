@@ -19,6 +19,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import nn
+from transformers import Trainer
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ArgumentError, CkptError
@@ -204,6 +205,8 @@ def test_what_transformers_counts_may_be_any_number(
     which: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or none: a run that fails in its last step resumes, and ends as one that was never told."""
+    if which == "epoch" and "nan" in kind.lower() and not hasattr(Trainer, "_init_training_state"):
+        pytest.skip("transformers 4 keeps an epoch that is no number, so its run never ends well")
     counts(which, KINDS[kind], tmp_path, caplog)
 
 

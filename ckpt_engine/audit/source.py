@@ -33,6 +33,7 @@ _PURE_METHODS = frozenset(
         *("format", "time", "perf_counter", "get_last_lr"),
     }
 )
+_WAITS = frozenset({"wait", "sleep", "synchronize", "barrier"})
 _SEES_ALL = frozenset({"locals", "globals", "vars", "eval", "exec"})
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 _WITH_THEIR_OWN = (
@@ -130,7 +131,10 @@ def _is_at(node: ast.stmt, frame: FrameType) -> bool:
 def _only_shows(node: ast.stmt) -> bool:
     if isinstance(node, ast.If):
         return all(map(_only_shows, (*node.body, *node.orelse)))
-    return isinstance(node, ast.Break | ast.Continue) or _is_quiet(node, set()) or _made_of(node) is not None
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    waits = call is not None and getattr(call.func, "attr", _name_of(call)) in _WAITS
+    leaves = isinstance(node, ast.Break | ast.Continue)
+    return waits or leaves or _is_quiet(node, set()) or _made_of(node) is not None
 
 
 @functools.lru_cache(maxsize=256)

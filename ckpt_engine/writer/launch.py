@@ -213,6 +213,7 @@ class ProcessWriter(WriterClient):
                     self._hear(item.body)
                 if not connected:
                     selector.unregister(self._channel)
+                    selector.unregister(self._channel.wake_fd)  # nothing takes what `close` puts there any more
                     if self._leaving:  # what is to become durable is, and the rest is served
                         self._goes_on = True
                         self._closed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import selectors
 import shutil
 import signal
 import socket
@@ -245,6 +246,30 @@ def test_a_snapshot_that_changes_under_its_digests_is_not_written() -> None:
     assert digests.settle(["a", "b"]) == ["a", "b"]
     with pytest.raises(WriterError, match="changed"):
         digests.settle(["a", "c"])
+
+
+def test_a_trainer_that_goes_on_sleeps_until_its_lingering_writer_ends(
+    processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it has hung up, and what is asked of it afterwards, does not wake the thread that waits for it for ever."""
+    heard = []
+
+    class Counted(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            heard.append(found := super().select(timeout))
+            return found
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Counted)
+    client = processes.start(memory=True, linger_seconds=3600.0)
+    stage.share(client)
+    client.hold(stage.job(1))
+    assert client.close(WAIT_SECONDS, keeps=True)
+    before = len(heard)
+    until_durable(processes.root, 1)
+    os.kill(client.pid, signal.SIGTERM)
+    client._listener.join(WAIT_SECONDS)
+    assert not client._listener.is_alive()
+    assert len(heard) - before <= 4
 
 
 def test_a_trainer_that_hangs_up_and_lives_is_not_rescued(

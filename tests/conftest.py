@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from ckpt_engine.writer import launch
 from tests.support import forked_writers
 
+gc.disable()  # while tests are collected, which leaves nothing to free
 pytest_plugins = ("tests.support.workers",)
 pytest.register_assert_rewrite("ckpt_engine.testing")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background: processes inherit that
@@ -48,6 +49,7 @@ def pytest_collection_finish() -> None:
     heavy = ("torch", "lightning.pytorch", "transformers")
     multiprocessing.set_forkserver_preload([name for name in heavy if name in sys.modules])
     _freeze()
+    gc.enable()
 
 
 def _freeze() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -355,3 +355,14 @@ KINDS = [
     Kind("StatefulDataLoader, stream", _loader(Stream, StatefulDataLoader), _ORDER, slow=True),
     Kind("StatefulDataLoader, stream, 2 workers", _loader(Stream, StatefulDataLoader, **_TWO), slow=True),
 ]
+
+
+def shared(kind: Kind, boundaries: Sequence[Any]) -> Sequence[Any]:
+    """All of them; for a quick kind with workers each second one, as the next such kind has the others.
+
+    Each run from one forks workers. The slow suite resumes each kind from every boundary.
+    """
+    return boundaries[_WITH_WORKERS.index(kind.name) % 2 :: 2] if kind.name in _WITH_WORKERS else boundaries
+
+
+_WITH_WORKERS = [kind.name for kind in KINDS if not kind.slow and ("worker" in kind.name or "persistent" in kind.name)]

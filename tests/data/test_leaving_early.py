@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import Level, attach, rng
-from tests.data.loader_kinds import KINDS, Augmented, Kind
+from tests.data.loader_kinds import KINDS, Augmented, Kind, shared
 from tests.data.loop import Boundary, Run, recorded, seed_everything, train_step
 
 NAMES = (
@@ -68,7 +68,7 @@ def test_the_next_epoch_starts_as_it_would_have_here(kind: Kind) -> None:
     alone, reference = train_limited(kind.make, follow=False), train_limited(kind.make)
     assert reference.batches == alone.batches
     assert reference.end == alone.end
-    for number, boundary in enumerate(reference.boundaries[:-1]):
+    for number, boundary in shared(kind, list(enumerate(reference.boundaries[:-1]))):
         if boundary.data["exactness"]["level"] != Level.EXACT:
             continue
         resumed = train_limited(kind.make, seed=50 + number, resume=boundary)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_engine.data import LoaderPosition, attach, rng
 from ckpt_engine.errors import StateError
-from tests.data.loader_kinds import KINDS, Augmented, Kind
+from tests.data.loader_kinds import KINDS, Augmented, Kind, shared
 from tests.data.loop import EPOCHS, Boundary, Run, recorded, seed_everything, train_step
 
 NAMES = (
@@ -87,7 +87,7 @@ def test_one_held_batch_is_fetched_again(kind: Kind) -> None:
     assert reference.end == alone.end
     assert [len(b.data.get("held", ())) for b in reference.boundaries[1:4]] == [1, 1, 1]
     middle = len(reference.boundaries) // 2
-    for number in (1, middle - 2, middle - 1, middle + 2):
+    for number in shared(kind, (1, middle - 2, middle - 1, middle + 2)):
         boundary = reference.boundaries[number]
         resumed = train_ahead(kind.make, lookahead=1, seed=50 + number, resume=boundary)
         assert resumed.batches == reference.after(boundary.seen), number

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -42,10 +43,13 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def preload_of(module: str) -> tuple[str, ...]:
-    """What a module of the tests is likely to import, by its name."""
-    if "lightning" in module:
+    """What a module of the tests is likely to import, by its name and its own imports."""
+    spec = find_spec(module)
+    lines = Path(spec.origin).read_text().splitlines() if spec is not None and spec.origin is not None else []
+    names = " ".join([module, *(line for line in lines if line.startswith(("import ", "from ")))])
+    if "lightning" in names:
         return LIGHTNING
-    return ACCELERATE if "accelerate" in module or "transformers" in module else ENGINE
+    return ACCELERATE if "accelerate" in names or "transformers" in names else ENGINE
 
 
 class Popen:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 import pytest
 
-from tests.support import interpreters
+from tests.support import huge_pages, interpreters
 
 LONGEST = ("examples/test_demo", "lightning/", "cli/test_verify_", "tracking/", "data/", "accelerate/", "recipes/")
 """Files that take long begin first, so that no worker is left with one at the end."""
@@ -32,14 +32,20 @@ def _number(given: str) -> int:
     return 2 * (os.cpu_count() or 1) if given == "auto" else int(given)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The servers of interpreters import while this process collects."""
+    if session.config.option.workers > 1 and not session.config.option.collectonly:
+        for preload in (interpreters.ENGINE, interpreters.LIGHTNING, interpreters.ACCELERATE):
+            interpreters.server(preload)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Instead of pytest's own."""
     workers, files = session.config.option.workers, _files(session.items)
     if workers < 2 or len(files) < 2 or session.config.option.collectonly or session.testsfailed:
         return None
-    for preload in (interpreters.ENGINE, interpreters.LIGHTNING, interpreters.ACCELERATE):
-        interpreters.server(preload)
+    huge_pages.collapse()
     base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     queue, filled = os.pipe()
     os.write(filled, b"".join(map(_INDEX.pack, range(len(files)))))

@@ -12,10 +12,14 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 400.0
-STARTED: list[subprocess.Popen[bytes]] = []
+Process = subprocess.Popen[bytes] | interpreters.Popen
+STARTED: list[Process] = []
 """What `conftest` ends after each test."""
 SCRIPT = "tests.recipes.train"
 
@@ -32,17 +36,27 @@ class Life:
     """One start of a command, which is a process group of its own.
 
     Args:
-        command: what is started.
+        command: what is started; a fork of an interpreter if `forked`, which finds torch imported.
+        within: this folder.
         folder: of the run: `run` has its snapshots, `lines.R` what rank R has trained.
     """
 
-    def __init__(self, command: Sequence[object], folder: Path, **environment: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[object],
+        folder: Path,
+        *,
+        forked: bool = False,
+        within: Path = REPOSITORY,
+        **environment: str,
+    ) -> None:
         self.folder, self.log = folder, folder / "log"
         self._begun = len(lines(folder))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            start: Any = interpreters.Popen if forked else subprocess.Popen
+            self.process: Process = start(
                 list(map(str, command)),
-                cwd=REPOSITORY,
+                cwd=within,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -109,5 +123,5 @@ def unbroken() -> dict[int, set[str]]:
     """What one process trains that nothing interrupts."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        assert Life([sys.executable, "-m", SCRIPT, *arguments(folder, 0.0)], folder).ends() == 0
+        assert Life([sys.executable, "-m", SCRIPT, *arguments(folder, 0.0)], folder, forked=True).ends() == 0
         return trained(folder)

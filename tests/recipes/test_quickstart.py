@@ -62,13 +62,13 @@ def test_a_quickstart_is_three_commands_and_few_lines(role: str) -> None:
 def test_a_quickstart_is_resumed(role: str, start: list[str], tmp_path: Path) -> None:
     """Killed once a snapshot is durable, in its first epoch, and in a notebook the kernel with it."""
     (tmp_path / "train.py").write_text(script(role))
-    command = ["env", "-C", tmp_path, sys.executable, *start]
-    first = Life(command, tmp_path)
+    command = [sys.executable, *start]
+    first = Life(command, tmp_path, forked=True, within=tmp_path)
     until(lambda: any((tmp_path / "run1" / "snapshots").glob("*.json")), first.log)
     os.kill(first.process.pid, signal.SIGKILL)
     assert first.ends() == -signal.SIGKILL
     assert "starting fresh" in first.log.read_text()
-    second = Life(command, tmp_path)
+    second = Life(command, tmp_path, forked=True, within=tmp_path)
     until(lambda: second.process.poll() is not None or "resumed at step" in second.log.read_text(), second.log)
     steps = re.findall(r"resumed at step ([\d,]+), epoch 0 ", second.log.read_text())
     assert steps and int(steps[0].replace(",", "")) > 0, second.log.read_text()

@@ -263,7 +263,8 @@ def test_a_state_that_moves_to_a_device_is_planned_again(monkeypatch: pytest.Mon
     devices = FakeDevices()
     on_devices(devices, monkeypatch)
     planner = Planner(Flattener())
-    before = planner.capture({"t": torch.zeros(10)}).plan
+    here = torch.zeros(10)  # which stays, so that the next one has another address
+    before = planner.capture({"t": here}).plan
     after = planner.capture({"t": devices.put(torch.zeros(10))}).plan
     assert before.devices == () and after.devices == (DEVICES[0],)
 

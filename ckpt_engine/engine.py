@@ -248,9 +248,10 @@ class Engine:
         Raises:
             ArgumentError: `step` is no whole number.
         """
-        self._pipeline.begin_step(arguments.whole_number("step", step))
+        if type(step) is not int or not 0 <= step <= arguments.MOST:
+            step = arguments.whole_number("step", step)
         self.times.boundary(step - 1)
-        self._pipeline.spend(self.times)
+        self._pipeline.begin_step(step, self.times)
 
     def ready(self, *, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks.
@@ -291,7 +292,7 @@ class Engine:
         began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
         self.times.waited("stall", time.monotonic() - began)
-        self._pipeline.spend(self.times, at_once=True)
+        self._pipeline.spend(self.times)
         self._say_what_stays()
         return handle
 
@@ -344,15 +345,20 @@ class Engine:
             self.times.waited("fence", seconds)
         return seconds
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Take in what happened in the background: settles handles, emits events, surfaces errors. Never blocks.
+
+        Returns:
+            Whether something may have happened.
 
         Raises:
             SnapshotFailedError: with `on_error: raise`, once per failure, with its cause; with `on_failure: fail`, once
                 for a tier that fails.
         """
-        self._pipeline.poll()
-        self._surface()
+        found = self._pipeline.poll()
+        if self._fatal or self._pipeline.failures:
+            self._surface()
+        return found
 
     def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None:
         """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
@@ -440,7 +446,7 @@ class Engine:
             return
         self._closing = True
         self.times.over()
-        self._pipeline.spend(self.times, at_once=True)
+        self._pipeline.spend(self.times)
         self._reach.detach()
         keeps = failed and self.memory and self._session is not None
         try:
@@ -501,7 +507,8 @@ class Engine:
         if self._fatal:
             event = self._fatal.pop(0)
             raise SnapshotFailedError(f"{event.tier} failed, and on_failure is fail: [{event.code}] {event.message}")
-        failure = self._pipeline.take_failure()
+        failures = self._pipeline.failures
+        failure = failures.pop(0) if failures else None
         if failure is not None and self.config.on_error == "raise":
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure

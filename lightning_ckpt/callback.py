@@ -117,6 +117,7 @@ class AdaptiveCheckpoint(Callback):
         super().__init__()
         self.config: Config = load_config(config, **options)
         self._source, self._options = config, options
+        self._state_key = f"{type(self).__qualname__}{{'root': {self.config.root_url!r}}}"
         self._run: FitRun | None = None
         self._idle: LightningInternals | None = None
         self._fitted: EarlierFit | None = None
@@ -142,7 +143,7 @@ class AdaptiveCheckpoint(Callback):
     @override
     def state_key(self) -> str:
         """Distinct per run folder, so that two instances can share a trainer."""
-        return f"{type(self).__qualname__}{{'root': {self.config.root_url!r}}}"
+        return self._state_key
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
@@ -224,13 +225,6 @@ class AdaptiveCheckpoint(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
             self._run.train_started()
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._run is not None:
-            self._run.batch_started()
 
     @override
     def on_train_batch_end(

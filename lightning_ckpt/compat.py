@@ -33,6 +33,10 @@ from lightning_ckpt.compat_data import DataInternals
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
 _RESULT_MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
+_HOOKS_OF_STEPS = (
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("on_train_batch_start", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),
+)
 _NOT_RESUMABLE = r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
 
 
@@ -121,7 +125,7 @@ class LightningInternals(DataInternals):
 
     # ---- wrapping
 
-    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any] | None) -> None:
         """A method of one object, until `unwrap`."""
         before = vars(owner).get(name)
         setattr(owner, name, replacement)
@@ -201,6 +205,17 @@ class LightningInternals(DataInternals):
 
         self.wrap(epoch_loop, "advance", advance)
 
+    def skip_idle_hooks(self, *callbacks: Callback) -> None:
+        """Lightning does not enter hooks of these callbacks that do nothing.
+
+        It opens a profile around each hook of each callback, which takes longer than most boundaries. Names that are
+        not callable are left out.
+        """
+        for callback in callbacks:
+            for name in _HOOKS_OF_STEPS:
+                if getattr(type(callback), name) is getattr(Callback, name) and name not in vars(callback):
+                    self.wrap(callback, name, None)
+
     def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
         """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
         strategy = self._trainer.strategy
@@ -254,6 +269,12 @@ class LightningInternals(DataInternals):
         return path
 
     # ---- loops
+
+    @property
+    def automatic_steps(self) -> int:
+        """What `trainer.global_step` is where Lightning steps the optimizers, with a tenth of the calls."""
+        progress = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+        return int(progress.optimizer.step.total.completed)
 
     @property
     def batches_in_epoch(self) -> int:
@@ -441,6 +462,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("epoch_loop", "_results", "running means of self.log"),
     PrivateName("epoch_loop", "_batches_that_stepped", "the step axis of loggers"),
     PrivateName("module", "_current_fx_name", "logging in on_train_epoch_start of a resumed epoch"),
+    PrivateName("epoch_loop", "automatic_optimization", "counting optimizer steps"),
     PrivateName("epoch_loop", "val_loop", "the loaders of validation"),
     PrivateName("val_loop", "_combined_loader", "the loaders of validation"),
     PrivateName("val_loop", "_last_val_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),

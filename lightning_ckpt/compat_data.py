@@ -106,6 +106,12 @@ class DataInternals:
         iter(self._trainer.fit_loop._data_fetcher)
 
     @property
+    def batches_given(self) -> int | None:
+        """Batches of the epoch that the combination of loaders has given; None before the first pass."""
+        iterator = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)
+        return None if iterator is None else int(iterator._idx)
+
+    @property
     def combined_position(self) -> dict[str, Any] | None:
         """Where the combination of loaders is: batches given, and which loaders of a cycling one have ended once."""
         iterator = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)

@@ -12,7 +12,7 @@ callbacks. `StopWatch` sees which of them stops the run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -94,6 +94,7 @@ class FailingFit:
         budget: the share of training time that snapshots may cost.
         hidden: progress bar entries that are not the user's.
         audit: of the fit.
+        position: says where the trainer is, at a boundary.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class FailingFit:
         budget: float,
         hidden: frozenset[str],
         audit: Audit,
+        position: Callable[[], Position],
     ) -> None:
         self.step = 0
         """Of the last boundary."""
@@ -112,21 +114,20 @@ class FailingFit:
         self._internals, self._loaders = internals, loaders
         self._hidden, self._audit = hidden, audit
         self.last: LastBoundary[FitStepStart] = LastBoundary(self._make, budget)
-        self._position: Position
+        self._position, self._alone = position, trainer.world_size == 1
         self._obstacle: str | None = None
         self._loose: list[Loose] = []
         self._metrics: list[tuple[str, torch.nn.Module]] = []
         self._callbacks: list[Callback] = []
         self._stateful: list[tuple[str, Callback]] = []
 
-    def reached(self, position: Position, step: int) -> None:
+    def reached(self, step: int) -> None:
         """The boundary after `step`; the next batch is asked for when this returns."""
-        self.step, self._position = step, position
-        in_whole_steps = self._module.automatic_optimization and not position.accumulating
-        if self._trainer.world_size > 1 and not in_whole_steps:
-            self.last.missed("ranks may be at different batches of one step")
-        else:
+        self.step = step
+        if self._alone or (self._module.automatic_optimization and not self._internals.accumulating):
             self.last.reached()
+        else:
+            self.last.missed("ranks may be at different batches of one step")
 
     def before(self) -> FitStepStart:
         """What to save now, after an exception.
@@ -151,7 +152,7 @@ class FailingFit:
     # ---- at every boundary
 
     def _make(self) -> FitStepStart:
-        position, step = self._position, self.step
+        position, step = self._position(), self.step
         attributes = self._audit.frozen(quick=True)
         internals = self._internals
         packed = {
@@ -253,6 +254,7 @@ class FenceGuard(Callback):
     def __init__(self, fence: Fence, listener: GuardListener | None) -> None:
         self._fence = fence
         self._listener = listener
+        self._given: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FenceGuard, (_no_fence, None)
@@ -261,6 +263,22 @@ class FenceGuard(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._listener is not None:
             self._listener.training_begins()
+
+    def first_batch(self, given: Callable[[], None]) -> None:
+        """Once the next batch is there, `given` is called."""
+        self.on_train_batch_start = self._first_batch  # type: ignore[assignment, method-assign]
+        self._given = given
+
+    @property
+    def waits_for_batch(self) -> bool:
+        """Whether the batch of `first_batch` is still to come."""
+        return self._given is not None
+
+    def _first_batch(self, *_: Any) -> None:
+        given, self._given = self._given, None
+        self.on_train_batch_start = None  # type: ignore[assignment, method-assign]
+        if given is not None:
+            given()
 
     @override
     def on_before_optimizer_step(

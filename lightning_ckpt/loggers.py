@@ -42,7 +42,8 @@ class Telemetry:
 
     def batch_ended(self, trainer: pl.Trainer, internals: LightningInternals) -> None:
         """The progress bar shows the newest numbers, and loggers get them when they get all others."""
-        self.show(internals.metric_tables["progress_bar"])
+        if self._metrics.snapshot_bytes:
+            self.show(internals.metric_tables["progress_bar"])
         if trainer.loggers and internals.logs_now and self._options.loggers == "on":
             self.log(trainer, internals.batches_that_stepped)
 

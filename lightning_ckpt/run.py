@@ -69,7 +69,7 @@ class FitRun:
             rollbacks = Rollbacks(self.engine, _log, replicas_of(trainer), self._internals.in_whole_steps)
         self._audit = Audit(config.hidden, lambda: audited(trainer, module, (owner, self.guard)), _log, OF_LIGHTNING)
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
-        self._begun = self._validated = self._announced_optimizers = self._end_taken = self._report_due = False
+        self._begun = self._validated = self._announced_optimizers = self._end_taken = False
         self._skip_batches = 0
         self._capture = FitCapture(self._internals, trainer, module, ranks)
         self.guard = FenceGuard(self.fence, self)
@@ -89,13 +89,13 @@ class FitRun:
         self.telemetry = Telemetry(self._run.metrics, self.cadence, config.log)
         self._halt = self.stopping.halt
         self._shared = self._halt.shared
-        self._given: Any = None
+        self._given: int | None = None
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
         self._failing = FailingFit(
-            trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit
+            trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit, self._position
         )
         self._not_saved = ""
 
@@ -117,6 +117,7 @@ class FitRun:
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
         self._internals.set_callbacks([self.guard, *others, self._owner])
+        self._internals.skip_idle_hooks(self.guard, self._owner)
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
@@ -136,9 +137,9 @@ class FitRun:
     @property
     def step(self) -> int:
         """The training step: optimizer steps, or batches where the model steps raw optimizers itself."""
-        return int(self._trainer.global_step) or (
-            0 if self._module.automatic_optimization else self._internals.batches_in_total
-        )
+        if self._module.automatic_optimization:
+            return self._internals.automatic_steps
+        return int(self._trainer.global_step) or self._internals.batches_in_total
 
     # ---- what the callback's hooks call
 
@@ -179,12 +180,6 @@ class FitRun:
         if self._validation_began is not None:
             self._run.evaluated(time.monotonic() - self._validation_began)
             self._validation_began = None
-
-    def batch_started(self) -> None:
-        """The first batch of a resumed run was fetched: its report is final."""
-        if self._report_due:
-            self._report_due = False
-            self.resume.publish()
 
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
@@ -233,10 +228,10 @@ class FitRun:
         self._internals.reset_epoch_length()
         if self.resume.pending:
             self.resume.before_epoch()
-            self._report_due = True
-        elif self.resume.report is not None and not self._report_due:
+            self.guard.first_batch(self.resume.publish)
+        elif self.resume.report is not None and not self.guard.waits_for_batch:
             self.resume.before_imported_epoch()
-            self._report_due = True
+            self.guard.first_batch(self.resume.publish)
 
     def _after_epoch_start(self) -> None:
         self._loaders.measure()
@@ -246,11 +241,8 @@ class FitRun:
     def _boundary(self) -> None:
         """The fetch boundary."""
         self._given = None
-        if self._active:
-            self._at_boundary()
-            self._failing.reached(self._position(), self.step)
-
-    def _at_boundary(self) -> None:
+        if self._owner not in callbacks_of(self._trainer):
+            return
         if self._begun:
             self._audit.stepped()
         else:
@@ -261,8 +253,9 @@ class FitRun:
             self.resume.at_first_fetch()
         if self._skip_batches:
             self._skip_batches -= self._internals.skip_batches(self._skip_batches)
-        self._given = self._internals.combined_position
-        self._run.boundary(self.step, self)
+        self._given, step = self._internals.batches_given, self.step
+        self._run.boundary(step, self)
+        self._failing.reached(step)
 
     # ---- boundary.Here
 
@@ -270,7 +263,7 @@ class FitRun:
         return self.stopping.end(stop, self._take_here)
 
     def decided(self, *, due: bool) -> None:
-        if not due:
+        if not (due or self._announced_optimizers):
             self._announce()
 
     def obstacle(self) -> str | None:
@@ -284,7 +277,7 @@ class FitRun:
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
-        nothing_came = self._given is not None and self._given == self._internals.combined_position
+        nothing_came = self._given is not None and self._given == self._internals.batches_given
         still_there = nothing_came and self._loaders.one_with_workers
         where = str(self._internals.batches_in_total) if still_there else None
         if (stop := self.stopping.no_batch(error, where)) is not None:
@@ -417,8 +410,6 @@ class FitRun:
 
     def _announce(self) -> None:
         """Make the arena ready in the background; again once the optimizers have their state."""
-        if self._announced_optimizers:
-            return
         if self._optimizers_have_state or self._internals.batches_in_total == 1 or self.resume.pending:
             self._announced_optimizers = self._optimizers_have_state
             self._run.prepare(self._state(BoundaryKind.PLAIN))

@@ -66,7 +66,9 @@ class Audit:
         self._ahead = ahead
         self._log = log
         self._locals = CarriedLocals()
-        self._looks = 0
+        self._looks, self.looks_early = 0, self._hidden.on
+        """Whether `boundary` looks where no snapshot is taken."""
+        self._has_stepped = False
         self._carried: list[str] = []
 
     def begin(self, moment: str) -> None:
@@ -91,6 +93,7 @@ class Audit:
         if not self._hidden.on or not (taking or self._looks < _FIRST_LOOKS):
             return
         self._looks += 1
+        self.looks_early = self._looks < _FIRST_LOOKS
         roots = self.roots().values()
         carries = [one for one in roots if isinstance(one, Carry)]
         if new := self._locals.look(known, carries, self._hidden.ids, set(map(id, roots))):
@@ -98,8 +101,8 @@ class Audit:
 
     def stepped(self) -> None:
         """See `HiddenState.stepped`."""
-        if self._hidden.on:
-            self._hidden.stepped()
+        if not self._has_stepped:
+            self._has_stepped = self._hidden.stepped()
 
     def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
         """The attributes that training has changed so far, as values that compare; see `HiddenState.frozen`."""
@@ -152,6 +155,8 @@ class HiddenState:
 
     def __init__(self, mode: Mode, skipped: Iterable[str] = ()) -> None:
         self._mode = mode
+        self.on = mode != "off"
+        """Whether anything is looked at."""
         self._skipped = frozenset(skipped)
         self._moments: dict[str, _Beginning] = {}
         self._before: _Beginning | None = None
@@ -166,11 +171,6 @@ class HiddenState:
         self._once: frozenset[str] | None = None
         """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
         as an open file, is ready in this process."""
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is looked at."""
-        return self._mode != "off"
 
     def begin(self, moment: str, roots: Mapping[str, Any]) -> None:
         """Note what all attributes are now.
@@ -194,14 +194,15 @@ class HiddenState:
         if self.on:
             self._before = _Beginning(roots, self._skipped)
 
-    def stepped(self) -> None:
-        """The process has made its first step. Cheap from the second call on."""
-        if self._once is None and (latest := self._latest) is not None:
+    def stepped(self) -> bool:
+        """The process has made a step; False: there was no beginning yet that the first one can be compared with."""
+        if self.on and (latest := self._latest) is not None:
             self._once = frozenset(
                 path
                 for path, value in latest.moved()
                 if isinstance(value, bool) and path not in self._kept and not latest.is_of_module(path)
             )
+        return self._once is not None or not self.on
 
     @property
     def _latest(self) -> _Beginning | None:

@@ -106,7 +106,7 @@ class TrainingRun:
         self._touches = copies_lazily("auto", device)
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
-        self._took = False
+        self._judges, self._took = losses is not None, False
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Go on with what the earlier process had learned about its snapshots."""
@@ -125,16 +125,15 @@ class TrainingRun:
             SystemExit, KeyboardInterrupt: a request to stop, or what the adapter ends its runs with.
             SnapshotFailedError: as `Engine.poll`.
         """
-        self.engine.poll()
-        if not self._touches:
-            self.cadence.background(self.engine.prepare_seconds)
+        if self.engine.poll() and not self._touches:
+            self.cadence.background(self.engine.prepare_seconds)  # what has become durable was made ready for before
         stop = self.stopping.boundary(step)
         if stop is not None and (end := here.end(stop)) is not None:
             raise end
-        self.config = self.stopping.edited(self.config)
+        self.config = self.stopping.edits.apply(self.config)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
-        vetoed = self.stopping.vetoed(due=reason is not None)
+        vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
         if reason is not None:
             obstacle = "loss spike" if vetoed else self._obstacle(here, durable=True)

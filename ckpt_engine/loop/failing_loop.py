@@ -386,16 +386,18 @@ class LastBoundary(Generic[R]):
             taken = began - self._ended
             self._step = taken if self._step is None else _SMOOTH * self._step + (1.0 - _SMOOTH) * taken
         self._count += 1
-        if self._cost is None or self._step is None or self._count % AGAIN == 0 or self._affords():
+        cost, step = self._cost, self._step
+        if cost is None or step is None or self._count % AGAIN == 0 or affordable(cost, step, self._budget):
             try:
                 self._record = self._make()
             except ImpossibleError as err:
                 self._record, self._why = None, str(err)
-            cost = self._now() - began
-            self._cost = cost if self._cost is None else min(cost, _SMOOTH * self._cost + (1.0 - _SMOOTH) * cost)
+            self._ended = self._now()
+            took = self._ended - began
+            self._cost = took if cost is None else min(took, _SMOOTH * cost + (1.0 - _SMOOTH) * took)
         else:
+            self._ended = began
             self._record, self._why = None, "steps are too short to record what each of them changes"
-        self._ended = self._now()
 
     @property
     def holds(self) -> bool:
@@ -421,11 +423,6 @@ class LastBoundary(Generic[R]):
         if self._record is None:
             raise ImpossibleError(self._why)
         return self._record
-
-    def _affords(self) -> bool:
-        assert self._cost is not None
-        assert self._step is not None
-        return affordable(self._cost, self._step, self._budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,8 @@ class Feed:
         """Why passes over this loader cannot be repeated."""
         self.asked_from: Sequence[tuple[CodeType, int]] = ()
         """Functions and instructions that have asked for the last batch, innermost first."""
+        self.way: list[Any] = []
+        """The same as `way_here` says it."""
         self.asked_on = 0
         """The thread of that."""
         self.asked_at = self.begun_at = self.left_at = 0
@@ -117,7 +119,8 @@ class Feed:
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
         self._count_at_begin = 0
         self._base_begun = False
-        self._open = False
+        self.active = False
+        """The consumer is in the middle of a pass."""
         self._resumed: State | None = None
         self._streams: Mapping[str, Any] | None = None
         """Where no batch of the torch loader is fetched: what is to be installed once its iterator is there."""
@@ -137,11 +140,6 @@ class Feed:
             position.swap_in(source.outer, self)
 
     @property
-    def active(self) -> bool:
-        """The consumer is in the middle of a pass."""
-        return self._open
-
-    @property
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
@@ -152,7 +150,7 @@ class Feed:
     @property
     def running(self) -> Any:
         """The pass that the consumer is in; None if there is none."""
-        return self._pass() if self._open and self._pass is not None else None
+        return self._pass() if self.active and self._pass is not None else None
 
     @property
     def resuming(self) -> bool:
@@ -210,7 +208,7 @@ class Feed:
         """Where the consumer is, at a fetch boundary of any feed."""
         if self._resumed is not None:
             return self._resumed
-        if self._open and (self.delivered > 0 or self._base_begun):
+        if self.active and (self.delivered > 0 or self._base_begun):
             state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
             return state | {"open": True, "trained": self.trained, "ahead": self.lead.ahead}
         return self.next_pass_state()
@@ -332,7 +330,7 @@ class Feed:
             self.lead_known()
         self.finished, self.interior = False, self.delivered > 0  # what resumes within a pass had a boundary there
         self._count_at_begin = self._count()
-        self._open = True
+        self.active = True
         running = _Pass(self, iterator)
         self._pass = weakref.ref(running, self._dropped)
         return running
@@ -342,9 +340,9 @@ class Feed:
             self._close()
 
     def _close(self) -> None:
-        if not self._open:
+        if not self.active:
             return
-        self._open, self.left_at = False, next(_clock)
+        self.active, self.left_at = False, next(_clock)
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
@@ -364,7 +362,7 @@ class Feed:
             "delivered": delivered,
             "counter": counter,
             # A pass that is left and not closed yet counts for the next one.
-            "epochs": self.epochs + (self._open and self.trained and not delivered),
+            "epochs": self.epochs + (self.active and self.trained and not delivered),
             "starts_only": self.starts_only,
             "alone": self.alone,
             "longest": self.longest,
@@ -424,7 +422,7 @@ class _Pass(Followed):
 
     def __next__(self) -> Any:
         feed = self._feed
-        current = feed._open and feed._pass is not None and feed._pass() is self
+        current = feed.active and feed._pass is not None and feed._pass() is self
         if current:
             feed._asked()
         try:
@@ -439,7 +437,7 @@ class _Pass(Followed):
             raise
         if current:
             feed._given(batch)
-        elif feed._open:
+        elif feed.active:
             feed._asked_beside()
         return batch
 

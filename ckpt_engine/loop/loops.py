@@ -32,6 +32,7 @@ from ckpt_engine.loop.shape import (
     is_same,
     later,
     place_of,
+    way_here,
 )
 from ckpt_engine.snapshot import arguments
 
@@ -78,10 +79,11 @@ class Loops:
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
-        ask = Ask(self._home)
-        feed.asked_from, feed.asked_on = ask.at, threading.get_ident()
+        way, feed.asked_on = way_here(self._home), threading.get_ident()
+        if feed.starts or way != feed.way:
+            feed.way, feed.asked_from = way, (ask := Ask(self._home)).at
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
-            feed.lead.asked(ask.at)
+            feed.lead.asked(feed.asked_from)
         if not feed.starts or not ask.of_user:
             return []
         saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
@@ -143,13 +145,11 @@ class Loops:
                 self._logged.add(feed.name)
                 self._log.warning(_OTHER_THREAD, feed.name)
             return None, "batches are asked for on another thread than the one that trains"
-        outer = self._outer(feed)
-        if outer is not None:
+        if len(self._feeds) > 1 and (outer := self._outer(feed)) is not None:
             return outer, f"in the body of the loop over {outer.name!r}"
-        if any(one.lead.ahead is None for one in unknown) or not all(
-            one.remembers for one in self._feeds if one.active
-        ):
-            return None, "how far the loop reads ahead is not recorded yet"
+        for one in self._feeds:
+            if one.active and (not one.remembers or (one.lead.ahead is None and one in due)):
+                return None, "how far the loop reads ahead is not recorded yet"
         for one in self._feeds:
             if one is not feed and one.active and one.asked_at > self._stepped_at:
                 before, inside = is_before(one.asked_from, feed.asked_from)

@@ -58,6 +58,8 @@ class Stopping:
     Attributes:
         watch: knows of requests to stop, and of what is durable.
         halt: ends the run.
+        edits: of the options.
+        asked: somebody has asked for a snapshot, and none was taken since; of several ranks rank 0 sees to that.
 
     Raises:
         StorageError: a tier that no storage serves.
@@ -81,12 +83,12 @@ class Stopping:
         if losses_of(engine.config) is not None and losses is None:
             log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")
         self._board = Board(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
-        self._edits = Edits(engine.live, cadence, self.watch, log)
+        self.edits = Edits(engine.live, cadence, self.watch, log)
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
         self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
         self._stale: StaleWatch | None = None
-        self._asked = self._judged_the_end = False
+        self.asked = self._asked_all = self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
@@ -106,7 +108,7 @@ class Stopping:
         self.watch.boundary(step)
         self.watch.start()
         self._board.start()
-        self._edits.start()
+        self.edits.start()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class Stopping:
         atexit.unregister(self.close)
         self.watch.close()
         self._board.close()
-        self._edits.close()
+        self.edits.close()
         if self._stale is not None:
             self._stale.close()
 
@@ -126,14 +128,15 @@ class Stopping:
         Raises:
             DivergedError: all ranks end here. Where they are stopped as well they end for that: see `Halt.end_of`.
         """
-        if self._stale is not None and (stale := self._stale.take()) is not None:
+        if self._stale is not None and self._stale.found and (stale := self._stale.take()) is not None:
             self._sinks.emit(stale)
-        self.watch.boundary(step)
-        self._asked |= self.watch.take_save() is not None
+        wanted = self.watch.boundary(step)
+        if wanted and self.watch.take_save() is not None:
+            self.asked, self._asked_all = self._shared is None, self._shared is not None
         if self._shared is None:
-            return self.watch.stop
+            return self.watch.stop if wanted else None
         try:
-            stop = self._shared.stop(step, self.watch.stop, asked=self._asked, fits=self.halt.fits)
+            stop = self._shared.stop(step, self.watch.stop, asked=self._asked_all, fits=self.halt.fits)
             if stop is None and self._shared.diverged is None:
                 self._judge(self._shared, due=self._shared.due)
         except RanksError as err:
@@ -144,18 +147,9 @@ class Stopping:
             raise self.halt.end_of(self._diverging.together(self._shared.diverged, self._divergence))
         return stop
 
-    def edited(self, config: Config) -> Config:
-        """The options from now on, see `Edits.apply`."""
-        return self._edits.apply(config)
-
-    @property
-    def asked(self) -> bool:
-        """Somebody has asked for a snapshot, and none was taken since; of several ranks rank 0 sees to that."""
-        return self._asked and self._shared is None
-
     def taken(self) -> None:
         """A durable snapshot was taken."""
-        self._asked = False
+        self.asked = self._asked_all = False
 
     def end(self, stop: Stop, take: Take) -> BaseException:
         """Do what fits into the grace; what ends the run, or `KeyboardInterrupt` after a Ctrl-C.

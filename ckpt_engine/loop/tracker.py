@@ -93,7 +93,7 @@ class Tracker(LoopProgress):
         """What a loop without a loader has found where it begins."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
-        self._restoring = self._begun_again = self._announced = self._closed = False
+        self._restoring = self._begun_again = self._prepared = self._closed = False
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -344,7 +344,7 @@ class Tracker(LoopProgress):
             self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
 
     def _instant(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> RunInstant:
-        self._announced = True
+        self._prepared = True
         batch = 0 if feed is None else feed.trained_on
         return RunInstant(
             step=self._steps,
@@ -409,9 +409,7 @@ class Tracker(LoopProgress):
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""
-        if self._announced:
-            return
-        self._announced = True
+        self._prepared = True
         state = self._state(feed, self._positions())
         self._run.prepare(state)
 
@@ -498,9 +496,11 @@ class _LoopBoundary:
         return self._tracker._end(stop, lambda reason: self.take(reason, durable=True))
 
     def decided(self, *, due: bool) -> None:
-        self._tracker._audit.boundary(self._tracker._counters(self._feed), taking=due)
-        if not due:
-            self._tracker._announce(self._feed)
+        tracker = self._tracker
+        if due or tracker._audit.looks_early:
+            tracker._audit.boundary(tracker._counters(self._feed), taking=due)
+        if not (due or tracker._prepared):
+            tracker._announce(self._feed)
 
     def obstacle(self) -> str | None:
         if self._obstacle is None:

@@ -328,7 +328,8 @@ class StaleWatch:
         self._thread: threading.Thread | None = None
         self._newest: str | None = None
         self._lock = threading.Lock()
-        self._found: StaleSnapshot | None = None
+        self.found: StaleSnapshot | None = None
+        """For `take`."""
 
     def emit(self, event: Event) -> None:
         if not isinstance(event, SnapshotCommitted) or time.monotonic() < self._again:
@@ -348,10 +349,10 @@ class StaleWatch:
             thread.join(_CLOSING_SECONDS)
 
     def take(self) -> StaleSnapshot | None:
-        """What was found since the last call. Training thread; an attribute is read."""
-        found = self._found
+        """What was found since the last call. Training thread."""
+        found = self.found
         if found is not None:
-            self._found = None
+            self.found = None
         return found
 
     def _look(self) -> None:
@@ -376,7 +377,7 @@ class StaleWatch:
         """Then nothing is read for a while; the older one of the next comparison comes after that."""
         self._before = None
         if unchanged(before, after):
-            self._found = StaleSnapshot(after.step, before.step, len(after.pieces))
+            self.found = StaleSnapshot(after.step, before.step, len(after.pieces))
         else:
             self._pause = min(2.0 * self._pause, MOST_SECONDS)
         with self._lock:

@@ -59,11 +59,11 @@ _END_SECONDS = 15.0
 class PreemptionWatch:
     """Watches for reasons to stop from `start` to `close`.
 
-    The training thread calls `boundary` after every step and looks at `stop` and `take_save` there; both are reads of
-    attributes. A daemon thread asks the sources, and minds the deadline once the run must stop: if the step that runs
-    is too long for a snapshot at its end, it says in time what becomes durable and what is lost, lets the writer write
-    what is only in memory, and watches the last snapshot become durable. Nothing of this waits for the training thread,
-    and nothing makes it wait.
+    The training thread calls `boundary` after every step, and looks at `stop` and `take_save` if there is something. A
+    daemon thread asks the sources, and minds the deadline once the run must stop: if the step that runs is too long for
+    a snapshot at its end, it says in time what becomes durable and what is lost, lets the writer write what is only in
+    memory, and watches the last snapshot become durable. Nothing of this waits for the training thread, and nothing
+    makes it wait.
 
     Args:
         options: signals, sources, grace.
@@ -136,11 +136,13 @@ class PreemptionWatch:
                 self._wake.close()
             self._thread = None
 
-    def boundary(self, step: int) -> None:
-        """Training step `step` has just ended."""
+    def boundary(self, step: int) -> bool:
+        """Training step `step` has just ended; whether somebody wants the run to stop, or a snapshot."""
         now = self._now()
         self._first = step if self._first is None else self._first
         self._step, self._ended, self._took = step, now, now - self._ended
+        wanted = self._signals.heard or self._noticed or self._requested or self._save
+        return wanted is not None
 
     @property
     def stop(self) -> Stop | None:

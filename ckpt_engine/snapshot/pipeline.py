@@ -101,7 +101,8 @@ class Pipeline:
         self._pending: dict[int, tuple[SaveHandle, int]] = {}
         self._held: set[int] = set()
         self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
-        self._failures: list[CkptError] = []
+        self.failures: list[CkptError] = []
+        """Background errors that have not been shown yet, oldest first."""
         self.lineage = Lineage(session)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
@@ -156,15 +157,19 @@ class Pipeline:
     def _still_starting(self) -> bool:
         return self._starting is not None and not self._starting.done
 
-    def begin_step(self, step: int) -> None:
-        """Training is about to begin `step`; the writer tells by it how much was lost."""
-        if self._pulse is not None:
-            self._pulse.beat(step)
+    def begin_step(self, step: int, times: RunTimes | None = None) -> None:
+        """Training is about to begin `step`; the writer tells by it how much was lost.
 
-    def spend(self, times: RunTimes, *, at_once: bool = False) -> None:
-        """Let the writer know what the time of this process went into."""
+        Args:
+            times: what the time of this process went into; said once a second.
+        """
+        if self._pulse is not None and self._pulse.beat(step) and times is not None:
+            self._pulse.spend(times)
+
+    def spend(self, times: RunTimes) -> None:
+        """Let the writer know what the time of this process went into, now."""
         if self._pulse is not None:
-            self._pulse.spend(times, at_once=at_once)
+            self._pulse.spend(times)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
@@ -287,8 +292,15 @@ class Pipeline:
         self._staging = None
         return True
 
-    def poll(self) -> None:
-        """Take in what the writer has to say. Never blocks."""
+    def poll(self) -> bool:
+        """Take in what the writer has to say; whether there may have been something. Never blocks."""
+        writer = self._writer
+        if not (self._unsent or self._newest.unsettled or (writer is not None and writer.client.news)):
+            return False
+        self._take_in()
+        return True
+
+    def _take_in(self) -> None:
         for number, (job, handle, error) in list(self._unsent.items()):
             del self._unsent[number]
             if self.memory:
@@ -356,17 +368,13 @@ class Pipeline:
             self._lose_writer()
         self.memory = fit.memory
 
-    def take_failure(self) -> CkptError | None:
-        """The oldest background error that has not been shown yet."""
-        return self._failures.pop(0) if self._failures else None
-
     def wait_for(self, handle: SaveHandle, timeout: float | None) -> bool:
         """Wait until the outcome of `handle` is known; False if the time was not enough. An error counts as shown."""
         self.before_update()
         if not (self._hand_over(wait_seconds(timeout)) and self._wait(lambda: handle.settled, timeout)):
             return False
-        if handle.error is not None and handle.error in self._failures:
-            self._failures.remove(handle.error)
+        if handle.error is not None and handle.error in self.failures:
+            self.failures.remove(handle.error)
         return True
 
     def drain(self, timeout: float | None) -> bool:
@@ -470,4 +478,4 @@ class Pipeline:
     def _fail(self, handle: SaveHandle, error: CkptError) -> None:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
-            self._failures.append(error)
+            self.failures.append(error)

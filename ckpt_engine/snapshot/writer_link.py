@@ -87,6 +87,7 @@ class Coming(WriterClient):
     def __init__(self, starting: Starting, url: str) -> None:
         super().__init__(url)
         self.starting = starting
+        self.news = (None,)  # that it has started is found by asking
         self._later: list[tuple[Body, Sequence[int]]] = []
 
     def wait(self, timeout: float) -> bool:
@@ -256,6 +257,8 @@ class Newest:
         self.keep = keep
         self._told: deque[_Told] = deque()
         self._why: CkptError | None = None
+        self.unsettled = False
+        """Whether `settle` may find something to do."""
         self.writer = 0
         """Counts the writers: those that were lost, and the one there is."""
 
@@ -267,6 +270,7 @@ class Newest:
             writer: which one it was; it may be lost by now.
         """
         self._told.append(_Told(slot, handle, writer))
+        self.unsettled = True
 
     def settle(self, flushed: Callable[[], bool]) -> None:
         """Release what is no longer needed. Training thread only.
@@ -274,14 +278,16 @@ class Newest:
         Args:
             flushed: whether everything sent so far is with the kernel, and the writer alive.
         """
-        if not self._told:
-            return
+        self.unsettled = False  # before the look: `tell` may come at any time
         while self._told and self._told[0].writer != self.writer:
             self._give_up(self._told.popleft())
         # Count first: what is sent after the question is not part of the answer.
         count = len(self._told)
         waiting = [one.handle for one in list(self._told)[:count] if one.handle is not None and not one.handle.held]
-        if not (waiting or count > self.keep) or not flushed():
+        if not (waiting or count > self.keep):
+            return
+        if not flushed():
+            self.unsettled = True
             return
         for handle in waiting:
             handle.held = True

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.copy.job import (
@@ -57,10 +57,12 @@ class WriterClient(abc.ABC):
         first_seq: the lowest number that a snapshot may get, as the writer saw it when it started.
         history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
         peer_port: where the writers of other machines reach this one; 0: nowhere.
+        news: empty where `poll` has nothing to give.
     """
 
     def __init__(self, url: str) -> None:
         self._mailbox = Mailbox(url)
+        self.news: Collection[Message | None] = self._mailbox.messages
         self._url = url
         self._only_copies = self._said_copies = False
         """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
@@ -333,7 +335,8 @@ class Mailbox:
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._messages: deque[Message] = deque()
+        self.messages: deque[Message] = deque()
+        """Those that nobody has taken in."""
         self._open: dict[int, PersistJob] = {}
         self._unsettled: set[int] = set()
         self._lost: ErrorRecord | None = None
@@ -365,21 +368,21 @@ class Mailbox:
         with self._changed:
             match body["kind"]:
                 case channel.EVENT:
-                    self._messages.append(events.from_json(body["event"]))
+                    self.messages.append(events.from_json(body["event"]))
                 case channel.DONE:
                     done = done_from_json(body["done"])
                     self._open.pop(done.job, None)
-                    self._messages.append(done)
+                    self.messages.append(done)
                 case channel.FREED:
-                    self._messages.append(SlotFreed(body["slot"]))
+                    self.messages.append(SlotFreed(body["slot"]))
                 case channel.MIRRORED:
-                    self._messages.append(Mirrored(body["snapshot"]))
+                    self.messages.append(Mirrored(body["snapshot"]))
                 case channel.SETTLED:
                     self._unsettled.discard(body["job"])
                 case channel.REQUEST:
                     request = Requested(body["what"], body["who"])
-                    if request not in self._messages:
-                        self._messages.append(request)
+                    if request not in self.messages:
+                        self.messages.append(request)
             self._changed.notify_all()
 
     def given_up(self) -> list[PersistJob]:
@@ -398,7 +401,7 @@ class Mailbox:
 
     def _fail(self, job: PersistJob, why: ErrorRecord) -> None:
         failed = SnapshotFailed("", job.step, self._tier, why.code, why.message, hint=why.hint or "")
-        self._messages += (failed, JobDone(job.job, None, why))
+        self.messages += (failed, JobDone(job.job, None, why))
 
     def lose(self, why: ErrorRecord, *, expected: bool, text: str | None = None) -> None:
         """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`.
@@ -413,7 +416,7 @@ class Mailbox:
             for job in self._open.values():
                 self._fail(job, why)
             if not expected or self._open:
-                self._messages.append(WriterLost(text or why.message))
+                self.messages.append(WriterLost(text or why.message))
             self._open.clear()
             self._unsettled.clear()
             self._changed.notify_all()
@@ -421,15 +424,15 @@ class Mailbox:
     def poll(self) -> list[Message]:
         """All messages since the last call, in order. Never waits."""
         with self._changed:
-            found = list(self._messages)
-            self._messages.clear()
+            found = list(self.messages)
+            self.messages.clear()
             return found
 
     def wait(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for something to `poll`; whether there is. A lost writer ends the wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._lost is not None, timeout)
-            return bool(self._messages)
+            self._changed.wait_for(lambda: self.messages or self._lost is not None, timeout)
+            return bool(self.messages)
 
     def drain(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until every job is done and retention after it too; whether that is so."""

@@ -345,20 +345,16 @@ class Engine:
             self.times.waited("fence", seconds)
         return seconds
 
-    def poll(self) -> bool:
+    def poll(self) -> None:
         """Take in what happened in the background: settles handles, emits events, surfaces errors. Never blocks.
-
-        Returns:
-            Whether something may have happened.
 
         Raises:
             SnapshotFailedError: with `on_error: raise`, once per failure, with its cause; with `on_failure: fail`, once
                 for a tier that fails.
         """
-        found = self._pipeline.poll()
+        self._pipeline.poll()
         if self._fatal or self._pipeline.failures:
             self._surface()
-        return found
 
     def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None:
         """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.

@@ -439,9 +439,11 @@ class Cadence:
         self._account.training_seconds += seconds
         each, many = seconds / count, min(count, CLEAN_WINDOW)
         if self._warm_up > 0 or self._disturbed:
-            add = self._steps.add_disturbed if self._disturbed else self._add_clean
-            for _ in range(many):
-                add(each)
+            if self._disturbed:
+                self._steps.add_disturbed(each, many)
+            else:
+                for _ in range(many):
+                    self._add_clean(each)
         else:
             self._steps.clean.extend([each] * many)
         return None if step < self._wake_step and now < self._wake_time else self._wake(step, now)

@@ -298,7 +298,10 @@ def _multiplier(parts: Sequence[_Part], budget: float) -> float:
     """The multiplier of the budget with which these levels keep it, by bisection; 0.0 where they do anyway."""
 
     def spent(multiplier: float) -> float:
-        return sum(part.spent(part.at(multiplier)) for part in parts)
+        total = 0.0
+        for part in parts:
+            total += part.spent(part.at(multiplier))
+        return total
 
     if spent(0.0) <= budget * (1.0 + _ROUNDING):
         return 0.0

@@ -222,11 +222,12 @@ class StepTimes:
         self._summary_of: tuple[int, float] = (0, 0.0)
         self._shift_seen = self._summary_of
 
-    def add_disturbed(self, seconds: float) -> None:
-        """A step during which a snapshot was staged or persisted."""
-        self._disturbed.append(seconds)
-        self._disturbed_steps += 1
-        self._busy.append(seconds)
+    def add_disturbed(self, seconds: float, steps: int = 1) -> None:
+        """A step during which a snapshot was staged or persisted, or several of that length."""
+        each = (seconds,) * steps
+        self._disturbed.extend(each)
+        self._disturbed_steps += steps
+        self._busy.extend(each)
 
     @property
     def known(self) -> bool:
@@ -282,7 +283,7 @@ class StepTimes:
             seconds=each * cut - steps * (clean.mean + clean.trend),
             jitter_seconds=clean.deviation * math.sqrt(steps),
             baseline_seconds=clean.deviation * steps / math.sqrt(max(1, len(self.clean))),
-            slow=round(each * sum(seconds > clean.limit for seconds in disturbed)),
+            slow=round(each * sum([seconds > clean.limit for seconds in disturbed])),
             slow_expected=steps * clean.slow,
             slow_seconds=each * (sum(disturbed) - cut) - steps * clean.excess,
         )
@@ -361,6 +362,7 @@ class CostMeter:
         "_slowdown",
         "_stall",
         "_written",
+        "slowdown_seconds",
     )
 
     def __init__(self) -> None:
@@ -369,6 +371,8 @@ class CostMeter:
         self._believed: deque[float] = deque([0.0], maxlen=Usual.RISEN)
         """Of slowdowns, after each of the newest snapshots."""
         self._slow = SlowSteps()
+        self.slowdown_seconds = 0.0
+        """What snapshots slow down the steps next to them, each."""
         self._jitter = self._noise = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._busy: deque[float] = deque(maxlen=LATENCY_WINDOW)
@@ -384,9 +388,8 @@ class CostMeter:
         """Snapshots that were measured; what an earlier run had learned counts as one."""
         return self._stall.count
 
-    @property
-    def slowdown_seconds(self) -> float:
-        """What snapshots slow down the steps next to them, each.
+    def _slows_down(self) -> float:
+        """What `slowdown_seconds` is now.
 
         An estimate within the noise of step times is none, one far above it counts in full: the positive-part estimator
         of James and Stein (1961) at three times the variance, because what is believed is paid for.
@@ -420,7 +423,8 @@ class CostMeter:
         replaced = self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
         self._slow.add(slowdown)
         self._jitter, self._noise = slowdown.jitter_seconds, slowdown.baseline_seconds
-        now, known = self.slowdown_seconds, min(self._slowdown.kept - 1, count)
+        self.slowdown_seconds = now = self._slows_down()
+        known = min(self._slowdown.kept - 1, count)
         charge = now + known * (now - before)
         if replaced and known < len(self._believed):  # earlier ones cost what was believed before the change began
             charge += (count - known) * (self._believed[-1 - known] - before)

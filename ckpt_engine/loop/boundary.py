@@ -125,8 +125,9 @@ class TrainingRun:
             SystemExit, KeyboardInterrupt: a request to stop, or what the adapter ends its runs with.
             SnapshotFailedError: as `Engine.poll`.
         """
-        if self.engine.poll() and not self._touches:
-            self.cadence.background(self.engine.prepare_seconds)  # what has become durable was made ready for before
+        self.engine.poll()
+        if not self._touches:
+            self.cadence.background(self.engine.prepare_seconds)
         stop = self.stopping.boundary(step)
         if stop is not None and (end := here.end(stop)) is not None:
             raise end

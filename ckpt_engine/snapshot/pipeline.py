@@ -292,13 +292,11 @@ class Pipeline:
         self._staging = None
         return True
 
-    def poll(self) -> bool:
-        """Take in what the writer has to say; whether there may have been something. Never blocks."""
+    def poll(self) -> None:
+        """Take in what the writer has to say. Never blocks."""
         writer = self._writer
-        if not (self._unsent or self._newest.unsettled or (writer is not None and writer.client.news)):
-            return False
-        self._take_in()
-        return True
+        if self._unsent or self._newest.unsettled or (writer is not None and writer.client.news):
+            self._take_in()
 
     def _take_in(self) -> None:
         for number, (job, handle, error) in list(self._unsent.items()):

@@ -529,7 +529,9 @@ class Cadence:
             self._wake_step = min(self._wake_step, step + 1)
             return False
         quiet = 0 if self._disturbed else step - self._quiet_step
-        safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
+        safe = self._durable_instant
+        for one in self._in_flight:
+            safe = max(safe, one.instant)
         trained = self._account.training_seconds - self._taken_trained
         moment = Moment(step, now, self._taken_step, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
         answer = self._adaptive.ask(moment, self._account)

@@ -185,7 +185,8 @@ class _Part:
         """The interval where the budget has that multiplier."""
         both = self.cost + self.price
         grown = self.best * math.sqrt(1.0 + multiplier * self.cost / both) if both > 0.0 else self.best
-        return max(self.least, min(grown, self.most))
+        grown = self.most if grown > self.most else grown
+        return grown if grown > self.least else self.least
 
     def shortest(self, budget: float) -> float:
         """The interval at which it takes that share of training time."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.intervals import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
@@ -124,6 +125,22 @@ class Bounds:
         return next((name for name, steps in named if steps == target), "step time")
 
 
+class Tradeoff(NamedTuple):
+    """Arguments of `best_intervals`, where the budget decides, and the waste that it has found."""
+
+    levels: tuple[SnapshotLevel, ...]
+    rates: tuple[tuple[str, float], ...]
+    budget: float
+    limits: tuple[tuple[str, float], ...]
+    waste: float
+
+
+@lru_cache(maxsize=4)
+def _gain(found: Tradeoff) -> float:
+    more = best_intervals(found.levels, dict(found.rates), found.budget + 0.01, dict(found.limits))
+    return found.waste - more.waste
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """An interval and everything it was derived from.
@@ -132,7 +149,7 @@ class Decision:
         interval_steps: the interval in force; `bounds.target` unless hysteresis holds it elsewhere.
         failures_per_second: that go back to a durable snapshot.
         limit_seconds: the least of their limits on lost work; infinite without one.
-        gain: what one more percent of budget would add to the share of useful work.
+        tradeoff: what the interval was found from.
         memory_seconds: the interval between snapshots of any kind where some only stay in memory; infinite: none do.
         memory_limit_seconds: as `limit_seconds`, of the failures that go back to memory.
         far_seconds: the interval of the copies to a further tier; infinite where there is none.
@@ -144,10 +161,15 @@ class Decision:
     settings: FrequencySettings
     failures_per_second: float
     limit_seconds: float = math.inf
-    gain: float = 0.0
+    tradeoff: Tradeoff | None = None
     memory_seconds: float = math.inf
     memory_limit_seconds: float = math.inf
     far_seconds: float = math.inf
+
+    @property
+    def gain(self) -> float:
+        """What one more percent of budget would add to the share of useful work."""
+        return 0.0 if self.tradeoff is None else _gain(self.tradeoff)
 
     @property
     def why(self) -> str:
@@ -254,9 +276,10 @@ class AdaptivePolicy:
             failure=round(_quotient(best.unbudgeted_seconds[at], step)),
             rpo=_rpo_steps(limit, costs.promised_latency_seconds, step),
         )
-        gain = 0.0
+        tradeoff = None
         if best.budget_worth > 0.0:
-            gain = best.waste - best_intervals(levels, rates, settings.budget + 0.01, settings.limits).waste
+            limits = tuple(settings.limits.items())
+            tradeoff = Tradeoff(tuple(levels), tuple(rates.items()), settings.budget, limits, best.waste)
         return Decision(
             bounds.target,
             bounds,
@@ -264,7 +287,7 @@ class AdaptivePolicy:
             settings,
             best.failures_per_second[at],
             limit,
-            gain,
+            tradeoff,
             best.seconds[0] if memory else math.inf,
             _limit(settings, best, 0, 0) if memory else math.inf,
             best.seconds[-1] if far is not None else math.inf,

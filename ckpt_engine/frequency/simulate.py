@@ -151,7 +151,8 @@ class Age:
         """Time goes on."""
         begin, end = self.until - self.instant, until - self.instant
         self.area += (end**2 - begin**2) / 2.0
-        self.worst = max(self.worst, end)
+        if end > self.worst:
+            self.worst = end
         self.until = until
 
     def renew(self, instant: float, now: float) -> None:
@@ -319,18 +320,20 @@ class Training:
         return self
 
     def _run(self, last_step: float, end: float, *, dies: bool = False) -> Training:
+        has_memory = self.settings.memory is not None and self.learns
         while self.step < last_step and self.clock.now < end:
             count = self._leap(last_step, end)
-            if dies and self.clock.now + self._next_seconds(count) > end:
+            if dies and self.clock.now + count * (self.each_slowed if self.queue else self.each) > end:
                 count = max(1, min(count - 1, int((end - self.clock.now) / self._next_seconds(1))))
                 if self.clock.now + self._next_seconds(count) > end:
                     break
             self._train(count)
-            self._drain()
+            if self.queue and self.queue[0][2] <= self.clock.now:
+                self._drain()
             reason = self.policy.boundary(self.step)
             if reason is not None:
                 self._snapshot(reason)
-            elif self.settings.memory is not None and self.learns and self.cadence.memory_due(self.step):
+            elif has_memory and self.cadence.memory_due(self.step):
                 self._into_memory()
         return self
 
@@ -340,13 +343,17 @@ class Training:
         """How many steps end before anything happens, the last of them at the latest when something does."""
         if not (self.regular and self.leaps) or self.step < self.first + WARM_UP_STEPS:
             return 1
-        quiet_step, quiet_time = self.policy.quiet
-        limit, each = min(quiet_time, end), self.each
+        quiet_step, limit = self.policy.quiet
+        each, now = self.each, self.clock.now
+        if end < limit:
+            limit = end
         if self.queue:
             # the step in which a persist ends is partly slow
             each = self.each_slowed
             limit = min(limit, self.queue[0][2] - (each if self.slowdown > 1.0 else 0.0))
-        fit = max(0.0, limit - self.clock.now) / each + 1.0 - GRID_SECONDS
+        if limit <= now:
+            return 1
+        fit = (limit - now) / each + 1.0 - GRID_SECONDS
         return max(1, int(min(quiet_step - self.step, last_step - self.step, fit, 1e9)))
 
     def _next_seconds(self, count: int) -> float:
@@ -402,10 +409,9 @@ class Training:
             wait = self.queue[0][2] - self.clock.now
             self.clock.now = self.queue[0][2]
             self._drain()
-        point = self.here
-        stall = _at(self.stall, self.elapsed)
+        point, elapsed = self.here, self.elapsed
+        stall, persist = _at(self.stall, elapsed), _at(self.persist, elapsed)
         begin = max(point.instant + stall, self.queue[-1][2] if self.queue else point.instant)
-        persist = _at(self.persist, self.elapsed)
         self.queue.append((point, begin, begin + persist, self.fails(len(self.taken))))
         self.clock.now += stall
         self.stalled_seconds += stall + wait

@@ -85,7 +85,7 @@ def _loader() -> DataLoader[Any]:
 
 def _lightning(folder: Path | None, calls: Calls) -> None:
     callbacks = [pl.Callback(), *([AdaptiveCheckpoint(str(folder), **NEVER)] if folder else [])]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, callbacks=callbacks, **quiet)
     trainer.fit(Net(calls), _loader())
 
@@ -121,7 +121,11 @@ def _accelerate(folder: Path | None, calls: Calls) -> None:
         ckpt.close()
 
 
-TRAINERS = {"lightning": (_lightning, FitRun), "plain": (_plain, Tracker), "accelerate": (_accelerate, Tracker)}
+TRAINERS: dict[str, tuple[Callable[[Path | None, Calls], None], Any]] = {
+    "lightning": (_lightning, FitRun),
+    "plain": (_plain, Tracker),
+    "accelerate": (_accelerate, Tracker),
+}
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

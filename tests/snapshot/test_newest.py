@@ -97,6 +97,10 @@ class FakeWriter:
     def flushed(self) -> bool:
         return not self.sent
 
+    @property
+    def news(self) -> list[Message]:
+        return self.mail
+
     def finish(self) -> None:
         job, content = self.open.pop(0)
         assert self.content(job.slot) == content, "overwritten while it was written"

@@ -439,11 +439,9 @@ class Cadence:
         self._account.training_seconds += seconds
         each, many = seconds / count, min(count, CLEAN_WINDOW)
         if self._warm_up > 0 or self._disturbed:
-            if self._disturbed:
-                self._steps.add_disturbed(each, many)
-            else:
-                for _ in range(many):
-                    self._add_clean(each)
+            add = self._steps.add_disturbed if self._disturbed else self._add_clean
+            for _ in range(many):
+                add(each)
         else:
             self._steps.clean.extend([each] * many)
         return None if step < self._wake_step and now < self._wake_time else self._wake(step, now)
@@ -529,9 +527,7 @@ class Cadence:
             self._wake_step = min(self._wake_step, step + 1)
             return False
         quiet = 0 if self._disturbed else step - self._quiet_step
-        safe = self._durable_instant
-        for one in self._in_flight:
-            safe = max(safe, one.instant)
+        safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
         trained = self._account.training_seconds - self._taken_trained
         moment = Moment(step, now, self._taken_step, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
         answer = self._adaptive.ask(moment, self._account)

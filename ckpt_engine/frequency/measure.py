@@ -222,12 +222,11 @@ class StepTimes:
         self._summary_of: tuple[int, float] = (0, 0.0)
         self._shift_seen = self._summary_of
 
-    def add_disturbed(self, seconds: float, steps: int = 1) -> None:
-        """A step during which a snapshot was staged or persisted, or several of that length."""
-        each = (seconds,) * steps
-        self._disturbed.extend(each)
-        self._disturbed_steps += steps
-        self._busy.extend(each)
+    def add_disturbed(self, seconds: float) -> None:
+        """A step during which a snapshot was staged or persisted."""
+        self._disturbed.append(seconds)
+        self._disturbed_steps += 1
+        self._busy.append(seconds)
 
     @property
     def known(self) -> bool:

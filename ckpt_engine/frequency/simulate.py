@@ -343,17 +343,13 @@ class Training:
         """How many steps end before anything happens, the last of them at the latest when something does."""
         if not (self.regular and self.leaps) or self.step < self.first + WARM_UP_STEPS:
             return 1
-        quiet_step, limit = self.policy.quiet
-        each, now = self.each, self.clock.now
-        if end < limit:
-            limit = end
+        quiet_step, quiet_time = self.policy.quiet
+        limit, each = min(quiet_time, end), self.each
         if self.queue:
             # the step in which a persist ends is partly slow
             each = self.each_slowed
             limit = min(limit, self.queue[0][2] - (each if self.slowdown > 1.0 else 0.0))
-        if limit <= now:
-            return 1
-        fit = (limit - now) / each + 1.0 - GRID_SECONDS
+        fit = max(0.0, limit - self.clock.now) / each + 1.0 - GRID_SECONDS
         return max(1, int(min(quiet_step - self.step, last_step - self.step, fit, 1e9)))
 
     def _next_seconds(self, count: int) -> float:

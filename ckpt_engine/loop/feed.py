@@ -105,7 +105,7 @@ class Feed:
         self.asked_from: Sequence[tuple[CodeType, int]] = ()
         """Functions and instructions that have asked for the last batch, innermost first."""
         self.way: list[Any] = []
-        """The same as `way_here` says it."""
+        """The same with our own, as they are in turn."""
         self.asked_on = 0
         """The thread of that."""
         self.asked_at = self.begun_at = self.left_at = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,7 +33,6 @@ from ckpt_engine.loop.shape import (
     is_same,
     later,
     place_of,
-    way_here,
 )
 from ckpt_engine.snapshot import arguments
 
@@ -79,7 +79,7 @@ class Loops:
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
-        way, feed.asked_on = way_here(self._home), threading.get_ident()
+        way, feed.asked_on = _way_here(self._home), threading.get_ident()
         if feed.starts or way != feed.way:
             feed.way, feed.asked_from = way, (ask := Ask(self._home)).at
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
@@ -322,6 +322,19 @@ class Loops:
                     "before it asks for the batch, and again after a resume: make it when the batch is there"
                 )
         return found
+
+
+def _way_here(home: frozenset[CodeType]) -> list[Any]:
+    """Functions on the stack and where they are, in turn, ours too: who asks again from the same place has the same."""
+    way: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        way += (code, frame.f_lasti)
+        if code in home:
+            break
+        frame = frame.f_back
+    return way
 
 
 class LoopProgress:

@@ -133,18 +133,6 @@ class Ask:
         return any(not _NAMES.isdisjoint(frame.f_code.co_names) for frame in self.frames)
 
 
-def way_here(home: frozenset[CodeType]) -> list[Any]:
-    """Functions on the stack and where they are, in turn, ours too: who asks again from the same place has the same."""
-    way, frame = list[Any](), sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        way += (code, frame.f_lasti)
-        if code in home:
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    return way
-
-
 def code_now() -> frozenset[CodeType]:
     """Of the functions that are running."""
     return frozenset(frame.f_code for frame in frames_around(sys._getframe(1)))

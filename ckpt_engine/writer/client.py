@@ -336,7 +336,7 @@ class Mailbox:
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self.messages: deque[Message] = deque()
-        """Those that nobody has taken in."""
+        """Those that wait to be taken in."""
         self._open: dict[int, PersistJob] = {}
         self._unsettled: set[int] = set()
         self._lost: ErrorRecord | None = None

@@ -295,10 +295,8 @@ class Pipeline:
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
         writer = self._writer
-        if self._unsent or self._newest.unsettled or (writer is not None and writer.client.news):
-            self._take_in()
-
-    def _take_in(self) -> None:
+        if not (self._unsent or self._newest.unsettled or (writer is not None and writer.client.news)):
+            return
         for number, (job, handle, error) in list(self._unsent.items()):
             del self._unsent[number]
             if self.memory:

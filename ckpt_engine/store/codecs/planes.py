@@ -209,7 +209,8 @@ def _room(nbytes: int) -> Bytes:
         kept = np.empty(nbytes, np.uint8)
     room: Bytes = kept[:]
     if kept.size <= _MOST_KEPT_BYTES:
-        _local.room = kept, weakref.ref(room)  # what is given away refers to `room`, not to `kept`
+        # A memoryview of `room` refers to it; a numpy view would refer to `kept`, which nothing here would see.
+        _local.room = kept, weakref.ref(room)
     return room
 
 

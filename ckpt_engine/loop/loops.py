@@ -21,11 +21,11 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.boundary import TrainingRun
 from ckpt_engine.loop.components import managed
 from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.loop_start import LoopStart
 from ckpt_engine.loop.shape import (
     Around,
     Ask,
     Count,
-    LoopStart,
     code_now,
     differences,
     is_before,

@@ -293,10 +293,53 @@ def steps_in_a_library(script: Script) -> None:
     list(map(one, range(run.global_step, STEPS)))
 
 
+class Memory:
+    """As a language model has it: what the first batch starts from is of zeros."""
+
+    def __init__(self) -> None:
+        self.width = 3
+
+    def begin(self, like: torch.Tensor) -> torch.Tensor:
+        return self.zeros(next(iter([like])))
+
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(2, self.width)
+
+    def noise(self, like: torch.Tensor) -> torch.Tensor:
+        return self.zeros(like).normal_()
+
+
+def begins_with_zeros(script: Script) -> None:
+    run, memory, rows = script.track(), Memory(), torch.arange(12.0).view(4, 3)
+    begin = run.global_step
+    state = memory.begin(rows)
+    for _ in range(begin, begin + rows.size(0) + STEPS - 4 - begin):
+        script.learn(torch.randn(2, 3) + state)
+        run.step()
+
+
+def begins_with_noise(script: Script) -> None:
+    run, memory, rows = script.track(), Memory(), torch.arange(12.0).view(4, 3)
+    begin = run.global_step
+    state = memory.noise(rows)
+    for _ in range(begin, STEPS):
+        script.learn(torch.randn(2, 3) + state)
+        run.step()
+
+
+def test_functions_that_draw_nothing_are_not_named(tmp_path: Path) -> None:
+    """Their code is read, and that of the functions they call; of a tensor's methods few draw."""
+    wanted = life(tmp_path / "whole", begins_with_zeros)
+    got = life(tmp_path / "killed", begins_with_zeros, 1, 3) + life(tmp_path / "killed", begins_with_zeros, 2)
+    assert got == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
+
+
 @pytest.mark.parametrize(
     "loop",
     [
         draws_after_it_has_read,
+        begins_with_noise,
         draws_an_order_for_each_epoch,
         makes_its_batches_first,
         counts_by_itself,

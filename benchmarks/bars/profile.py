@@ -35,7 +35,7 @@ UNEXPLAINED_LIMIT = 0.25
 _BOUNDARY, _SAVE = "boundary", "save"
 _CALLS: tuple[tuple[str, type, str], ...] = (
     (_BOUNDARY, Tracker, "_boundary"),
-    (_BOUNDARY, FitRun, "_at_boundary"),
+    (_BOUNDARY, FitRun, "_boundary"),
     ("capture", LoopCapture, "state"),
     ("capture", FitCapture, "state"),
     (_SAVE, Pipeline, "save"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bars
+from benchmarks.bars import profile
 from benchmarks.machine import file_system
 from benchmarks.run import Bench, Scale
 from benchmarks.values import from_json, to_json
@@ -16,6 +17,12 @@ from benchmarks.values import from_json, to_json
 NEEDS_A_DISK = {"persist", "restore"}
 QUICK = {"stall"}
 """The others train, start many processes, or take seconds."""
+
+
+def test_what_the_profile_clocks_is_there() -> None:
+    """It puts a clock around methods by their names."""
+    for part, owner, name in profile._CALLS:
+        assert callable(getattr(owner, name, None)), part
 
 
 @pytest.mark.parametrize(

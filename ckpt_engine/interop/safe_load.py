@@ -452,7 +452,8 @@ def read_lightning_file(path: Path, advance: Advance) -> Imported:
         notes = ["it has no random streams and no data position: a run resumed from it is not exact from here on"]
     notes += [f"{where} left out: {name} is not loaded" for where, name in opened.left_out.items()]
     kept = {key: value for key, value in state.items() if key not in _HPARAMS_TYPES}
-    return Imported("lightning", kept, whole_number(state["global_step"]), whole_number(state["epoch"]), tuple(notes))
+    step, epoch = whole_number(state.get("global_step")), whole_number(state.get("epoch"))
+    return Imported("lightning", kept, step, epoch, tuple(notes))
 
 
 def _is_hyper_parameter(where: Where) -> bool:

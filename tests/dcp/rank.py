@@ -166,8 +166,8 @@ def save(job: dict[str, Any]) -> None:
         planner = DefaultSavePlanner(enable_plan_caching=True) if job.get("caching") else None
         given: dict[str, Any] = {"checkpoint_id": f"step-{step}", "storage_writer": writer, "planner": planner}
         if how:
-            kind = state_dict_saver.AsyncCheckpointerType(how)
-            done = dcp.async_save(state_of(step), async_checkpointer_type=kind, **given)
+            checkpointer = state_dict_saver.AsyncCheckpointerType(how)
+            done = dcp.async_save(state_of(step), async_checkpointer_type=checkpointer, **given)
             done.result()  # type: ignore[union-attr]
             continue
         try:

@@ -212,8 +212,11 @@ def open_regular(path: str, flags: int) -> int:
         raise
     try:
         _require_regular(path, os.fstat(fd).st_mode)
-    except BaseException:
+    except BaseException as err:
         os.close(fd)
+        if isinstance(err, OSError) and err.errno == errno.ESTALE:
+            # An NFS client opens by what it remembers; meanwhile another one has removed the file.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from err
         raise
     return fd
 

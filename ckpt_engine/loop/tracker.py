@@ -83,8 +83,8 @@ class Tracker(LoopProgress):
         self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, self._run)
         self._steps, self._boundaries_missed = begins_at or 0, 0
         self._counted = self._dirty = False
-        self._announced = False
-        """A loop without a loader has said that a step is done."""
+        self._announced = self._prepared = False
+        """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped: set[int] = set()
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
@@ -93,7 +93,7 @@ class Tracker(LoopProgress):
         """What a loop without a loader has found where it begins."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
-        self._restoring = self._begun_again = self._announced = self._closed = False
+        self._restoring = self._begun_again = self._closed = False
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -344,7 +344,7 @@ class Tracker(LoopProgress):
             self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
 
     def _instant(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> RunInstant:
-        self._announced = True
+        self._prepared = True
         batch = 0 if feed is None else feed.trained_on
         return RunInstant(
             step=self._steps,
@@ -409,7 +409,7 @@ class Tracker(LoopProgress):
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""
-        self._announced = True
+        self._prepared = True
         state = self._state(feed, self._positions())
         self._run.prepare(state)
 
@@ -499,7 +499,7 @@ class _LoopBoundary:
         tracker = self._tracker
         if due or tracker._audit.looks_early:
             tracker._audit.boundary(tracker._counters(self._feed), taking=due)
-        if not (due or tracker._announced):
+        if not (due or tracker._prepared):
             tracker._announce(self._feed)
 
     def obstacle(self) -> str | None:

@@ -29,10 +29,10 @@ from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Candidate, Check
-from ckpt_engine.restore.reach import Reach
+from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -143,7 +143,7 @@ class Engine:
         )
         rank = 0 if self._session is None else self._session.ranks.rank
         self.tenure = Tenure(self.config.root_url, rank, partial(self.close, failed=True), self._pipeline.drain)
-        self._reach = Reach(self.config, self._session, self._pipeline, self._emit, self.tenure)
+        self._restorer = Restorer(self.config, self._session, self._pipeline, self._emit, self.tenure)
         self.times = times_of(self.config.root_url, SystemClock())
         self._fatal: list[TierDegraded] = []
         self.ending: Ending = EndsByItself()
@@ -188,8 +188,8 @@ class Engine:
         """
         self.tenure.claim()
         if resumes:
-            self._reach.open_ahead()
-        self._reach.attach()
+            self._restorer.open_ahead()
+        self._restorer.attach()
         self._pipeline.start()
         self.times.begin()
 
@@ -209,7 +209,7 @@ class Engine:
         Args:
             info: the snapshot.
         """
-        self._reach.go_on_after(info)
+        self._restorer.go_on_after(info)
 
     @property
     def attempt(self) -> str:
@@ -287,7 +287,7 @@ class Engine:
         if not wanted.durable and self.config.memory is None:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         self._surface()
-        self._reach.detach()
+        self._restorer.detach()
         self.times.boundary(wanted.step)
         began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
@@ -372,7 +372,7 @@ class Engine:
         """
         self.tenure.require_open()
         step, _, check = arguments.of_load(step, None, None, check)
-        return self._reach.choose(step, check)
+        return self._restorer.choose(step, check)
 
     def load(
         self,
@@ -398,7 +398,7 @@ class Engine:
         if self.config.memory and self.tenure.settle_older():
             self.tenure.claim()  # what it has in memory only becomes durable when it is closed
         how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
-        found = self._reach.load(step, back=arguments.flag("back", back), **how)
+        found = self._restorer.load(step, back=arguments.flag("back", back), **how)
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
         self.loaded = found and replace(found, state=None)
         self.times.waited("restore", time.monotonic() - began)
@@ -418,7 +418,7 @@ class Engine:
         Raises:
             StorageError: no tier answers.
         """
-        return places.snapshots([self._reach.nearest()] if nearest else self._reach.places())
+        return ask_tiers.snapshots([self._restorer.nearest()] if nearest else self._restorer.places())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight. See `Checkpointer.wait`."""
@@ -443,7 +443,7 @@ class Engine:
         self._closing = True
         self.times.over()
         self._pipeline.spend(self.times)
-        self._reach.detach()
+        self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:
             left, failed = self.ending.seconds_left(wait_seconds(most)), failed and not self.ending.stops
@@ -487,8 +487,8 @@ class Engine:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):
             # At the end the line about what is missing says it.
-            known = event.tier in self._reach.away or (self._closing and self._reach.is_further(event.tier))
-            self._reach.away.discard(event.tier)
+            known = event.tier in self._restorer.away or (self._closing and self._restorer.is_further(event.tier))
+            self._restorer.away.discard(event.tier)
             event = replace(event, known=known)
         self.events.emit(event)
 

@@ -18,7 +18,7 @@ from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_ru
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Partial
@@ -77,7 +77,7 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
     run = open_run(source)
     tier = options_of(target).tiers[0]
     storage = open_storage(tier.url, tier.for_storage())
-    places.ask([Repository(storage)], Repository.record, places.at_most, say_waiting)
+    ask_tiers.ask([Repository(storage)], Repository.record, ask_tiers.at_most, say_waiting)
     ids = [run.find(one)[0] for one in wanted] or [parsed.id for parsed in run.holders]
     with acquire(storage):
         far = adopt_run(_record_of(run), storage)

@@ -15,7 +15,7 @@ from ckpt_engine.cli.root import Run, away_of, open_run, runs_below, storage_opt
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -93,7 +93,7 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
 
 def listings(run: Run) -> tuple[list[TierListing], tuple[Away, ...]]:
     """What the tiers of a run have, and those that do not say it."""
-    answers = places.ask(run.places, _look, say=say_waiting)
+    answers = ask_tiers.ask(run.places, _look, say=say_waiting)
     found = [
         TierListing(run.tiers.index(answer.place.storage.url) + 1, answer.place.storage.url, *answer.value)
         for answer in answers

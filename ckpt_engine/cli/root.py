@@ -17,7 +17,7 @@ from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.config.models import MEMORY, Tiers
 from ckpt_engine.errors import ForeignError, StorageMissingError
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store.names import RECORD, ParsedId
 from ckpt_engine.store.repository import Repository
@@ -136,7 +136,7 @@ def open_run(root: str) -> Run:
     """
     repositories = [_repository(tier) for tier in options_of(root).tiers]
     with _for_readers(root):
-        answers = places.of_one_run(places.ask(repositories, _ids_of_run, places.at_most, say_waiting))
+        answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, _ids_of_run, ask_tiers.at_most, say_waiting))
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
     away = away_of(answers)
     holders: dict[ParsedId, tuple[Repository, ...]] = {}
@@ -150,7 +150,7 @@ def open_run(root: str) -> Run:
     return Run(tuple(place for place, _ in there), in_order, away, urls)
 
 
-def away_of(answers: Sequence[places.PlaceAnswer[places.T]]) -> tuple[Away, ...]:
+def away_of(answers: Sequence[ask_tiers.PlaceAnswer[ask_tiers.T]]) -> tuple[Away, ...]:
     """Those that did not answer, and why."""
     return tuple(Away(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None)
 
@@ -169,7 +169,7 @@ def open_places(config: Config) -> list[tuple[Tier, Repository]]:
         StorageError: one of them cannot be read.
     """
     with _for_readers(config.root_url):
-        answers = places.ask([_repository(tier) for tier in config.tiers], _is_run, places.at_most, say_waiting)
+        answers = ask_tiers.ask([_repository(tier) for tier in config.tiers], _is_run, ask_tiers.at_most, say_waiting)
         for answer in answers:
             if answer.error is not None:
                 raise answer.error

@@ -25,7 +25,7 @@ from ckpt_engine.errors import CkptError, ConfigError, StorageMissingError, Wait
 from ckpt_engine.observe import units
 from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.observe.units import count
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -131,7 +131,7 @@ def command(root: str, as_json: bool) -> None:
     All tiers are asked if ROOT is a ckpt.yaml; of a folder or URL, that one.
     """
     repositories = [Repository(open_storage(tier.url, tier.for_storage())) for tier in options_of(root).tiers]
-    answers = places.ask(repositories, lambda place: place.list(), places.at_most, say_waiting)
+    answers = ask_tiers.ask(repositories, lambda place: place.list(), ask_tiers.at_most, say_waiting)
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
     status, why = _status(near) if near else (None, None)

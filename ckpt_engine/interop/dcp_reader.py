@@ -37,8 +37,7 @@ from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.load import choose
 from ckpt_engine.restore.load_in_place import ArrayRegion, fill, read_regions
-from ckpt_engine.restore.read import read_entries
-from ckpt_engine.restore.sources import Sources
+from ckpt_engine.restore.read import Sources, read_entries
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import names

@@ -20,7 +20,7 @@ from ckpt_engine.errors import (
     StorageError,
     StorageMissingError,
 )
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.memory import URL
 from ckpt_engine.store import names, packs
 from ckpt_engine.store.decode import decoder_of
@@ -113,9 +113,9 @@ def candidates(
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
     """
     holders: dict[ParsedId, list[Repository]] = {}
-    question = places.ids if len(where) > 1 else Repository.ids
-    silence = places.SILENT_SECONDS if only is None else math.inf
-    for answer in places.of_one_run(places.ask(where, question, places.until_one_has_some, silence=silence)):
+    question = ask_tiers.ids if len(where) > 1 else Repository.ids
+    silence = ask_tiers.SILENT_SECONDS if only is None else math.inf
+    for answer in ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence)):
         if answer.error is not None:
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():

@@ -1,18 +1,29 @@
-"""Restore from memory: the snapshot that the writer of a dead trainer still holds, as the nearest place of the run."""
+"""Restore from memory: the snapshot that the writer of a dead trainer still holds, as the nearest place of the run.
+
+Several ranks restore from memory: the shares that the writers of dead ranks hold are one snapshot, the nearest one.
+
+What is on the same machine is mapped; with replication or parity what is on others is fetched from there, and the
+share of a lost machine is a copy there, or is made from parity. All ranks attach to the same snapshot, or none does,
+and none goes on before all have: the next writers end those that serve it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 
 from ckpt_engine.copy.staged import map_shared, shared_bytes
 from ckpt_engine.errors import (
+    CkptError,
     CorruptError,
     StorageError,
     StorageMissingError,
@@ -20,13 +31,16 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
     WriterError,
 )
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import host_memory
-from ckpt_engine.store import names
+from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.writer import control
+from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Beat, Received
-from ckpt_engine.writer.peer_service import memory_file
+from ckpt_engine.writer.parity import restore_chunk
+from ckpt_engine.writer.peer_service import PeerShare, connect, memory_file, verify
 
 URL = "memory"
 """How the place is called."""
@@ -295,3 +309,335 @@ def own_memory(nbytes: int, beside: int) -> tuple[int, memoryview]:
     except OSError:
         os.close(fd)
         raise
+
+
+def attach_together(
+    session: Session, root_url: str, timeout: float, emit: Callable[[Event], object]
+) -> tuple[MemoryPlace | None, bool]:
+    """The newest snapshot whose shares of all ranks are in memory. On all ranks, in the same order.
+
+    Args:
+        timeout: seconds to wait for the writers; they answer at once, but for the digests of the snapshot.
+        emit: hears on rank 0 why what should be in memory, on whichever machines, cannot be had.
+
+    Returns:
+        The place, which MUST be released; None, on all ranks: one of them cannot get at all shares, or there are none.
+        And, alike on all ranks, whether writers of dead trainers hold shares: they are about to make them durable.
+
+    Raises:
+        WaitTimeoutError, RanksError: the other ranks do not answer.
+    """
+    ranks, deadline = session.ranks, time.monotonic() + timeout
+    found: list[ShareSource] = []
+
+    def look() -> dict[str, Any]:
+        for writer in range(ranks.size):
+            source = _source(root_url, writer, ranks.node, session.replicates, deadline)
+            found.extend([source] if source is not None else [])
+        return {"node": ranks.node, "sources": [asdict(source) for source in found]}
+
+    def agree(said: list[dict[str, Any] | None]) -> dict[str, Any]:
+        sources = [[ShareSource(**source) for source in one["sources"]] if one is not None else [] for one in said]
+        nodes = Counter(one["node"] for one in said if one is not None)
+        chosen = plan_shares(ranks.size, sources)
+        return {
+            "plan": None if chosen is None else asdict(chosen),
+            "lacking": None if chosen is not None else lacking_shares(ranks.size, sources),
+            "beside": max(nodes.values()),
+        }
+
+    def warn(why: str) -> None:
+        if session.replicates and session.coordinates:
+            emit(Notice("WARNING", f"{why}; what is durable is resumed from"))
+
+    said = session.meet(look, agree)
+    if said["plan"] is None:
+        if said["lacking"] is None:
+            return None, False
+        snapshot, lost = said["lacking"]
+        warn(f"the shares of ranks {', '.join(map(str, lost))} of {snapshot} are no longer in any machine's memory")
+        return None, True
+    wanted = SharePlan.from_json(said["plan"])
+    place, why = _assembled(root_url, wanted, found, ranks.size, deadline, said["beside"])
+
+    def judge(all_said: list[str | None]) -> str:
+        return next((f"rank {rank}: {one or 'no answer'}" for rank, one in enumerate(all_said) if one != ""), "")
+
+    if failed := session.meet(lambda: why, judge):
+        warn(f"{wanted.snapshot} is in memory and cannot be had from there: {failed}")
+        if place is not None:
+            place.release(bye=False)
+        return None, True
+    return place, True
+
+
+def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float) -> ShareSource | None:
+    try:
+        if not answers(root_url, writer):
+            return None
+    except WaitTimeoutError:
+        return None
+    reply = _ask(root_url, {"what": control.HELD}, writer, deadline)
+    if reply is None or reply.body.get("node") != node:
+        return None
+    try:
+        body = reply.body
+        shares = {str(writer): [str(one) for one in body["held"]]}
+        shares |= {str(rank): list(ids) for rank, ids in body.get("guests", {}).items()}
+        host, port = (str(body.get("host", "")), int(body.get("port", 0))) if serves else ("", 0)
+        group = [int(rank) for rank in body.get("group", ())]
+        parity = [str(one) for one in body.get("parity", ())]
+        return ShareSource(writer, shares, host, port, str(body.get("secret", "")) if port else "", group, parity)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _ask(root_url: str, request: dict[str, Any], writer: int, deadline: float) -> Received | None:
+    try:
+        return control.ask(root_url, request, max(0.1, deadline - time.monotonic()), writer)
+    except (CkptError, OSError):
+        return None
+
+
+def _assembled(
+    root_url: str, wanted: SharePlan, here: Sequence[ShareSource], size: int, deadline: float, beside: int
+) -> tuple[MemoryPlace | None, str]:
+    """All shares as one place; or None, and why."""
+    shares: dict[int, Received] = {}
+    try:
+        _gather(shares, root_url, wanted, here, size, deadline, beside)
+        return _place(root_url, wanted.snapshot, [shares[rank] for rank in range(size)]), ""
+    except (LookupError, TypeError, ValueError, AttributeError, OSError, CkptError) as err:
+        for reply in shares.values():
+            for fd in reply.fds:
+                os.close(fd)
+        return None, str(err) or type(err).__name__
+
+
+def _gather(
+    shares: dict[int, Received],
+    root_url: str,
+    wanted: SharePlan,
+    here: Sequence[ShareSource],
+    size: int,
+    deadline: float,
+    beside: int,
+) -> None:
+    """Put the shares of all ranks into `shares`; the caller owns what is in there, also if this raises."""
+
+    def parity_of(keeper: int) -> Received:
+        request = {"what": control.PARITY, "snapshot": wanted.snapshot}
+        local = any(one.writer == keeper and wanted.snapshot in one.parity for one in here)
+        reply = _ask(root_url, request, keeper, deadline) if local else None
+        return reply or _fetch(wanted.parity[str(keeper)], request, beside, deadline)
+
+    def share_of(rank: int) -> Received:
+        request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot, "rank": rank}
+        local = next((one for one in here if wanted.snapshot in one.shares.get(str(rank), ())), None)
+        reply = _ask(root_url, request, local.writer, deadline) if local is not None else None
+        return reply or _fetch(wanted.remote[str(rank)], request, beside, deadline)
+
+    for rank in range(size):
+        if str(rank) not in wanted.lost:
+            shares[rank] = share_of(rank)
+    for lost, group in wanted.lost.items():
+        shares[int(lost)] = rebuild_share(int(lost), group, shares, parity_of, beside)
+
+
+def _place(root_url: str, snapshot: str, replies: Sequence[Received]) -> MemoryPlace:
+    """The shares of all ranks, which it owns from now on unless it raises, as one snapshot."""
+    parts = [part_records.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
+    # In memory the shares of all ranks make one snapshot, also where nodes have roots of their own.
+    manifest = part_records.merge([replace(part, place=()) for part in parts])
+    beats: list[Beat] = [beat for one in replies if (beat := beat_of(one)) is not None]
+    texts = {
+        names.RECORD: str(replies[0].body["record"]).encode(),
+        names.manifest_name(snapshot): manifest_codec.encode(manifest),
+    }
+    files: list[SharedFile] = [shared_file(reply) for reply in replies]
+    storage = MemoryStorage(texts, files, max(beats, key=lambda beat: beat.step, default=None))
+    return MemoryPlace(root_url, snapshot, manifest.info.step, storage, len(replies))
+
+
+def _fetch(source: ShareSource, request: dict[str, Any], beside: int, deadline: float) -> Received:
+    """A share or parity from another machine, in memory of this process. A reader compares its digests.
+
+    Args:
+        beside: ranks of this machine that fetch the same at the same time.
+
+    Raises:
+        OSError, CkptError, LookupError: it is not to be had.
+    """
+    line = connect(source.host, source.port, source.secret)
+    try:
+        line.send(request)
+        body = line.receive()
+        if "nbytes" not in body:
+            raise WriterError(f"rank {source.writer} at {source.host}:{source.port}: {body.get('why')}")
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError("the shares of other machines do not come in time")
+        fd, image = own_memory(int(body["nbytes"]), beside)
+        try:
+            line.fill(image)
+        except BaseException:
+            os.close(fd)
+            raise
+        return Received(body, (fd,))
+    finally:
+        line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSource:
+    """A writer that a rank has found on its machine.
+
+    Args:
+        writer: whose writer it was.
+        shares: the snapshots of which it has a share, by rank.
+        host, port, secret: where it serves other machines; port 0: it does not.
+        group: its parity group, itself first, as the members follow each other.
+        parity: the snapshots of which it has parity.
+    """
+
+    writer: int
+    shares: Mapping[str, Sequence[str]]
+    host: str = ""
+    port: int = 0
+    secret: str = ""
+    group: Sequence[int] = ()
+    parity: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharePlan:
+    """What all ranks attach to.
+
+    Args:
+        snapshot: its id.
+        remote: for each rank's share, where it is to be had over the network, if it is.
+        lost: for each rank whose share is nowhere, its parity group.
+        parity: for each member of those groups, where its parity is to be had over the network.
+    """
+
+    snapshot: str
+    remote: Mapping[str, ShareSource] = field(default_factory=dict)
+    lost: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    parity: Mapping[str, ShareSource] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`."""
+        remote = {rank: ShareSource(**source) for rank, source in data["remote"].items()}
+        parity = {rank: ShareSource(**source) for rank, source in data["parity"].items()}
+        return cls(data["snapshot"], remote, data["lost"], parity)
+
+
+class _Found:
+    """What there is of one snapshot."""
+
+    def __init__(self, snapshot: str, found: Sequence[Sequence[ShareSource]]) -> None:
+        self.snapshot = snapshot
+        self.remote: dict[str, ShareSource] = {}
+        self.parity: dict[str, ShareSource] = {}
+        for source in (source for one in found for source in one if source.port):
+            for rank, snapshots in source.shares.items():
+                if snapshot in snapshots:
+                    self.remote.setdefault(rank, source)
+            if snapshot in source.parity:
+                self.parity.setdefault(str(source.writer), source)
+        self._local: list[Collection[str]] = [
+            {rank for source in one for rank, ids in source.shares.items() if snapshot in ids} for one in found
+        ]
+
+    def has(self, rank: int) -> bool:
+        """Whether every rank gets this rank's share."""
+        return str(rank) in self.remote or all(str(rank) in here for here in self._local)
+
+    def group(self, lost: int) -> Sequence[int] | None:
+        """The group of a rank without a share if the others have what makes it."""
+        for source in self.parity.values():
+            if lost in source.group:
+                others = [rank for rank in source.group if rank != lost]
+                return source.group if all(self.has(one) and str(one) in self.parity for one in others) else None
+        return None
+
+
+def plan_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> SharePlan | None:
+    """The newest snapshot of which every rank gets all shares: from its own machine, from one that serves others, or
+    made from parity.
+
+    Args:
+        found: what each rank has found on its machine.
+    """
+    for snapshot in _newest_first(found):
+        there = _Found(snapshot, found)
+        lost = {str(rank): there.group(rank) for rank in range(size) if not there.has(rank)}
+        groups = {rank: group for rank, group in lost.items() if group is not None}
+        if len(groups) == len(lost):
+            return SharePlan(snapshot, there.remote, groups, there.parity if groups else {})
+    return None
+
+
+def lacking_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> tuple[str, list[int]] | None:
+    """Where there is no plan: the snapshot that the least is missing of, and the ranks whose shares are nowhere."""
+    nearest: tuple[str, list[int]] | None = None
+    for snapshot in _newest_first(found):
+        there = _Found(snapshot, found)
+        missing = [rank for rank in range(size) if not there.has(rank)]
+        if nearest is None or len(missing) < len(nearest[1]):
+            nearest = snapshot, missing
+    return nearest
+
+
+def _newest_first(found: Sequence[Sequence[ShareSource]]) -> list[str]:
+    ids = {one for sources in found for source in sources for ids in source.shares.values() for one in ids}
+    known = [parsed for one in ids if (parsed := names.parse_id(one)) is not None]
+    return [parsed.id for parsed in sorted(known, key=lambda parsed: parsed.seq, reverse=True)]
+
+
+def rebuild_share(
+    lost: int,
+    group: Sequence[int],
+    shares: Mapping[int, Received],
+    parity_of: Callable[[int], Received],
+    beside: int,
+) -> Received:
+    """The lost share, as its writer would have given it; every byte has been compared with its digest.
+
+    Args:
+        lost: whose share it is.
+        group: the members as they follow each other.
+        shares: those of all other members.
+        parity_of: what a member keeps; its descriptors are closed here, one member after the other.
+        beside: see `own_memory`.
+
+    Raises:
+        OSError, CkptError, LookupError, TypeError, ValueError: it cannot be made.
+    """
+    images = {rank: _image(shares[rank]) for rank in group if rank != lost}
+    share: PeerShare | None = None
+    out = memoryview(b"")
+    try:
+        for keeper in images:
+            parity = parity_of(keeper)
+            try:
+                if share is None:
+                    said = next(one for one in parity.body["shares"] if one["rank"] == lost)
+                    fd, out = own_memory(int(said["nbytes"]), beside)
+                    share = PeerShare.of(said, fd)
+                restore_chunk(out, lost, keeper, group, _image(parity), images)
+            finally:
+                for one in parity.fds:
+                    os.close(one)
+        if share is None:
+            raise LookupError(f"no machine has the parity of rank {lost}")
+        verify(share, out)
+    except BaseException:
+        if share is not None:
+            os.close(share.fd)
+        raise
+    return Received({**share.described(), "manifest": share.part, "beat": None, "durable": False}, (share.fd,))
+
+
+def _image(reply: Received) -> memoryview:
+    return shared_bytes(reply.fds[0], int(reply.body["nbytes"]), writable=False)

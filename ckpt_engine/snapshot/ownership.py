@@ -186,7 +186,7 @@ class Lineage:
         self._seen = newest_seq
 
     def go_on(self, resumed: SnapshotInfo, before: tuple[tuple[str, int], ...]) -> None:
-        """What is trained from here on comes after `resumed`; `before`: see `restore.reach`."""
+        """What is trained from here on comes after `resumed`; `before`: see `restore.load.before_of`."""
         own = resumed.line.attempt == self._attempt and bool(before)
         self._resumed = resumed
         if own:

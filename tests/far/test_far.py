@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_ckpt import AdaptiveCheckpoint as AccelerateCheckpoint
 from ckpt_engine import Checkpointer
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
@@ -88,11 +88,11 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "far"
     Silent.speaks, Silent.asked = threading.Event(), threading.Event()
 
-    for module in (tiers, places):
+    for module in (tiers, ask_tiers):
         monkeypatch.setattr(module, "open_storage", partial(opened, {str(path): Silent(path)}))
     monkeypatch.setattr(tiers, "SURVEY_SECONDS", FOR_EVER)
-    monkeypatch.setattr(places, "ANSWER_SECONDS", FOR_EVER)
-    monkeypatch.setattr(places, "LONGER_SECONDS", FOR_EVER)
+    monkeypatch.setattr(ask_tiers, "ANSWER_SECONDS", FOR_EVER)
+    monkeypatch.setattr(ask_tiers, "LONGER_SECONDS", FOR_EVER)
     yield path
     Silent.speaks.set()
 
@@ -168,7 +168,7 @@ def test_the_first_step_comes_before_the_far_tier_has_said_anything(
     if train is not lightning:
         train({**options, "tiers": str(near)}, lambda: None)
         before = Repository(LocalStorage(near)).list()[-1].step
-        monkeypatch.setattr(places, "ANSWER_SECONDS", 0.0)
+        monkeypatch.setattr(ask_tiers, "ANSWER_SECONDS", 0.0)
     silent: list[bool] = []
 
     def step() -> None:
@@ -191,7 +191,7 @@ def test_a_resume_asks_a_far_tier_once_what_it_has(
     near, far, url = tmp_path / "near", LocalStorage(tmp_path / "far"), "s3://bucket/far"
     options = {"writer": "thread", "keep": {"last": 9}, "resume": "auto", "tiers": [str(near), url]}
     asked: list[str] = []
-    for module, storage in ((tiers, far), (places, Counting(far.root, asked))):
+    for module, storage in ((tiers, far), (ask_tiers, Counting(far.root, asked))):
         monkeypatch.setattr(module, "open_storage", partial(opened, {url: storage}))
     train(options, lambda: None)
     asked.clear()

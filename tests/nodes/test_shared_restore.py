@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.restore import meet
+from ckpt_engine.restore import shared_reads
 from tests.nodes.restore_rank import state
 from tests.ranks.launch import Launcher
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
@@ -98,7 +98,7 @@ def test_ranks_of_different_nodes_do_not_wait_for_each_other(
     with Checkpointer(options, writer="thread") as ckpt:
         ckpt.save(state(3 << 20), step=1).wait()
     wire.answers.clear()
-    monkeypatch.setattr(meet, "node_name", lambda: os.urandom(8).hex())
+    monkeypatch.setattr(shared_reads, "node_name", lambda: os.urandom(8).hex())
     for found in restored(options, 2, into=False):
         same(found, state(3 << 20))
     assert taken(wire)[0] >= 2 * (3 << 20)
@@ -108,15 +108,15 @@ def test_a_rank_that_comes_late_is_not_waited_for() -> None:
     """Rank 0 goes on alone after the time to meet, and the late one finds that it is alone too."""
     store = SharedStore()
     first, second = (Session(ThreadRanks(rank, 2, store)) for rank in range(2))
-    assert meet.meet(first, timeout=0.05) is None
-    assert meet.meet(second, timeout=0.05) is None
+    assert shared_reads.meet(first, timeout=0.05) is None
+    assert shared_reads.meet(second, timeout=0.05) is None
 
 
 def test_a_rank_with_nothing_to_share_meets_the_others_all_the_same() -> None:
     """Otherwise they would wait for it, and their questions to rank 0 would be counted differently."""
     store = SharedStore()
     sessions = [Session(ThreadRanks(rank, 3, store)) for rank in range(3)]
-    seats = on_all(lambda rank: meet.meet(sessions[rank], wanted=rank != 1), 3)
+    seats = on_all(lambda rank: shared_reads.meet(sessions[rank], wanted=rank != 1), 3)
     assert [seat is not None and seat.count for seat in seats] == [2, False, 2]
     assert on_all(lambda rank: sessions[rank].agree(lambda: "next", PATIENCE_SECONDS), 3) == ["next"] * 3
     for seat in seats:
@@ -128,7 +128,7 @@ def test_who_meets_gets_a_seat_and_the_file_has_no_name() -> None:
     """Two ranks of one node have the same file open, of which nothing is left once they close it."""
     store = SharedStore()
     sessions = [Session(ThreadRanks(rank, 2, store)) for rank in range(2)]
-    first, second = on_all(lambda rank: meet.meet(sessions[rank]), 2)
+    first, second = on_all(lambda rank: shared_reads.meet(sessions[rank]), 2)
     assert first is not None
     assert second is not None
     assert (first.index, first.count, second.index, second.count) == (0, 2, 1, 2)

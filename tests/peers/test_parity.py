@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.world import group_of, neighbours
-from ckpt_engine.restore import memory_shares
-from ckpt_engine.restore.memory_shares import ShareSource, lacking, plan
+from ckpt_engine.restore import memory
+from ckpt_engine.restore.memory import ShareSource, lacking_shares, plan_shares
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.names import session_id
@@ -157,11 +157,11 @@ def test_a_lost_share_comes_from_the_others_over_the_network(group: list[Writer]
     for one in group:
         serve(one, snapshot)
     found = [[source(one, snapshot)] for one in group if one is not group[lost]]
-    chosen = plan(3, [*found, []])
+    chosen = plan_shares(3, [*found, []])
     assert chosen is not None
     assert list(chosen.lost) == [str(lost)]
     got: dict[int, Received] = {}
-    memory_shares._gather(got, "/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
+    memory._gather(got, "/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
     assert got[lost].body["file"] == gone.name
     for rank, one in enumerate(group):
         nbytes = one.orders[-1].staged(snapshot).data.nbytes
@@ -179,9 +179,9 @@ def test_a_share_that_is_not_what_it_was_is_noticed(group: list[Writer]) -> None
     for one in group[1:]:
         serve(one, snapshot)
     group[1].stage.fill(6)
-    chosen = plan(3, [[source(one, snapshot)] for one in group[1:]])
+    chosen = plan_shares(3, [[source(one, snapshot)] for one in group[1:]])
     assert chosen is not None
-    place, why = memory_shares._assembled("/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
+    place, why = memory._assembled("/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
     assert place is None
     assert "of the share of rank 0 does not match its digest" in why
 
@@ -356,17 +356,17 @@ def test_the_plan_makes_one_lost_share_of_each_group(group: list[Writer]) -> Non
 
     both, old = [IDS[2], IDS[1]], [IDS[1]]
     one_machine = [[there(rank, both)] for rank in ranks if rank not in (2, 3)]
-    found = plan(6, one_machine)
+    found = plan_shares(6, one_machine)
     assert found is not None
     assert found.snapshot == IDS[2]
     assert {rank: sorted(members) for rank, members in found.lost.items()} == {"2": [0, 2, 4], "3": [1, 3, 5]}
-    behind = plan(6, [[there(rank, old if rank == 0 else both)] for rank in ranks if rank != 2])
+    behind = plan_shares(6, [[there(rank, old if rank == 0 else both)] for rank in ranks if rank != 2])
     assert behind is not None
     assert behind.snapshot == IDS[1]
     two = [[there(rank, both)] for rank in ranks if rank not in (2, 4)]
-    assert plan(6, two) is None
-    assert lacking(6, two) == (IDS[2], [2, 4])
-    assert lacking(6, [[]]) is None
+    assert plan_shares(6, two) is None
+    assert lacking_shares(6, two) == (IDS[2], [2, 4])
+    assert lacking_shares(6, [[]]) is None
 
 
 @pytest.mark.parametrize(

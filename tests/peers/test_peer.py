@@ -16,7 +16,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError, WriterError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import partner_of
-from ckpt_engine.restore.memory_shares import ShareSource, plan
+from ckpt_engine.restore.memory import ShareSource, plan_shares
 from ckpt_engine.snapshot import save_request
 from ckpt_engine.snapshot.save_request import Mirroring
 from ckpt_engine.store.lease import read_holder
@@ -199,14 +199,14 @@ def test_the_newest_snapshot_that_everybody_gets_is_planned() -> None:
         return ShareSource(writer, shares, "host", port, "secret")
 
     here = source(0, {"0": [IDS[3], IDS[2]], "1": [IDS[2], IDS[1]]})
-    found = plan(2, [[here], []])
+    found = plan_shares(2, [[here], []])
     assert found is not None
     assert found.snapshot == IDS[2]
     assert set(found.remote) == {"0", "1"}
     alone = source(0, {"0": [IDS[3]], "1": [IDS[3]]}, port=0)
-    assert plan(2, [[alone], []]) is None
-    assert plan(2, [[alone], [alone]]) is not None
-    assert plan(2, [[], []]) is None
+    assert plan_shares(2, [[alone], []]) is None
+    assert plan_shares(2, [[alone], [alone]]) is not None
+    assert plan_shares(2, [[], []]) is None
 
 
 def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

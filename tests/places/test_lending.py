@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
-from ckpt_engine.restore import sources
-from ckpt_engine.restore.sources import Borrower, Lender
+from ckpt_engine.restore import node_roots
+from ckpt_engine.restore.node_roots import Borrower, Lender
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import peer_service
 
@@ -51,7 +51,7 @@ def read(borrower: Borrower, start: int, nbytes: int, name: str = NAME) -> bytes
 
 def test_any_bytes_of_a_data_file(borrower: Borrower, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the middle, none at all, by several threads at once, and more than one request carries."""
-    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    monkeypatch.setattr(node_roots, "MOST_BYTES", 1000)
     assert read(borrower, 5, 2_999) == BYTES[5:3004]
     assert read(borrower, 0, 0) == b""
     found: list[bytes] = []
@@ -61,7 +61,7 @@ def test_any_bytes_of_a_data_file(borrower: Borrower, monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join(60)
     assert found == [BYTES] * 9
-    assert len(borrower._idle) <= sources.LINES
+    assert len(borrower._idle) <= node_roots.LINES
 
 
 def test_what_is_not_there_is_said_as_by_a_storage(borrower: Borrower) -> None:
@@ -83,7 +83,7 @@ def test_only_data_files_are_lent(borrower: Borrower, tmp_path: Path) -> None:
 
 def test_without_the_secret_there_is_nothing(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has another one is hung up on."""
-    monkeypatch.setattr(sources, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(node_roots, "PATIENCE_SECONDS", 0.0)
     stranger = Borrower("127.0.0.1", lender.port, "guess", 0, 2)
     with pytest.raises(StorageError, match=r"the folder of rank 0 at 127\.0\.0\.1 does not answer"):
         read(stranger, 0, 1)
@@ -108,10 +108,10 @@ def test_a_leader_that_is_gone_fails_the_read(lender: Lender, borrower: Borrower
 @given(ranks=st.integers(1, 5000))
 def test_all_ranks_together_have_no_more_connections_than_a_leader_takes(ranks: int) -> None:
     """At least one each; where that is too many they do not keep it."""
-    each = sources.lines(ranks)
-    assert 1 <= each <= sources.LINES
-    assert each * ranks <= sources.ALL_LINES or each == 1
-    assert sources.ALL_LINES < peer_service._MOST_CONNECTIONS
+    each = node_roots.lines(ranks)
+    assert 1 <= each <= node_roots.LINES
+    assert each * ranks <= node_roots.ALL_LINES or each == 1
+    assert node_roots.ALL_LINES < peer_service._MOST_CONNECTIONS
 
 
 def read_all(borrowers: list[Borrower]) -> list[object]:
@@ -137,14 +137,14 @@ def test_more_ranks_than_a_leader_takes_come_one_after_the_other(lender: Lender,
     lender._server._room = 12 if ranks == 2 else 2
     borrowers = [Borrower("127.0.0.1", lender.port, "secret", 0, ranks) for _ in range(4)]
     assert read_all(borrowers) == [True] * 12
-    assert all(not borrower._idle for borrower in borrowers) == (ranks > sources.ALL_LINES)
+    assert all(not borrower._idle for borrower in borrowers) == (ranks > node_roots.ALL_LINES)
     for borrower in borrowers:
         borrower.close()
 
 
 def test_a_leader_reads_for_so_many_at_once(root: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait without memory of their own."""
-    monkeypatch.setattr(sources, "AT_ONCE", 2)
+    monkeypatch.setattr(node_roots, "AT_ONCE", 2)
     lock, busy, most = threading.Lock(), 0, 0
     found, both, together = Lender._found, threading.Event(), threading.Event()
 
@@ -177,6 +177,6 @@ def test_a_leader_reads_for_so_many_at_once(root: LocalStorage, monkeypatch: pyt
 
 def test_what_is_read_at_once_is_small(borrower: Borrower) -> None:
     """A large request is several, and one that is too large is refused."""
-    assert sources.MOST_BYTES * sources.AT_ONCE <= 64 << 20
+    assert node_roots.MOST_BYTES * node_roots.AT_ONCE <= 64 << 20
     with pytest.raises(StorageError, match="not lent"):
-        borrower._read(NAME, 0, memoryview(bytearray(sources.MOST_BYTES + 1)))
+        borrower._read(NAME, 0, memoryview(bytearray(node_roots.MOST_BYTES + 1)))

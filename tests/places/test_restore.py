@@ -12,8 +12,8 @@ import pytest
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import NoUsableSnapshotError, ResumeError, StorageError
 from ckpt_engine.ranks.session import Beacon
-from ckpt_engine.restore import sources
-from ckpt_engine.restore.sources import Borrower, Lender
+from ckpt_engine.restore import node_roots
+from ckpt_engine.restore.node_roots import Borrower, Lender
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -188,8 +188,8 @@ def test_a_leader_that_cannot_be_reached_is_asked_once(
         tried.append(port)
         raise TimeoutError("timed out")  # a firewall
 
-    monkeypatch.setattr(sources, "connect", drop)
-    monkeypatch.setattr(sources, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(node_roots, "connect", drop)
+    monkeypatch.setattr(node_roots, "PATIENCE_SECONDS", 0.0)
     again = open_nodes(tmp_path, NODES, 2, further=tiers, keep={"last": 3})
     if further:
         check_all(again, 3)

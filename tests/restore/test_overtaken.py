@@ -15,7 +15,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.restore.reach import TIDY_FROM
+from ckpt_engine.restore.load import TIDY_FROM
 from ckpt_engine.store.lease import LeaseHolder, LocalLease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention_rules import branches
@@ -155,7 +155,7 @@ def test_snapshots_without_a_line_are_one_that_the_first_resume_continues(tmp_pa
     """As earlier versions wrote them: a resume goes on with them, a fresh start leaves them alone."""
     from tests.store.samples import save as save_unnamed
 
-    repository = Checkpointer(tmp_path).engine._reach.places()[0]
+    repository = Checkpointer(tmp_path).engine._restorer.places()[0]
     for step in (1, 2, 3):
         save_unnamed(repository, step)
     with job(tmp_path) as fresh:

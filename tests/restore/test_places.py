@@ -20,8 +20,8 @@ from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, Stora
 from ckpt_engine.loop.resume import ReportDraft, publish
 from ckpt_engine.observe.events import Event, TierDegraded
 from ckpt_engine.observe.log import LogSink, level_of
+from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
@@ -157,7 +157,7 @@ def test_the_newest_of_all_places_wins(run: Path) -> None:
     found = loaded(run)
     assert (found.info.step, found.place) == (3, f"file://{run / 'far'}")
     assert restore.choose(where(run), 1).sources[0].storage.url == f"file://{run / 'near'}"  # type: ignore[union-attr]
-    assert [info.step for info in places.snapshots(where(run))] == [1, 2, 3]
+    assert [info.step for info in ask_tiers.snapshots(where(run))] == [1, 2, 3]
 
 
 class Broken(LocalStorage):
@@ -221,7 +221,7 @@ def test_a_place_that_hangs_is_not_waited_for_forever(run: Path, monkeypatch: py
                 hangs.here()
             return len(place.ids())
 
-        near, far = places.ask(where(run), question)
+        near, far = ask_tiers.ask(where(run), question)
         assert near.error is not None and "did not answer within 20 s" in near.error.message
         assert far.value == 3
 
@@ -251,7 +251,7 @@ def test_a_resume_goes_on_from_the_nearest_when_the_rest_is_late(
     run: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is said which place was left out, and that one gets no second question before it has answered the first."""
-    monkeypatch.setattr(places, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(ask_tiers, "ANSWER_SECONDS", 0.0)
     for _ in range(2):
         found = restore.load([where(run)[0], Repository(slow)])
         assert found is not None and same(found.state, state(3))
@@ -265,8 +265,8 @@ def test_a_resume_does_not_wait_for_a_further_place_that_gives_no_sign(
 ) -> None:
     """However long an answer may take: what is near will do."""
     for limit in ("ANSWER_SECONDS", "LONGER_SECONDS"):
-        monkeypatch.setattr(places, limit, 100 * WAIT_SECONDS)
-    monkeypatch.setattr(places, "SILENT_SECONDS", 0.01)
+        monkeypatch.setattr(ask_tiers, limit, 100 * WAIT_SECONDS)
+    monkeypatch.setattr(ask_tiers, "SILENT_SECONDS", 0.01)
     found = restore.load([where(run)[0], Repository(slow)])
     assert found is not None and same(found.state, state(3))
     assert [one.url for one in found.away] == [slow.url]
@@ -285,8 +285,8 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     run: Path, near: Any, far: Any, left: list[int]
 ) -> None:
     """Of the others the answer is needed."""
-    answers = [places.PlaceAnswer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
-    asked = places._Round(answers, len, places.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
+    answers = [ask_tiers.PlaceAnswer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
+    asked = ask_tiers._Round(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
     asked._open = {number: threading.current_thread() for number, value in enumerate((near, far)) if value is None}
     assert asked._silent(2.5, 2.0) == left
     assert asked._silent(1.5, 2.0) == []
@@ -311,16 +311,16 @@ def test_a_far_place_is_opened_by_whoever_asks_it(run: Path, monkeypatch: pytest
         now[0] += 50.0
         return Slow(run / "far")
 
-    monkeypatch.setattr(places, "open_storage", opens)
-    monkeypatch.setattr(places, "Signs", lambda: Signs(lambda: now[0]))
-    place = places.place_of(Tier(url="s3://bucket/far/"))
+    monkeypatch.setattr(ask_tiers, "open_storage", opens)
+    monkeypatch.setattr(ask_tiers, "Signs", lambda: Signs(lambda: now[0]))
+    place = ask_tiers.place_of(Tier(url="s3://bucket/far/"))
     assert place.storage.url == "s3://bucket/far"
     assert opened == []
-    (answer,) = places.ask([place], places.ids)
+    (answer,) = ask_tiers.ask([place], ask_tiers.ids)
     assert answer.value is not None and len(answer.value) == 3
     assert len(opened) == 1 and opened[0].startswith("ckpt-places")
     far = place.storage
-    assert isinstance(far, places.FarStorage)
+    assert isinstance(far, ask_tiers.FarStorage)
     silent_seconds = far.capabilities.silent_seconds
     assert silent_seconds is not None
     assert silent_seconds() == 0.0
@@ -334,18 +334,18 @@ def test_a_resume_that_finds_nothing_nearer_waits_longer_and_says_so(
     empty, far = Repository(LocalStorage(tmp_path / "new")), where(run)[1]
     said: list[str] = []
     with hanging(monkeypatch) as hangs:
-        hangs.later = places.ANSWER_SECONDS + 1.0
+        hangs.later = ask_tiers.ANSWER_SECONDS + 1.0
 
         def question(place: Repository) -> tuple[names.ParsedId, ...]:
             if place is far:
                 hangs.here()
-            return places.ids(place)
+            return ask_tiers.ids(place)
 
         def say(line: str) -> None:
             said.append(line)
             hangs.end()
 
-        nothing, found = places.ask([empty, far], question, places.until_one_has_some, say)
+        nothing, found = ask_tiers.ask([empty, far], question, ask_tiers.until_one_has_some, say)
     assert nothing.value == () and found.value is not None and len(found.value) == 3
     assert said == [f"waiting for {far.storage.url}, up to 120 s: no other place has a snapshot"]
 
@@ -356,7 +356,7 @@ def test_what_goes_on_without_the_missing_place_is_said(
     """A resume that finds nothing, and one place that does not answer: the error names it, and what works does."""
     empty = Repository(LocalStorage(tmp_path / "new"))
     patience = lambda answers: WAIT_SECONDS if answers[0].value is None else 0.0  # noqa: E731
-    monkeypatch.setattr(places, "until_one_has_some", patience)
+    monkeypatch.setattr(ask_tiers, "until_one_has_some", patience)
     with pytest.raises(NoUsableSnapshotError, match="remove it from `tiers`") as caught:
         restore.choose([empty, Repository(slow)])
     assert slow.url in str(caught.value.hint)
@@ -370,7 +370,7 @@ def test_a_place_that_breaks_the_question_is_not_taken_for_empty(run: Path) -> N
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        places.ask(where(run)[:1], question)
+        ask_tiers.ask(where(run)[:1], question)
 
 
 def test_the_place_that_served_is_in_the_headline(run: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_far_place_is_opened_while_the_writer_starts(run: Path, monkeypatch: p
         done.set()
         return LocalStorage(run / "far")
 
-    monkeypatch.setattr(places, "open_storage", opens)
+    monkeypatch.setattr(ask_tiers, "open_storage", opens)
     ckpt = Checkpointer(tiers=[str(run / "near"), "s3://bucket/run"])
     monkeypatch.setattr(ckpt.engine._pipeline, "start", lambda: done.wait(WAIT_SECONDS))
     ckpt.engine.start(resumes=True)
@@ -540,8 +540,8 @@ def test_a_far_place_is_asked_for_its_run_and_its_snapshots_side_by_side(
             listed.set()
             return super().list(prefix)
 
-    monkeypatch.setattr(places, "open_storage", lambda url, _: Waiting(run / "far"))
-    (answer,) = places.ask([places.place_of(Tier(url="s3://bucket/far/"))], places.ids)
+    monkeypatch.setattr(ask_tiers, "open_storage", lambda url, _: Waiting(run / "far"))
+    (answer,) = ask_tiers.ask([ask_tiers.place_of(Tier(url="s3://bucket/far/"))], ask_tiers.ids)
     assert answer.value is not None and len(answer.value) == 3
     assert answer.place.record() is not None
 
@@ -557,8 +557,8 @@ def test_an_object_store_is_not_asked_for_what_a_near_place_has_whole(
             asked.append(name)
             return super().get(name, start, nbytes)
 
-    monkeypatch.setattr(places, "open_storage", lambda url, options: Listening(run / "far"))
-    far = places.place_of(Tier(url="s3://bucket/far/"))
+    monkeypatch.setattr(ask_tiers, "open_storage", lambda url, options: Listening(run / "far"))
+    far = ask_tiers.place_of(Tier(url="s3://bucket/far/"))
     found = restore.choose([Repository(LocalStorage(run / "near")), far])
     assert found is not None and found.sources[-1] is far
     assert not [name for name in asked if name.startswith("snapshots/")]

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckpt_engine.restore import places
+from ckpt_engine.restore import ask_tiers
 
 WAIT_SECONDS = 60.0
 
 
 class Hanging:
-    """Hangs in `here`, and is the clock by which `restore.places` waits for an answer, once."""
+    """Hangs in `here`, and is the clock by which `restore.ask_tiers` waits for an answer, once."""
 
     def __init__(self) -> None:
         self._end = threading.Event()
@@ -51,7 +51,7 @@ class Hanging:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     """For one question to several places."""
     made = Hanging()
-    monkeypatch.setattr(places, "time", made)
+    monkeypatch.setattr(ask_tiers, "time", made)
     try:
         yield made
     finally:

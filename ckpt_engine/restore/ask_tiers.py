@@ -35,6 +35,8 @@ _LOOK_SECONDS = 0.1
 """For a place that is not watched for signs."""
 
 T = TypeVar("T")
+Places = Callable[[], Sequence[Repository]]
+"""All places of a run as they can be reached now, nearest first."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,6 @@
-"""Several storages as one source: copies of the same files, and roots of several nodes that each have a part.
+"""The folders of several nodes as one place, while their ranks load together: each node has a part of every snapshot.
 
-The nearest tier where each place has a root of its own: its partial manifests are one, and so are its data files.
-
-One place's objects for the ranks of others: each leader lends those of its root, read-only, while all load.
+Their partial manifests are one, and so are their data files. The leader of each folder lends its objects, read-only.
 
 The connection is that of `writer.peer_service`: both ends prove that they know a secret which the ranks have agreed on.
 
@@ -19,12 +17,17 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
+import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
-from typing import Any
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
 import zstandard
 
@@ -40,129 +43,186 @@ from ckpt_engine.errors import (
     StorageReadOnlyError,
     WriterError,
 )
+from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.ranks.session import Places as RanksByRoot
+from ckpt_engine.restore.ask_tiers import Places
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store import names as layout
-from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder
-from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, Storage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, Server, connect
 
 
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """Bytes that came from another place than the rest.
+class Gathered:
+    """The places of a run as all ranks together have them: with one root for all those of one rank. A context manager.
+
+    Every rank enters it, in the same order. A rank that leaves it lends nothing any more.
 
     Args:
-        entry: the entry whose digest did not fit; None: the first place could not be read.
-        file: data file.
-        nbytes: how many.
-        bad, good: URLs of the place that failed and of the one that served.
-        why: what was wrong.
+        where: the places as this rank alone sees them.
+
+    Raises:
+        WaitTimeoutError, RanksError: rank 0 is not there.
     """
 
-    entry: str | None
-    file: str
-    nbytes: int
-    bad: str
-    good: str
-    why: str
+    def __init__(self, session: Session, where: Places) -> None:
+        self._session = session
+        self._where = where
+        self._lender: Lender | None = None
+        self._borrowers: list[Borrower | None] = []
+        self._spread: Spread | None = None
+        self._nearest: Repository | None = None
+        self._sizes: dict[str, dict[int, dict[str, int]]] = {}
+        """Where this rank chooses, of snapshots that were looked at: the data files that each place has."""
+        self._roots: RanksByRoot = ()
+        self._offers: dict[str, list[int]] = defaultdict(list)
+        """There, too: the places that have each snapshot, by their numbers; so are the next two."""
+        self._silent: dict[str, str] = {}
+        """Why places do not answer, by URL."""
+        self._since: dict[int, float] = {}
+        """When the places began to have a run."""
 
-    def __str__(self) -> str:
-        what = f"{self.entry!r} ({self.nbytes} bytes)" if self.entry else f"{self.nbytes} bytes of {self.file}"
-        return f"{what} came from {self.good}, because of {self.bad}: {self.why}"
-
-
-class Sources:
-    """Storages with the same objects, the preferred one first. Thread safe.
-
-    `repairs` tells what others than the first had to serve.
-    """
-
-    def __init__(self, storages: Sequence[Storage]) -> None:
-        self._storages = list(storages)
-        self.repairs: list[Repair] = []
-        self._dead: set[int] = set()
-
-    @property
-    def threads(self) -> int:
-        """How many requests at once suit the preferred storage."""
-        return self._storages[0].capabilities.reads_at_once
-
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` from the first storage that can; one that fails otherwise than by what it has is not asked again.
-
-        Raises:
-            CkptError: that of the first storage, if none can.
-        """
-        first: CkptError | None = None
-        for number, storage in enumerate(self._storages):
-            if number in self._dead and number < len(self._storages) - 1:
-                continue
+    def __enter__(self) -> Self:
+        roots, own = self._session.places(), self._session.root
+        if len(roots) > 1 and own is not None:
             try:
-                storage.get_into(name, start, out)
-            except CkptError as err:
-                first = first or _without_frames(err)
-                if not isinstance(err, FormatError | StorageMissingError):
-                    self._dead.add(number)
-                continue
-            if number and (first is not None or self._dead):
-                why = first.message if first is not None else "it failed before"
-                self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, storage.url, why))
-            return
-        assert first is not None
-        raise first
+                self._meet(roots, own)
+            except BaseException:
+                self._close()
+                raise
+        return self
 
-    def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
-        """The bytes where they are, to be verified and not changed; None where they have to be read."""
-        view = self._storages[0].capabilities.view
-        if view is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def places(self) -> Sequence[Repository]:
+        """All places of the run, nearest first."""
+        found, own = self._where(), self._session.root
+        if self._nearest is None or own is None:
+            return found
+        return [self._nearest if one.storage.url == own.url else one for one in found]
+
+    def told(self, chosen: Manifest) -> str | None:
+        """What other ranks have to know of a snapshot that this one has chosen; None: nothing.
+
+        Where only a further tier has it whole, those of its data files that places have too are read there.
+        """
+        if self._spread is None:
             return None
+        known = self._spread.known(chosen.info.id)
+        if known is None:
+            homes = {
+                file.name: number
+                for number, sizes in self._sizes.get(chosen.info.id, {}).items()
+                for file in chosen.files
+                if sizes.get(file.name) == file.nbytes
+            }
+            if not homes:
+                return None
+            known = JointSnapshot.of(chosen, homes)
+            self._spread.learn(chosen.info.id, known)
+        return known.packed()
+
+    def learn(self, snapshot: str, told: str | None) -> None:
+        """Take what `told` has on rank 0."""
+        if told is not None and self._spread is not None and self._spread.known(snapshot) is None:
+            self._spread.learn(snapshot, JointSnapshot.unpacked(told))
+
+    def _meet(self, roots: RanksByRoot, own: Folder) -> None:
+        session, ranks = self._session, self._session.ranks
+        self._roots = roots
+        place = next(number for number, members in enumerate(roots) if ranks.rank in members)
+        address = session.locate()
+        secret = session.agree(lambda: secrets.token_hex(16), LOAD_SECONDS)
+        leads = roots[place][0] == ranks.rank
+        met = session.meet(lambda: self._lend(own, address, secret) if leads else {}, self._combined)
+        self._borrowers = [
+            None
+            if where is None or number == place
+            else Borrower(str(where[0]), int(where[1]), secret, roots[number][0], ranks.size)
+            for number, where in enumerate(met["lenders"])
+        ]
+
+        def gathered(snapshot: str) -> JointSnapshot:
+            ask, offers = partial(self._ask, own), self._offers[snapshot]
+            return gather(snapshot, offers, ask, self._silent, self._began)
+
+        chooses = (self._offers.keys(), gathered) if session.coordinates else None
+        self._spread = Spread(own, place, self._borrowers, met["record"], chooses, self._silent)
+        self._nearest = Repository(self._spread)
+
+    def _lend(self, own: Folder, address: str, secret: str) -> dict[str, Any]:
+        """What a leader says: what is in its root, and where it lends that."""
         try:
-            return view(name, start, nbytes)
+            repository = Repository(own)
+            ids = [parsed.id for parsed in repository.ids()]
+            found = repository.record()
+            record = encode_record(found).decode() if found is not None else ""
+            self._lender = Lender(own, address, secret, self._session.ranks.size)
+            since = Path(own.path(names.RECORD)).stat().st_mtime if record else None
+            lends = {"host": address, "port": self._lender.port}
+            return {**lends, "ids": ids, "record": record, "since": since}
+        except (CkptError, OSError) as err:
+            return {"why": f"it cannot be used: {err}"}
+
+    def _combined(self, said: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Of what the leaders say, on rank 0, what all have to know."""
+        leaders = [said[members[0]] or {} for members in self._roots]
+        for number, one in enumerate(leaders):
+            if "port" not in one:
+                url = _folder(self._roots[number][0])
+                self._silent[url] = f"{url}: {one.get('why', 'the rank does not answer')}"
+            for snapshot in one.get("ids", ()):
+                self._offers[snapshot].append(number)
+            if one.get("since") is not None:
+                self._since[number] = one["since"]
+        return {
+            "lenders": [[one["host"], one["port"]] if "port" in one else None for one in leaders],
+            "record": next((str(one["record"]) for one in leaders if one.get("record")), ""),
+        }
+
+    def _ask(self, own: Folder, number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
+        """See `Ask`."""
+        borrower = self._borrowers[number]
+        try:
+            found = manifest_at(own, snapshot) if borrower is None else borrower.manifest(snapshot)
         except CkptError:
-            return None  # reading says what is wrong
+            if borrower is not None and borrower.gone is not None:
+                self._silent[_folder(self._roots[number][0])] = borrower.gone
+            raise
+        self._sizes.setdefault(snapshot, {})[number] = found[1]
+        return found
 
-    def repair(self, entry: str, name: str, piece: Piece, out: memoryview) -> None:
-        """Fill `out` with a piece whose bytes are not what was written.
+    def _began(self, info: SnapshotInfo, lacking: Sequence[int]) -> bool:
+        """See `Began`."""
+        # A later one says that there was more, and what is not there now may have been removed: no place remembers
+        # that. Of the first one it is certain enough where the nodes that lack it have a folder that is older.
+        first = info.seq == 1 and info.parent is None and self._offers.keys() == {info.id}
+        held = [number for number, members in enumerate(self._roots) if not set(members) & set(lacking)]
+        size = self._session.ranks.size
+        if not first or info.partial is None or info.partial.size != size or held != self._offers[info.id]:
+            return False
+        rest = [number for number in range(len(self._roots)) if number not in held]
+        if not all(self._since.get(number, math.inf) < info.created for number in rest):
+            return False
+        assert self._spread is not None
+        self._spread.unfinished.add(info.id)
+        return True
 
-        Raises:
-            CorruptError: no other storage has it as it was written; names the entry.
-        """
-        what = f"bytes {piece.offset} to {piece.offset + piece.nbytes} of {name} do not match their digest"
-        for storage in self._storages:
-            direct = storage.capabilities.unshared or storage
-            try:
-                direct.get_into(name, piece.offset, out)
-            except CkptError:
-                continue  # it has nothing to offer here; what is wrong with the piece is said already
-            if digest(out) == piece.digest:
-                if storage is self._storages[0]:
-                    return  # it was damaged on the way only
-                self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
-                return
-        raise CorruptError(f"{entry!r}: {what}")
-
-    def decoder(self, manifest: Manifest) -> Decoder:
-        """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired."""
-
-        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
-            name = manifest.files[piece.file].name
-            self.read(name, piece.offset, out)
-            if digest(out) != piece.digest:
-                self.repair(entry, name, piece, out)
-
-        return Decoder(manifest, fetch)
+    def _close(self) -> None:
+        for borrower in self._borrowers:
+            if borrower is not None:
+                borrower.close()
+        if self._lender is not None:
+            self._lender.close()
 
 
-def _without_frames(error: CkptError) -> CkptError:
-    """The same error, whose chain of tracebacks does not keep buffers alive."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
+def _folder(leader: int) -> str:
+    return f"the folder of rank {leader}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +260,7 @@ class JointSnapshot:
 Began = Callable[[SnapshotInfo, Sequence[int]], bool]
 """Whether a snapshot is the first one that was ever begun, and the nodes of these ranks had not finished it."""
 Ask = Callable[[int, str], tuple[bytes, dict[str, int]]]
-"""The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `sources.manifest_at`.
+"""The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `manifest_at`.
 """
 
 

@@ -1,4 +1,4 @@
-"""A remote storage whose data files the ranks of one node read together: each byte is requested by one of them.
+"""What is far away is read once per node: its ranks meet before they load, and each byte is requested by one of them.
 
 The blocks are in a file in shared memory that has no name any more: they are gone with the last process that has it
 open. A process that fetches a block has a lock on it, which the kernel frees if that process dies.
@@ -7,24 +7,187 @@ open. A process that fetches a block has a lock on it, which the kernel frees if
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import logging
 import os
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.restore.ask_tiers import Places
 from ckpt_engine.snapshot import host_memory
+from ckpt_engine.state.sharding import is_sharded
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Capabilities, Storage, WrapperStorage
 from ckpt_engine.store.storage.object_requests import GrowingPauses
+
+MEET_SECONDS = 30.0
+"""How long rank 0 waits for the others before it loads; who comes later reads alone."""
+
+
+def node_name() -> str:
+    """Equal for processes that can share memory, and for no others: same boot, same shared memory, same user.
+
+    Raises:
+        OSError: there is no shared memory.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    text = f"{boot}/{os.stat(SHARED_MEMORY).st_dev}/{os.getuid()}"  # noqa: PTH116
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place among those of its node: `index` of `count`, and the file that they share."""
+
+    fd: int
+    index: int
+    count: int
+
+
+def meet(session: Session, timeout: float = MEET_SECONDS, *, wanted: bool = True) -> Seat | None:
+    """Find the ranks of this node. Every rank calls it; what they say goes through the ranks' store, not a collective.
+
+    Args:
+        wanted: whether this rank has something to share.
+
+    Returns:
+        This rank's seat; None: it is alone on its node, came too late, or has nothing to share.
+
+    Raises:
+        WaitTimeoutError, RanksError: rank 0 is not there.
+    """
+    meeting = session.agree(lambda: os.urandom(16).hex(), LOAD_SECONDS)
+    node, name, fd, made = "", "", -1, False
+    if wanted:
+        with suppress(OSError):
+            found = node_name()
+            name = f"ckpt-node-{hashlib.sha256(f'{meeting}/{found}'.encode()).hexdigest()[:32]}"
+            fd, made = open_shared(name)
+            node = found
+    members: list[int] = []
+    try:
+        members = _members(session, meeting, node, timeout)
+    finally:
+        if made:
+            remove_shared(name)  # all who are members have it open by now
+        if fd >= 0 and len(members) < 2:
+            os.close(fd)
+    return Seat(fd, members.index(session.ranks.rank), len(members)) if len(members) > 1 else None
+
+
+def _members(session: Session, meeting: str, node: str, timeout: float) -> list[int]:
+    """The ranks of this node; none if this one is not among them."""
+    ranks, store = session.ranks, session.ranks.store
+    deadline = time.monotonic() + timeout
+    if not session.coordinates:
+        store.set(f"node/{meeting}/{ranks.rank}", node)
+        try:
+            store.wait(f"node/{meeting}/closed", 2 * timeout)
+        except WaitTimeoutError:
+            return []
+        found = store.get(f"node/{meeting}/of/{node}") if node else None
+        members = list(json.loads(found)) if found is not None else []
+        return members if ranks.rank in members else []
+    nodes: dict[str, list[int]] = {node: [0]}
+    for rank in range(1, ranks.size):
+        try:
+            where = store.wait(f"node/{meeting}/{rank}", max(0.001, deadline - time.monotonic()))
+        except WaitTimeoutError:
+            continue
+        nodes.setdefault(where, []).append(rank)
+    for where, members in nodes.items():
+        if where:
+            store.set(f"node/{meeting}/of/{where}", json.dumps(members))
+    store.set(f"node/{meeting}/closed", "")
+    return nodes[node] if node else []
+
+
+class Sharing:
+    """While ranks load together: the places of the run, those far away read once per node. A context manager.
+
+    The state must be the same on all ranks: where each needs a part of its own there is nothing to share.
+
+    Args:
+        where: the places as one rank alone would read them.
+        into: as given to `load`.
+        alike: False: each rank needs a part of its own, whatever `into` is.
+
+    Raises:
+        WaitTimeoutError, RanksError: as `meet`.
+    """
+
+    def __init__(self, session: Session, where: Places, into: Any, *, alike: bool = True) -> None:
+        self._session = session
+        self._where = where
+        self._seat: Seat | None = None
+        self._shared: dict[str, NodeStorage] = {}
+        self._wanted = alike and not is_divided(into)
+
+    def __enter__(self) -> Self:
+        try:
+            far = any(_is_far(place.storage) for place in self._where())
+        except CkptError:
+            far, self._wanted = True, False  # loading will say what is wrong; the others must not wait for this rank
+        if far:
+            self._seat = meet(self._session, wanted=self._wanted)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        idle = [storage.stop() for storage in self._shared.values()]
+        if self._seat is not None and all(idle):
+            os.close(self._seat.fd)  # a request that hangs would write into whatever gets this number next
+
+    def places(self) -> Sequence[Repository]:
+        """All places of the run, nearest first."""
+        seat, places = self._seat, self._where()
+        if seat is None:
+            return places
+        found = []
+        for place in places:
+            if not _is_far(place.storage):
+                found.append(place)
+                continue
+            url, nodes = place.storage.url, place.storage.capabilities.nodes
+            if nodes is not None:
+                if url not in self._shared:
+                    self._shared[url] = NodeStorage(nodes.far, seat.fd, seat.index, seat.count)
+                    nodes.far = self._shared[url]
+                found.append(place)
+                continue
+            if url not in self._shared:
+                self._shared[url] = NodeStorage(place.storage, seat.fd, seat.index, seat.count)
+            found.append(Repository(self._shared[url]))
+        return found
+
+
+def is_divided(state: Any) -> bool:
+    """Whether there is a DTensor in a state."""
+    if is_sharded(state):
+        return True
+    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return any(is_divided(child) for child in children)
+
+
+def _is_far(storage: Storage) -> bool:
+    return not storage.capabilities.cheap_reads
+
 
 WAIT_SECONDS = 30.0
 """How long a block that a neighbour fetches is waited for; from then on this rank reads alone."""

@@ -16,7 +16,7 @@ from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.curves import Curves
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.restore import load as restore
+from ckpt_engine.restore import choose as restore
 from ckpt_engine.restore.ask_tiers import place_of
 from lightning_ckpt.compat import LightningInternals
 from lightning_ckpt.compat_data import curves_of

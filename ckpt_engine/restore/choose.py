@@ -1,14 +1,18 @@
-"""Choose what to resume from: the newest snapshot that is whole, over all places that have a copy."""
+"""Choose what to resume from: the newest snapshot that is whole, over all places that have a copy, or a part."""
 
 from __future__ import annotations
 
+import base64
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
+
+import zstandard
 
 from ckpt_engine.copy import drop_components
 from ckpt_engine.errors import (
@@ -17,16 +21,20 @@ from ckpt_engine.errors import (
     MismatchError,
     NoUsableSnapshotError,
     ResumeError,
+    SnapshotFailedError,
+    SnapshotSkippedError,
     StorageError,
     StorageMissingError,
 )
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.store import names, packs
+from ckpt_engine.restore.read import Repair
+from ckpt_engine.store import manifest_codec, names, packs
 from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.writer import part_records
 
 Check = Callable[[Manifest], None]
 """Raises if a snapshot does not fit its user (for example a model with other keys); asked before data is read."""
@@ -321,3 +329,143 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
     if step is not None:
         return ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class JointSnapshot:
+    """A snapshot that the places have together.
+
+    Args:
+        text: its whole manifest.
+        homes: the place, by its number, that has each data file; what is in none is not in it.
+        sizes: of these data files.
+    """
+
+    text: bytes
+    homes: Mapping[str, int]
+    sizes: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, manifest: Manifest, homes: Mapping[str, int]) -> JointSnapshot:
+        """Of a whole manifest."""
+        sizes = {file.name: file.nbytes for file in manifest.files if file.name in homes}
+        return cls(manifest_codec.encode(manifest), homes, sizes)
+
+    def packed(self) -> str:
+        """As text, small enough for the ranks' store."""
+        text = json.dumps([self.text.decode(), dict(self.homes)])
+        return base64.b85encode(zstandard.ZstdCompressor().compress(text.encode())).decode()
+
+    @classmethod
+    def unpacked(cls, packed: str) -> JointSnapshot:
+        """The inverse of `packed`."""
+        text, homes = json.loads(zstandard.ZstdDecompressor().decompress(base64.b85decode(packed)))
+        return cls.of(manifest_codec.decode(text.encode()), homes)
+
+
+Began = Callable[[SnapshotInfo, Sequence[int]], bool]
+"""Whether a snapshot is the first one that was ever begun, and the nodes of these ranks had not finished it."""
+Ask = Callable[[int, str], tuple[bytes, dict[str, int]]]
+"""The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `manifest_at`.
+"""
+
+
+def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[str, str], began: Began) -> JointSnapshot:
+    """What the manifests of these places are together.
+
+    Args:
+        holders: the places that have one.
+        silent: why places do not answer, for messages; `ask` may find out more.
+        began: tells a snapshot that was never finished from one of which something was lost.
+
+    Raises:
+        FormatError: they are not the whole snapshot; says what is missing.
+    """
+    wrong: list[str] = []
+    found: list[tuple[int, part_records.PartRecord]] = []
+    for place in holders:
+        try:
+            text, sizes = ask(place, snapshot)
+            manifest = manifest_codec.decode(text)
+            for file in manifest.files:
+                if sizes.get(file.name) != file.nbytes:
+                    raise FormatError(f"data file {file.name} is not there whole")
+        except CkptError as err:
+            wrong.append(err.message)
+            continue
+        if manifest.info.partial is None:
+            return JointSnapshot.of(manifest, {file.name: place for file in manifest.files})
+        part = part_records.of_manifest(manifest)
+        if all(set(part.ranks).isdisjoint(other.ranks) for _, other in found):
+            found.append((place, part))
+    size = found[0][1].size if found else 0
+    lacking = sorted(set(range(size)) - {rank for _, part in found for rank in part.ranks})
+    if lacking or not found:
+        what = f"the shares of ranks {', '.join(map(str, lacking))} of {size}" if found else "its shares"
+        if found and not wrong and not silent and began(found[0][1].manifest.info, lacking):
+            raise FormatError(f"it was never finished: {what} were not written")
+        why = "; ".join(dict.fromkeys((*silent.values(), *wrong)))
+        if silent:
+            raise FormatError(f"{what} cannot be had: {why}")
+        raise FormatError(f"{what} are in the folder of no node{f': {why}' if why else ' that takes part'}")
+    try:
+        whole = part_records.merge([part for _, part in found])
+    except (SnapshotFailedError, SnapshotSkippedError) as err:
+        raise FormatError(f"the shares of the places are not one snapshot: {err.message}") from err
+    homes = {file.name: place for place, part in found for file in part.manifest.files}
+    return JointSnapshot.of(whole, {file.name: homes[file.name] for file in whole.files})
+
+
+def choose(
+    where: Sequence[Repository], step: int | None = None, check: Check | None = None, only: str | None = None
+) -> Candidate | None:
+    """The snapshot `load` would try first, or None if there are none at all.
+
+    Args:
+        where: all places of the run, nearest first.
+        only: no other snapshot than this one.
+
+    Raises:
+        NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
+        ResumeError: no snapshot of `step`.
+    """
+    search = Search()
+    for candidate in candidates(where, search, step=step, check=check, only=only):
+        return candidate
+    error = none_usable(where, search, step)
+    if error is not None:
+        raise error
+    return None
+
+
+MAX_TOLD = 20
+"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
+
+
+def told(where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search) -> Iterator[str]:
+    """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
+    if len(where) == 1:
+        return
+    served = candidate.sources[0].storage.url
+    if served != where[0].storage.url:
+        yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
+    yield from candidate.notes
+    for one in search.rejected:
+        if one.snapshot == candidate.info.id:
+            yield f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
+    yield from _told_repairs(repairs)
+
+
+def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
+    """Tensors by name, and what came in thousands of requests from another place as one sum."""
+    named = [repair for repair in repairs if repair.entry is not None]
+    yield from map(str, named[:MAX_TOLD])
+    if len(named) > MAX_TOLD:
+        yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
+    sums: dict[tuple[str, str, str], Repair] = {}
+    for repair in repairs:
+        if repair.entry is None:
+            key = (repair.file, repair.bad, repair.good)
+            before = sums.get(key)
+            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
+    yield from map(str, sums.values())

@@ -37,9 +37,18 @@ from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers, memory
 from ckpt_engine.restore.ask_tiers import FarStorage, ListedOnce, Places, place_of
-from ckpt_engine.restore.choose import Away, Candidate, Check, RejectedCandidate, Search, candidates, none_usable
+from ckpt_engine.restore.choose import (
+    Away,
+    Candidate,
+    Check,
+    RejectedCandidate,
+    Search,
+    candidates,
+    choose,
+    none_usable,
+    told,
+)
 from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions, require_fit
-from ckpt_engine.restore.memory import MemoryPlace, answers, attach, is_held
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import Repair, Sources, read_entries
 from ckpt_engine.restore.shared_reads import Sharing
@@ -58,8 +67,6 @@ from ckpt_engine.writer.primary_tier import let_finish
 
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
-MAX_TOLD = 20
-"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +125,6 @@ class Loaded:
         return self.place == memory.URL
 
 
-def choose(
-    where: Sequence[Repository], step: int | None = None, check: Check | None = None, only: str | None = None
-) -> Candidate | None:
-    """The snapshot `load` would try first, or None if there are none at all.
-
-    Args:
-        where: all places of the run, nearest first.
-        only: no other snapshot than this one.
-
-    Raises:
-        NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
-        ResumeError: no snapshot of `step`.
-    """
-    search = Search()
-    for candidate in candidates(where, search, step=step, check=check, only=only):
-        return candidate
-    error = none_usable(where, search, step)
-    if error is not None:
-        raise error
-    return None
-
-
 def load(
     where: Sequence[Repository],
     step: int | None = None,
@@ -194,17 +179,17 @@ def load(
             place = candidate.sources[0].storage.url
             line = partial(_reading, candidate.info.id, nbytes, place)
             with said_if_slow(line) if rank == 0 else nullcontext():
-                found = _read(sources, manifest, takes, others, pickle_paths)
+                state, own, notes, unverified_bytes = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
             search.reject(candidate.info.id, err)
             continue
         return Loaded(
-            state=found.state if takes is None else copy_into(found.state, takes),
+            state=state if takes is None else copy_into(state, takes),
             info=candidate.info,
             manifest=manifest,
-            notes=(*found.notes, *_told(where, candidate, sources.repairs, search)),
+            notes=(*notes, *told(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=nbytes,
             seconds=time.perf_counter() - began,
@@ -212,8 +197,8 @@ def load(
             repairs=tuple(sources.repairs),
             away=tuple(search.away),
             lost_steps=_lost_steps(where, candidate.info.step),
-            own=found.own,
-            unverified_bytes=found.unverified_bytes,
+            own=own,
+            unverified_bytes=unverified_bytes,
             newest_seq=search.newest_seq,
         )
     error = none_usable(where, search, step)
@@ -226,20 +211,10 @@ def _reading(snapshot: str, nbytes: int, place: str) -> str:
     return f"reading {snapshot} ({units.size(nbytes)}) from {place}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """What was read of a snapshot; as in `Loaded`."""
-
-    state: Any
-    own: Mapping[int, Any]
-    notes: tuple[str, ...]
-    unverified_bytes: int
-
-
 def _read(
     sources: Sources, manifest: Manifest, takes: Any, others: Mapping[int, Any], pickle_paths: Sequence[str]
-) -> _Contents:
-    """Read a snapshot, as far as possible into the tensors of `takes`.
+) -> tuple[Any, Mapping[int, Any], tuple[str, ...], int]:
+    """Read a snapshot, as far as possible into the tensors of `takes`: state, own, notes and bytes as of `Loaded`.
 
     Args:
         others: the trees of all ranks that saved it, where their number differs.
@@ -258,7 +233,7 @@ def _read(
         rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled, schemas=schemas)
         state = rebuilder.state(manifest.tree)
         own = {number: rebuilder.state(tree) for number, tree in others.items()}
-    return _Contents(state, own, (*rebuilder.notes, *_unverified(read)), read.unverified_bytes)
+    return state, own, (*rebuilder.notes, *_unverified(read)), read.unverified_bytes
 
 
 def _unverified(read: Read) -> Iterator[str]:
@@ -275,37 +250,6 @@ def _lost_steps(where: Sequence[Repository], step: int) -> int | None:
         if last is not None:
             return max(0, last - step)
     return None
-
-
-def _told(
-    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search
-) -> Iterator[str]:
-    """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
-    if len(where) == 1:
-        return
-    served = candidate.sources[0].storage.url
-    if served != where[0].storage.url:
-        yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
-    yield from candidate.notes
-    for one in search.rejected:
-        if one.snapshot == candidate.info.id:
-            yield f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
-    yield from _told_repairs(repairs)
-
-
-def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
-    """Tensors by name, and what came in thousands of requests from another place as one sum."""
-    named = [repair for repair in repairs if repair.entry is not None]
-    yield from map(str, named[:MAX_TOLD])
-    if len(named) > MAX_TOLD:
-        yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
-    sums: dict[tuple[str, str, str], Repair] = {}
-    for repair in repairs:
-        if repair.entry is None:
-            key = (repair.file, repair.bad, repair.good)
-            before = sums.get(key)
-            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
-    yield from map(str, sums.values())
 
 
 RankRead = Callable[..., Loaded | None]
@@ -444,7 +388,7 @@ class Restorer:
         self._pipeline = pipeline
         self._emit = emit
         self._owner = owner
-        self._attached: MemoryPlace | None = None
+        self._attached: memory.MemoryStorage | None = None
         self._mute = False
         self._far: dict[str, FarStorage] = {}
         self._listed: dict[str, ListedOnce] = {}
@@ -526,8 +470,8 @@ class Restorer:
         self._owner.settle_older()
         if self._session is None:  # of several ranks all attach at once, and one may look alone
             self.attach()
-        memory = [self._attached.repository] if self._attached is not None else []
-        return memory + [self._place(tier) for tier in self._config.tiers]
+        in_memory = [Repository(self._attached)] if self._attached is not None else []
+        return in_memory + [self._place(tier) for tier in self._config.tiers]
 
     def _listed_once(self) -> list[Repository]:
         """The same. The nearest tier is listed each time: a writer that ends may still leave a snapshot there."""
@@ -546,9 +490,9 @@ class Restorer:
         elif not self._answers(url):
             return
         else:
-            self._attached = attach(url, ATTACH_SECONDS)
+            self._attached = memory.attach(url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
-            held = self._attached is None and is_held(url, ATTACH_SECONDS)
+            held = self._attached is None and memory.is_held(url, ATTACH_SECONDS)
         if held and self._attached is None:
             self._owner.claim()
             self._pipeline.start()  # with the lease: what is there, and cannot be had from memory, is durable by then
@@ -556,7 +500,7 @@ class Restorer:
     def _answers(self, url: str) -> bool:
         """Whether a writer can be asked. One that hangs is asked once."""
         try:
-            return not self._mute and answers(url)
+            return not self._mute and memory.answers(url)
         except WaitTimeoutError as err:
             self._mute = True
             told = f"{err.message}: what it may have in memory is not waited for; `ckpt status {url}` says how it is"
@@ -567,7 +511,7 @@ class Restorer:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
         self._listed.clear()
         if self._attached is not None:
-            self._attached.release(bye=False)
+            self._attached.close()
             self._attached = None
 
 

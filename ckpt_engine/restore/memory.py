@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -27,7 +26,6 @@ from ckpt_engine.errors import (
     CorruptError,
     StorageError,
     StorageMissingError,
-    StorageReadOnlyError,
     WaitTimeoutError,
     WriterError,
 )
@@ -35,8 +33,7 @@ from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import host_memory
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, ReadOnlyStorage
 from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Beat, Received
 from ckpt_engine.writer.parity import restore_chunk
@@ -44,7 +41,6 @@ from ckpt_engine.writer.peer_service import PeerShare, connect, memory_file, ver
 
 URL = "memory"
 """How the place is called."""
-BYE_SECONDS = 2.0
 KNOCK_SECONDS = 5.0
 """How long a writer may take to say that it is there."""
 
@@ -92,7 +88,7 @@ class SharedFile:
                 self._fd = -1
 
 
-class MemoryStorage:
+class MemoryStorage(ReadOnlyStorage):
     """One snapshot in the memory of other processes, read-only; see `Storage`. Nothing is copied before it is read.
 
     Args:
@@ -153,15 +149,6 @@ class MemoryStorage:
         found += [ObjectInfo(file.name, file.nbytes) for file in self._files.values()]
         return iter([item for item in found if item.name.startswith(prefix)])
 
-    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:  # noqa: ARG002
-        raise StorageReadOnlyError(f"{URL} is not written by this process")
-
-    def delete(self, *names: str) -> None:  # noqa: ARG002
-        raise StorageReadOnlyError(f"{URL} is not written by this process")
-
-    def sweep(self) -> int:
-        return 0
-
     def close(self) -> None:
         """Unmap it, and give up the memory. Idempotent."""
         for file in self._files.values():
@@ -172,48 +159,6 @@ class MemoryStorage:
             return self._texts[name]
         except KeyError as err:
             raise StorageMissingError(f"{URL} does not have {name}") from err
-
-
-class MemoryPlace:
-    """A snapshot in memory, to be restored from.
-
-    Args:
-        root_url: of the run.
-        snapshot, step: its id and its step.
-        storage: where it is.
-        ranks: how many writers hold it.
-
-    Attributes:
-        repository: for `restore.load`, as the nearest place.
-    """
-
-    def __init__(self, root_url: str, snapshot: str, step: int, storage: MemoryStorage, ranks: int = 1) -> None:
-        self._root_url = root_url
-        self._ranks = ranks
-        self._released = False
-        self.snapshot = snapshot
-        self.step = step
-        self._storage = storage
-        self.repository = Repository(storage)
-
-    def release(self, *, bye: bool = True) -> None:
-        """Give up the memory. Idempotent; never raises.
-
-        Args:
-            bye: tell the writer that it is not needed any more; a reader that only looks at the snapshot does not.
-        """
-        if self._released:
-            return
-        self._released = True
-        self._storage.close()
-        if not bye:
-            return
-        for rank in range(self._ranks):
-            with suppress(WriterError, OSError):  # it lingers a little longer then
-                request = {"what": control.BYE, "snapshot": self.snapshot}
-                reply = control.ask(self._root_url, request, BYE_SECONDS, rank)
-                for fd in reply.fds if reply is not None else ():
-                    os.close(fd)
 
 
 def answers(root_url: str, rank: int = 0) -> bool:
@@ -231,14 +176,14 @@ def answers(root_url: str, rank: int = 0) -> bool:
     return reply is not None
 
 
-def attach(root_url: str, timeout: float) -> MemoryPlace | None:
+def attach(root_url: str, timeout: float) -> MemoryStorage | None:
     """The snapshot that the writer of a dead trainer holds of the run at `root_url`, on this machine, for this user.
 
     Args:
         timeout: seconds to wait for the writer; it answers at once, but for the digests of the snapshot.
 
     Returns:
-        None: there is none, or its trainer is alive, or the writer does not answer. The place MUST be released.
+        None: there is none, or its trainer is alive, or the writer does not answer. It MUST be closed.
     """
     try:
         reply = control.ask(root_url, {"what": control.SNAPSHOT}, timeout)
@@ -249,8 +194,7 @@ def attach(root_url: str, timeout: float) -> MemoryPlace | None:
     try:
         body, file = reply.body, shared_file(reply)
         manifest = {names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
-        storage = MemoryStorage({names.RECORD: str(body["record"]).encode(), **manifest}, [file], beat_of(reply))
-        return MemoryPlace(root_url, str(body["snapshot"]), int(body["step"]), storage)
+        return MemoryStorage({names.RECORD: str(body["record"]).encode(), **manifest}, [file], beat_of(reply))
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
         for fd in reply.fds:
             os.close(fd)
@@ -313,7 +257,7 @@ def own_memory(nbytes: int, beside: int) -> tuple[int, memoryview]:
 
 def attach_together(
     session: Session, root_url: str, timeout: float, emit: Callable[[Event], object]
-) -> tuple[MemoryPlace | None, bool]:
+) -> tuple[MemoryStorage | None, bool]:
     """The newest snapshot whose shares of all ranks are in memory. On all ranks, in the same order.
 
     Args:
@@ -321,7 +265,7 @@ def attach_together(
         emit: hears on rank 0 why what should be in memory, on whichever machines, cannot be had.
 
     Returns:
-        The place, which MUST be released; None, on all ranks: one of them cannot get at all shares, or there are none.
+        The place, which MUST be closed; None, on all ranks: one of them cannot get at all shares, or there are none.
         And, alike on all ranks, whether writers of dead trainers hold shares: they are about to make them durable.
 
     Raises:
@@ -366,7 +310,7 @@ def attach_together(
     if failed := session.meet(lambda: why, judge):
         warn(f"{wanted.snapshot} is in memory and cannot be had from there: {failed}")
         if place is not None:
-            place.release(bye=False)
+            place.close()
         return None, True
     return place, True
 
@@ -401,12 +345,12 @@ def _ask(root_url: str, request: dict[str, Any], writer: int, deadline: float) -
 
 def _assembled(
     root_url: str, wanted: SharePlan, here: Sequence[ShareSource], size: int, deadline: float, beside: int
-) -> tuple[MemoryPlace | None, str]:
+) -> tuple[MemoryStorage | None, str]:
     """All shares as one place; or None, and why."""
     shares: dict[int, Received] = {}
     try:
         _gather(shares, root_url, wanted, here, size, deadline, beside)
-        return _place(root_url, wanted.snapshot, [shares[rank] for rank in range(size)]), ""
+        return _joined(wanted.snapshot, [shares[rank] for rank in range(size)]), ""
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CkptError) as err:
         for reply in shares.values():
             for fd in reply.fds:
@@ -444,7 +388,7 @@ def _gather(
         shares[int(lost)] = rebuild_share(int(lost), group, shares, parity_of, beside)
 
 
-def _place(root_url: str, snapshot: str, replies: Sequence[Received]) -> MemoryPlace:
+def _joined(snapshot: str, replies: Sequence[Received]) -> MemoryStorage:
     """The shares of all ranks, which it owns from now on unless it raises, as one snapshot."""
     parts = [part_records.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
     # In memory the shares of all ranks make one snapshot, also where nodes have roots of their own.
@@ -455,8 +399,7 @@ def _place(root_url: str, snapshot: str, replies: Sequence[Received]) -> MemoryP
         names.manifest_name(snapshot): manifest_codec.encode(manifest),
     }
     files: list[SharedFile] = [shared_file(reply) for reply in replies]
-    storage = MemoryStorage(texts, files, max(beats, key=lambda beat: beat.step, default=None))
-    return MemoryPlace(root_url, snapshot, manifest.info.step, storage, len(replies))
+    return MemoryStorage(texts, files, max(beats, key=lambda beat: beat.step, default=None))
 
 
 def _fetch(source: ShareSource, request: dict[str, Any], beside: int, deadline: float) -> Received:

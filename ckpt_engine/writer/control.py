@@ -12,8 +12,7 @@ and with replication or parity `guests` (ids by rank), `group`, `parity` (ids), 
 |
 | `parity`       | `snapshot`: its id, or None and `why`; `shares` that the parity is of, `nbytes`, and a descriptor \
 of the memory. Takes the `snapshot` that is wanted |
-| `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
-nor if `snapshot` is given and it holds another one |
+| `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives |
 | `save`, `stop` | `trainer`: whether there is one that heard it; takes `who`, text for people |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer; of several ranks the writers of all are to be asked |
@@ -316,7 +315,7 @@ class ControlHandlers:
         if what == HELD:
             return self._list()
         if what == BYE:
-            return self._take_leave(request.get("snapshot"))
+            return self._take_leave()
         if what in (SAVE, STOP):
             who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
             return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(what, who)})
@@ -404,12 +403,9 @@ class ControlHandlers:
         step = self._flush()
         return {"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"}
 
-    def _take_leave(self, snapshot: object) -> Reply | None:
+    def _take_leave(self) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
-        newest = self._memory.newest
-        if snapshot is not None and newest is not None and newest.snapshot != snapshot:
-            return Reply({"ok": False})  # somebody else's snapshot: it was attached to another writer
         self._said_bye.set()
         self._memory.let_go()
         self._bye()

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.restore import memory
 from ckpt_engine.restore.load import load
-from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import control
 from tests.persist.staged import WAIT_SECONDS, check_all, weight_bytes
 from tests.persist.test_process import REPOSITORY, _target, gone
 from tests.persist.test_storm import rows
@@ -49,6 +50,26 @@ def trainer(root: Path, *plan: str, **environment: str) -> Iterator[interpreters
 
 def logged(root: Path) -> dict[str, Any]:
     return {name: value for row in rows(root.with_suffix(".log")) for name, value in row.items()}
+
+
+class MemoryPlace:
+    """A snapshot in memory, as a restarted trainer reads it."""
+
+    def __init__(self, root: str, storage: memory.MemoryStorage) -> None:
+        self._root = root
+        self._storage = storage
+        self.repository = Repository(storage)
+
+    def release(self, *, bye: bool = True) -> None:
+        """Give up the memory; `bye`: as the next writer does it, which takes the name."""
+        self._storage.close()
+        if bye:
+            control.ask(self._root, {"what": control.BYE}, WAIT_SECONDS)
+
+
+def attach(root: str, timeout: float) -> MemoryPlace | None:
+    storage = memory.attach(root, timeout)
+    return None if storage is None else MemoryPlace(root, storage)
 
 
 def attached(root: Path) -> MemoryPlace:
@@ -119,7 +140,7 @@ def test_of_many_holds_the_newest_is_kept(tmp_path: Path) -> None:
     root = tmp_path / "run"
     told = run_trainer(root, "die-holding", "50")
     place = attached(root)
-    assert place.step == step_in_memory(place) == 50
+    assert step_in_memory(place) == 50
     slots = set()
     for fd in Path(f"/proc/{told['writer']}/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the reply is closed a moment later
@@ -136,7 +157,8 @@ def test_the_snapshot_in_memory_is_the_one_on_the_disk(tmp_path: Path) -> None:
     root = tmp_path / "run"
     told = run_trainer(root, "die-mixed")
     place = attached(root)
-    snapshot, manifest = place.snapshot, place.repository.read(place.snapshot)
+    snapshot = place.repository.ids()[-1].id
+    manifest = place.repository.read(snapshot)
     found = load([place.repository, Repository(LocalStorage(root))])
     assert found is not None
     assert (found.place, found.info.step, found.lost_steps) == ("memory", 2, 1)

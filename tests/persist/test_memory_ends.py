@@ -21,7 +21,7 @@ from ckpt_engine.copy.write_snapshot import Digests
 from ckpt_engine.errors import NoUsableSnapshotError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted
 from ckpt_engine.restore.load import load
-from ckpt_engine.restore.memory import MemoryStorage, attach
+from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -30,7 +30,7 @@ from ckpt_engine.writer.channel import Reply
 from ckpt_engine.writer.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, ask
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all
-from tests.persist.test_memory import attached, check_state, logged, run_trainer, step_in_memory, steps, trainer
+from tests.persist.test_memory import attach, attached, check_state, logged, run_trainer, step_in_memory, steps, trainer
 from tests.persist.test_process import gone
 from tests.persist.tiered import Run
 

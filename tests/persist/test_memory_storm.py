@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.restore.memory import attach
 from ckpt_engine.writer import channel
 from tests.persist.holding import DURABLE_EVERY
 from tests.persist.staged import WAIT_SECONDS, check_all
-from tests.persist.test_memory import step_in_memory, trainer
+from tests.persist.test_memory import attach, step_in_memory, trainer
 from tests.persist.test_process import gone
 from tests.persist.test_storm import kill, rows
 

@@ -20,7 +20,7 @@ from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, Stora
 from ckpt_engine.loop.resume import ReportDraft, publish
 from ckpt_engine.observe.events import Event, TierDegraded
 from ckpt_engine.observe.log import LogSink, level_of
-from ckpt_engine.restore import ask_tiers
+from ckpt_engine.restore import ask_tiers, choose
 from ckpt_engine.restore import load as restore
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
@@ -156,7 +156,7 @@ def test_the_newest_of_all_places_wins(run: Path) -> None:
     repository.forget(ids(run)[1:])
     found = loaded(run)
     assert (found.info.step, found.place) == (3, f"file://{run / 'far'}")
-    assert restore.choose(where(run), 1).sources[0].storage.url == f"file://{run / 'near'}"  # type: ignore[union-attr]
+    assert choose.choose(where(run), 1).sources[0].storage.url == f"file://{run / 'near'}"  # type: ignore[union-attr]
     assert [info.step for info in ask_tiers.snapshots(where(run))] == [1, 2, 3]
 
 
@@ -206,7 +206,7 @@ def test_nothing_here_and_a_place_away_is_no_fresh_start(run: Path, tmp_path: Pa
     with pytest.raises(NoUsableSnapshotError, match="not every place answers"):
         restore.load([empty, Repository(Broken(run / "far", lists=False))])
     with pytest.raises(NoUsableSnapshotError, match="the cable is out"):
-        restore.choose([empty, Repository(Broken(run / "far", lists=False))])
+        choose.choose([empty, Repository(Broken(run / "far", lists=False))])
     assert restore.load([empty, Repository(LocalStorage(tmp_path / "also new"))]) is None
     with pytest.raises(StorageError, match="the cable is out"):
         restore.load([Repository(Broken(run / place, lists=False)) for place in ("near", "far")])
@@ -358,9 +358,9 @@ def test_what_goes_on_without_the_missing_place_is_said(
     patience = lambda answers: WAIT_SECONDS if answers[0].value is None else 0.0  # noqa: E731
     monkeypatch.setattr(ask_tiers, "until_one_has_some", patience)
     with pytest.raises(NoUsableSnapshotError, match="remove it from `tiers`") as caught:
-        restore.choose([empty, Repository(slow)])
+        choose.choose([empty, Repository(slow)])
     assert slow.url in str(caught.value.hint)
-    assert restore.choose([empty]) is None
+    assert choose.choose([empty]) is None
 
 
 def test_a_place_that_breaks_the_question_is_not_taken_for_empty(run: Path) -> None:
@@ -559,6 +559,6 @@ def test_an_object_store_is_not_asked_for_what_a_near_place_has_whole(
 
     monkeypatch.setattr(ask_tiers, "open_storage", lambda url, options: Listening(run / "far"))
     far = ask_tiers.place_of(Tier(url="s3://bucket/far/"))
-    found = restore.choose([Repository(LocalStorage(run / "near")), far])
+    found = choose.choose([Repository(LocalStorage(run / "near")), far])
     assert found is not None and found.sources[-1] is far
     assert not [name for name in asked if name.startswith("snapshots/")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol, Self
 
+from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import Meter, PartialFile
 
@@ -219,6 +220,21 @@ class Nodes(Protocol):
     def announce(self, manifest: Manifest) -> None:
         """This snapshot is read next."""
         ...
+
+
+class ReadOnlyStorage:
+    """What a storage refuses that this process only reads."""
+
+    url: str
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:  # noqa: ARG002
+        raise StorageReadOnlyError(f"{self.url} is not written by this process")
+
+    def delete(self, *names: str) -> None:  # noqa: ARG002
+        raise StorageReadOnlyError(f"{self.url} is not written by this process")
+
+    def sweep(self) -> int:
+        return 0
 
 
 class WrapperStorage:

@@ -191,7 +191,7 @@ STORE = ROOT / "ckpt_engine" / "store" / "storage"
 
 def _storages() -> set[str]:
     """Names of the classes that store objects, and of those that are made of them."""
-    found = {"Storage", "Folder", "Versions", "Nodes"}
+    found = {"Storage", "Folder", "Versions", "Nodes", "ReadOnlyStorage"}
     classes = [node for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     for node in classes:
         if {"put", "get_into", "sweep"} <= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}:

@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckpt_engine.audit.audit import Audit
@@ -135,7 +134,8 @@ class FitResume:
                     hint="train first, or pass the path of a checkpoint",
                 )
             fresh = f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}"
-            announce(_log, fresh, show=rank_zero_info)
+            if self._trainer.is_global_zero:
+                announce(_log, fresh)
             original(None, *args, **kwargs)
         else:
             if self._rollbacks is not None:
@@ -466,7 +466,7 @@ class FitResume:
         url = place(self._engine.root_url)
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(self._engine.rhythm), None
-        publish(report, Path(folder), _log, rank_zero_info, self._trainer.global_rank)
+        publish(report, Path(folder), _log, self._trainer.global_rank)
 
 
 def _where(own: Mapping[str, Any]) -> str:

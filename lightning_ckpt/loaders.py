@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data.exactness import Level, OnChange
@@ -14,8 +15,11 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import ResumeError, StateError
 from ckpt_engine.loop.capture import Elastic
+from ckpt_engine.observe.log import announce
 from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt.compat import LightningInternals
+
+_log = logging.getLogger("lightning_ckpt")
 
 
 class FitLoaders:
@@ -224,7 +228,7 @@ class FitLoaders:
             on_change = self._on_change if alone else OnChange.REFUSE  # several loaders would not be in step
             found = position.load_state(saved, at_end="finish_epoch", on_change=on_change, restart=restart)
             if found.again:
-                rank_zero_info(f"training loader {index}: {found.again}")  # now, as that may take long
+                rank_zero_only(announce)(_log, f"training loader {index}: {found.again}")  # now, as that may take long
 
     def _load_validation(self, index: int) -> None:
         position, saved = self._validation[index], self._saved_validation[index]

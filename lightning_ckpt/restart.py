@@ -24,7 +24,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
@@ -110,7 +109,8 @@ class Fresh:
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
         engine.start_fresh(how)
-        announce(_log, afresh(engine), show=rank_zero_info)
+        if self._trainer.is_global_zero:
+            announce(_log, afresh(engine))
 
 
 def _require_file(path: Any) -> None:

@@ -240,12 +240,8 @@ def _latency(storage: Storage) -> tuple[Mark, str]:
         storage.get(f"small{number}")
         writes.append(written - began)
         reads.append(time.perf_counter() - written)
-    shown = [_milliseconds(statistics.median(values)) for values in (writes, reads)]
+    shown = [units.duration(statistics.median(values)) for values in (writes, reads)]
     return Mark.OK, f"1 kB written in {shown[0]}, read in {shown[1]}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.00995 else f"{max(seconds, 1e-6) * 1e3:.2g} ms"
 
 
 def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:

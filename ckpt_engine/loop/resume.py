@@ -35,7 +35,7 @@ from ckpt_engine.loop.capture import (
 from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
 from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
 from ckpt_engine.loop.feed import Feed
-from ckpt_engine.observe.log import Show, announce
+from ckpt_engine.observe.log import announce
 from ckpt_engine.observe.resume_report import (
     FILE_NAME,
     NotRestored,
@@ -475,9 +475,7 @@ def afresh(engine: Engine) -> str:
     return f"snapshots go to {engine.root_url}, nothing is resumed from there; {engine.rhythm}"
 
 
-def publish(
-    report: ResumeReport, folder: Path, log: logging.Logger, show: Show | None = None, rank: int = 0
-) -> Path | None:
+def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
     """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
 
     Of several ranks the first one does. Another one only warns of what it could not restore.
@@ -485,7 +483,6 @@ def publish(
     A folder that cannot be written costs a warning, never the run.
 
     Args:
-        show: shows the report's first line to a user who has configured no logging, see `announce`.
         rank: of this process.
     """
     if rank:
@@ -495,7 +492,7 @@ def publish(
     if report.not_restored or report.rejected or report.away:
         log.warning("%s", report.text())
     else:
-        announce(log, report.text(), line=report.line(), show=show)
+        announce(log, report.text(), line=report.line())
     return write(report, folder, log)
 
 

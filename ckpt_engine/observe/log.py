@@ -198,10 +198,6 @@ class FanOutSink:
                 )
 
 
-Show = Callable[[str], object]
-"""How a trainer shows its own lines."""
-
-
 def is_heard(logger: logging.Logger, level: int = logging.INFO) -> bool:
     """Whether a record of that level reaches some handler."""
     one: logging.Logger | None = logger
@@ -212,31 +208,20 @@ def is_heard(logger: logging.Logger, level: int = logging.INFO) -> bool:
     return False
 
 
-def on_stderr(logger: logging.Logger) -> Show:
-    """To standard error, where Python itself shows the warnings of a logger without handlers.
+def announce(logger: logging.Logger, text: str, *, line: str | None = None) -> None:
+    """Log `text` at INFO; without any handler say it on standard error, where Python itself shows warnings then.
 
-    A logger that somebody has given handlers, which do not want the line, stays silent.
-    """
-
-    def say(line: str) -> None:
-        last = logging.lastResort
-        if last is not None and not logger.hasHandlers():
-            last.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, line, (), None))
-
-    return say
-
-
-def announce(logger: logging.Logger, text: str, *, line: str | None = None, show: Show | None = None) -> None:
-    """Log `text` at INFO; where no handler would show it, say it another way.
+    A logger that somebody has given handlers, which do not want the line, stays silent. Standard error is that of the
+    moment: a progress bar that is being drawn puts its own in place, and draws itself below the line.
 
     Args:
-        line: what is said then, if `text` is longer than a line.
-        show: how; None: see `on_stderr`.
+        line: what is said there, if `text` is longer than a line.
     """
     if is_heard(logger):
         logger.info("%s", text)
-    else:
-        (show or on_stderr(logger))(text if line is None else line)
+    elif logging.lastResort is not None and not logger.hasHandlers():
+        said = text if line is None else line
+        logging.lastResort.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, said, (), None))
 
 
 TELL_SECONDS = 3.0

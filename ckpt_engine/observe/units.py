@@ -6,12 +6,12 @@ import math
 import re
 from urllib.parse import unquote
 
-_DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.00995, 1.0, "s"))
+_DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.9995, 1.0, "s"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def duration(seconds: float) -> str:
-    """`9 s`, `0.21 s`, `4.2 ms`, `10 min`, `6 h`, `12 d`: two significant digits, never an exponent."""
+    """`9 s`, `210 ms`, `4.2 ms`, `10 min`, `6 h`, `12 d`: two significant digits or a whole number, no exponent."""
     if not math.isfinite(seconds):
         return "forever" if seconds > 0 else "unknown"
     for from_seconds, unit_seconds, unit in _DURATIONS:

@@ -241,7 +241,7 @@ def _what(plan: StopPlan, facts: StopFacts) -> str:
 
 
 def _sum(facts: StopFacts, seconds: float) -> str:
-    """`6.8 s (0.1 s step + 0.2 s stall + 4 GB at 800 MB/s with a quarter to spare)`."""
+    """`6.8 s (100 ms step + 200 ms stall + 4 GB at 800 MB/s with a quarter to spare)`."""
     near = facts.tiers[0]
     queued = sum(one.left_bytes for one in facts.in_flight)
     terms = [

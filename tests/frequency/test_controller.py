@@ -100,7 +100,7 @@ def test_explanation_names_measurements_and_the_binding_constraint() -> None:
     costs = Costs(step_seconds=0.7, stall_seconds=0.21, slowdown_seconds=0.05, latency_seconds=9.0)
     why = decide(costs, 1 / (6 * HOUR), overhead=0.01).why
     assert why == (
-        "every 151 steps: stall 0.21 s + slowdown 0.05 s against budget 1 %; persist 9 s; failure rate 1/6 h; "
+        "every 151 steps: stall 210 ms + slowdown 50 ms against budget 1 %; persist 9 s; failure rate 1/6 h; "
         "set by failure rate"
     )
     assert decide(costs, 1 / 60, overhead=0.01).why.endswith("set by budget; 1 % more budget = 9.8 % more useful work")

@@ -53,7 +53,7 @@ def test_learning_tells_the_interval_once_with_its_reason() -> None:
     events = [event for event in rig.sink.events if isinstance(event, IntervalChanged)]
     assert [event.interval_steps for event in events] == [rig.cadence.interval_steps] == [14]
     assert events[0].why == rig.cadence.why
-    assert "stall 0.7 s + slowdown 0 s against budget 5 %" in rig.cadence.why
+    assert "stall 700 ms + slowdown 0 s against budget 5 %" in rig.cadence.why
 
 
 def test_the_fence_is_part_of_the_stall() -> None:

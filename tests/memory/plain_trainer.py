@@ -142,10 +142,9 @@ def take(
 
 
 def warm_up() -> None:
-    """Import everything a job needs. One thread: a fork has no others."""
+    """Import everything a job needs. One thread: a fork has no others. No `backward`: torch 2.14 has none in a fork then."""
     torch.set_num_threads(1)
     training = Training(4)
-    training.forward_backward()
     training.update()
     training.digest()
     Checkpointer("/nowhere").close()

@@ -81,7 +81,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         for event in SAMPLES:
             sink.emit(event)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("DEBUG", "step 5: 1 GB staged, training blocked for 0.25 s"),
+        ("DEBUG", "step 5: 1 GB staged, training blocked for 250 ms"),
         ("INFO", "step 5: snapshot id durable on file:///run after 9 s, 1 GB written"),
         (
             "ERROR",

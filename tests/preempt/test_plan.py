@@ -31,7 +31,7 @@ def test_a_snapshot_that_fits_is_taken() -> None:
     assert plan.seconds == pytest.approx(0.2 + 4 * MARGIN)
     assert plan.why == (
         "30 s left: a snapshot of step 100 will be durable on file:///run within 5.2 s "
-        "(0.2 s stall + 4 GB at 1 GB/s, a quarter to spare); no step is lost"
+        "(200 ms stall + 4 GB at 1 GB/s, a quarter to spare); no step is lost"
     )
 
 
@@ -49,7 +49,7 @@ def test_what_is_in_flight_finishes_where_no_new_one_fits() -> None:
     assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.FINISH, 97, 3)
     assert plan.why == (
         "5 s left: the snapshot of step 97 in flight will be durable on file:///run within 3.8 s; one of step 100 "
-        "would need 8.8 s (0.2 s stall + 3 GB in flight + 4 GB at 1 GB/s, a quarter to spare); 3 steps are lost"
+        "would need 8.8 s (200 ms stall + 3 GB in flight + 4 GB at 1 GB/s, a quarter to spare); 3 steps are lost"
     )
 
 

@@ -47,6 +47,11 @@ def short(text: str) -> str:
     return text.replace("1_000_000", "3_200").replace("100_000", "800")
 
 
+def plain(shown: str) -> list[str]:
+    """Its lines without colours; a bar that is drawn again is another one."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["Lightning", "Accelerate", "transformers", "Plain loop"])
@@ -56,9 +61,24 @@ def test_a_run_says_little_and_the_bar_is_one_line(role: str, tmp_path: Path) ->
     for _ in range(2):
         shown, status = watch([sys.executable, "-W", "ignore", "train.py"], tmp_path)
         assert status == 0, shown
-        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-        said = [line for line in plain.splitlines() if re.search(OURS, line) and not line.startswith(SLOW)]
+        said = [line for line in plain(shown) if re.search(OURS, line) and not line.startswith(SLOW)]
         assert 1 <= len(said) <= 4, said
-        drawn = [part for part in re.split(r"[\r\n]|`Trainer", plain) if "ckpt=" in part or "ckpt:" in part]
+        drawn = [
+            part for part in re.split(r"\n|`Trainer", "\n".join(plain(shown))) if "ckpt=" in part or "ckpt:" in part
+        ]
         assert [part for part in drawn if len(part.rstrip()) > 80 or not re.search(r"ckpt[=:] ?\d+\b", part)] == []
-        assert drawn or role != "Lightning" or "nothing was left" in plain, shown
+        assert drawn or role != "Lightning" or "nothing was left" in shown, shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_a_run_resumes_from_is_a_line_of_its_own(tmp_path: Path) -> None:
+    """Not the end of a bar that is being drawn, which would be wider than the terminal with it."""
+    pytest.importorskip("rich")
+    for end in (", max_steps=50", ""):
+        code = short(script("Lightning")).replace("max_epochs=3", f"max_epochs=1{end}")
+        (tmp_path / "train.py").write_text(code)
+        shown, status = watch([sys.executable, "-W", "ignore", "train.py"], tmp_path)
+        assert status == 0, shown
+    said = [line for line in plain(shown) if "resumed at step 50" in line]
+    assert [line for line in said if line.startswith("resumed at step 50")] == said != [], shown

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.observe.units import duration, size
 from ckpt_engine.plugins import CODECS, plugin
 
 
@@ -331,15 +332,15 @@ def choose(classes: Sequence[TensorClass], limits: EncodingLimits) -> CodecChoic
         codecs[best.kind] = best.codec
         nbytes, cpu = nbytes - best.nbytes, cpu + best.seconds
     if len(affordable) < len(steps):
-        bound = f"processor budget {limits.cpu_seconds:.3g} s"
+        bound = f"processor budget {duration(limits.cpu_seconds)}"
     else:
         bound = "the link is faster than more encoding" if steps else "no codec saves more"
     seconds = max(nbytes / link, cpu / cores)
     raw_seconds = raw_nbytes / link
     parts = [f"{kind}: {codec}" for kind, codec in codecs.items()]
     why = (
-        f"{', '.join(parts) or 'nothing to store'}; {_megabytes(raw_nbytes)} → {_megabytes(nbytes)}, "
-        f"{raw_seconds:.3g} → {seconds:.3g} s at {_megabytes(link)}/s, encoding {cpu:.3g} s; {bound}"
+        f"{', '.join(parts) or 'nothing to store'}; {size(raw_nbytes)} → {size(nbytes)}, "
+        f"{duration(raw_seconds)} → {duration(seconds)} at {size(link)}/s, encoding {duration(cpu)}; {bound}"
     )
     return CodecChoice(MappingProxyType(codecs), seconds, raw_seconds, cpu, why)
 
@@ -362,7 +363,3 @@ def _steps(kind: TensorClass, codec: str, limits: EncodingLimits) -> list[_Step]
 def _restores_in_time(speed: Speed, limits: EncodingLimits) -> bool:
     link = 1 / limits.link_bytes_per_second
     return max(link / speed.ratio, speed.decode_seconds_per_byte / limits.cores) <= MOST_RESTORE * link
-
-
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.3g} MB"

@@ -142,7 +142,7 @@ def take(
 
 
 def warm_up() -> None:
-    """Import everything a job needs. One thread: a fork has no others. No `backward`: torch 2.14 has none in a fork then."""
+    """Import what a job needs. One thread: a fork has no others. No `backward`: torch 2.14 then has none in forks."""
     torch.set_num_threads(1)
     training = Training(4)
     training.update()

@@ -173,10 +173,9 @@ class LocalLease(Lease):
         try:
             mine = os.fstat(self._fd)
             there = Path(self._path).lstat()
-        except FileNotFoundError:
-            pass
         except OSError as err:
-            raise translated(err, "check the lease", self._path) from err
+            if err.errno not in _REMOVED:
+                raise translated(err, "check the lease", self._path) from err
         if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
             raise LeaseHeldError(
                 f"the lease {self._path} was removed or replaced: its folder is gone, or another writer works there",
@@ -188,6 +187,9 @@ class LocalLease(Lease):
         if fd >= 0:
             try:
                 _write_text(fd, b"")
+            except OSError as err:
+                if err.errno not in _REMOVED:
+                    raise translated(err, "give back the lease", self._path) from err
             finally:
                 os.close(fd)
                 _held.discard(self)
@@ -214,6 +216,8 @@ def _write_text(fd: int, text: bytes) -> None:
             raise
 
 
+_REMOVED = (errno.ENOENT, errno.ESTALE)
+"""The second one is said of an open file that another NFS client has removed."""
 _held: set[LocalLease] = set()
 
 

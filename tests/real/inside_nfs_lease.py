@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.errors import LeaseHeldError
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -83,3 +85,14 @@ def test_a_lease_dies_with_its_holder(both: list[LocalStorage], holder: subproce
         held_by = read_holder(both[0])
         assert held_by is not None
         assert held_by.pid == os.getpid()
+
+
+def test_a_lease_that_is_removed_elsewhere_is_lost(both: list[LocalStorage]) -> None:
+    """A folder that another machine clears has another owner."""
+    lease = acquire(both[0])
+    Path(both[1].root, names.LEASE).unlink()
+    with pytest.raises(LeaseHeldError, match="removed or replaced"):
+        for _ in range(60):  # a client remembers attributes for a while
+            lease.check()
+            time.sleep(1)
+    lease.release()

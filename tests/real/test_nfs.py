@@ -35,7 +35,7 @@ def test_the_storage_contract_holds_on_nfs(tmp_path: Path) -> None:
 
 def test_the_lease_holds_across_mounts(tmp_path: Path) -> None:
     """Who holds it on one mount is seen on the other, and its death too."""
-    assert _passed_inside(tmp_path, "tests/real/inside_nfs_lease.py") == 3
+    assert _passed_inside(tmp_path, "tests/real/inside_nfs_lease.py") == 4
 
 
 def test_a_run_saved_on_one_mount_is_resumed_on_the_other(tmp_path: Path) -> None:

@@ -9,21 +9,17 @@ What is written again is one plain file, whatever it was before. So compaction i
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ckpt_engine.copy.transfer import mapped, scratch_of
-from ckpt_engine.errors import CorruptError, StorageExistsError
+from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of
+from ckpt_engine.errors import StorageExistsError
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, is_plain
+from ckpt_engine.store.decode import decoder_of, is_plain
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.disk import translating
 from ckpt_engine.store.tree import entries_in
 
 NOTE = "slimmed"
@@ -137,24 +133,12 @@ class _Decoded:
     """Encoded pieces of the first snapshot, decoded into a scratch file that has no name."""
 
     def __init__(self, repository: Repository, slim: Slim) -> None:
-        storage, files = repository.storage, slim.whole.files
-
-        # Not a method: with a circle of references the scratch file would take its room until that is collected.
-        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
-            name = files[piece.file].name
-            storage.get_into(name, piece.offset, out)
-            if digest(out) != piece.digest:
-                raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
-
-        self._decoder = Decoder(slim.whole, fetch)
+        storage = repository.storage
+        self._decoder = decoder_of(storage, slim.whole)
         self._end = 0
         nbytes = sum(piece.raw_nbytes for _, _, piece in slim.kept if piece.codec != RAW)
         if nbytes:
-            folder = scratch_of(storage) or tempfile.gettempdir()
-            with translating("write", folder), tempfile.TemporaryFile(dir=folder) as temporary:
-                # Reserved: a full disk raises here, where a mapped page would kill the process.
-                os.posix_fallocate(temporary.fileno(), 0, nbytes)
-                self._memory = memoryview(mmap.mmap(temporary.fileno(), nbytes))
+            self._memory = memoryview(scratch_file(scratch_of(storage), nbytes))
 
     def bytes_of(self, name: str, start: int, piece: Piece) -> memoryview:
         """The bytes of a piece, verified. Raises as `Decoder.read`."""

@@ -1,6 +1,7 @@
 """The values that cross between trainer and writer: layouts, jobs, their outcome, the writer's configuration.
 
-Everything here is JSON-able (`to_json`, `from_json`) except the arena itself, which crosses as file descriptors.
+Everything here is JSON-able, by a function here or by `asdict`, except the arena itself, which crosses as file
+descriptors.
 
 What rarely changes is said when it does, for all jobs from there on. A *layout* describes the bytes of an arena slot:
 it already is the data file, header included. A *skeleton* is the JSON tree of one top-level key of the state, in which
@@ -349,24 +350,14 @@ def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     return PersistJob(**{**data, "line": line_from_json(data["line"])})
 
 
-def done_to_json(done: JobDone) -> dict[str, Any]:
-    """`done` as JSON."""
-    return dataclasses.asdict(done)
-
-
 def done_from_json(data: Mapping[str, Any]) -> JobDone:
-    """The inverse of `done_to_json`."""
+    """A `JobDone` from what `asdict` makes of it."""
     error = data["error"]
     return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error), data["slot_held"])
 
 
-def config_to_json(config: WriterConfig) -> dict[str, Any]:
-    """`config` as JSON."""
-    return dataclasses.asdict(config)
-
-
 def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
-    """The inverse of `config_to_json`."""
+    """A configuration from what `asdict` makes of it."""
     tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
     return WriterConfig(**{**data, "tiers": tiers, "ranks": data["ranks"] and _ranks_from_json(data["ranks"])})
 

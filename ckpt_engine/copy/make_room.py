@@ -445,17 +445,6 @@ ROOMY_BYTES = 256 << 20
 Warn = Callable[[str], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Also(Container[str]):
-    """One more snapshot that is being written."""
-
-    snapshot: str
-    others: Container[str]
-
-    def __contains__(self, snapshot: object) -> bool:
-        return snapshot == self.snapshot or snapshot in self.others
-
-
 class SpaceReservation:
     """Makes room for the snapshots of one writer, one after another.
 
@@ -510,7 +499,7 @@ class SpaceReservation:
             incoming=coming.info,
             protected=self._protected(),
             verified=self._whole,
-            in_flight=Also(coming.info.id, self._in_flight),
+            in_flight=self._in_flight,
         )
 
     def committed(self, snapshot: str) -> None:

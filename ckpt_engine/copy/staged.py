@@ -39,7 +39,7 @@ class ArenaSlot:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
         self._nbytes = nbytes
-        self._memory: Any = None
+        self._memory: memoryview | None = None
         self._users = 1
         self._lock = threading.Lock()
 
@@ -56,18 +56,14 @@ class ArenaSlot:
             if self._memory is None:
                 self._memory = self._map()
             memory = self._memory
-        with memoryview(memory) as whole, whole.cast("B") as data, data[:nbytes] as image:
+        with memory[:nbytes] as image:
             yield image
 
-    def _map(self) -> Any:
+    def _map(self) -> memoryview:
         try:
-            # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
-            size = os.fstat(self._fd).st_size
-            if size < self._nbytes:
-                raise WriterError(f"an arena slot has {size} bytes instead of {self._nbytes}")
             # Mapped after the trainer has filled it: populating then costs no page faults and allocates nothing.
-            return map_shared(self._fd, self._nbytes, writable=False)
-        except (OSError, ValueError) as err:
+            return shared_bytes(self._fd, self._nbytes, writable=False)
+        except (OSError, ValueError, CorruptError) as err:
             raise WriterError(f"cannot map an arena slot of {self._nbytes} bytes: {err}") from err
 
     def reading_fd(self) -> int:

@@ -312,11 +312,7 @@ def _map_local(source: Folder, file: DataFile, pieces: Sequence[Piece]) -> mmap.
 
 def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> mmap.mmap:
     """The verified file in a scratch file that has no name and is gone when unmapped."""
-    folder = scratch or tempfile.gettempdir()
-    with translating("write", folder), tempfile.TemporaryFile(dir=folder) as temporary:
-        # Reserved: a full disk raises here, where a mapped page would kill the process.
-        os.posix_fallocate(temporary.fileno(), 0, file.nbytes)
-        memory = mmap.mmap(temporary.fileno(), file.nbytes)
+    memory = scratch_file(scratch, file.nbytes)
     try:
         with (
             memoryview(memory) as image,
@@ -350,6 +346,22 @@ def _require_digest(file: DataFile, piece: Piece, found: memoryview) -> None:
     if digest(found) != piece.digest:
         end = piece.offset + piece.nbytes
         raise CorruptError(f"bytes {piece.offset} to {end} of {file.name} do not match their digest")
+
+
+def scratch_file(folder: str | None, nbytes: int) -> mmap.mmap:
+    """A mapped file that has no name, and is gone when unmapped.
+
+    Args:
+        folder: None: the system's temporary one.
+
+    Raises:
+        StorageError: there is no room.
+    """
+    folder = folder or tempfile.gettempdir()
+    with translating("write", folder), tempfile.TemporaryFile(dir=folder) as temporary:
+        # Reserved: a full disk raises here, where a mapped page would kill the process.
+        os.posix_fallocate(temporary.fileno(), 0, nbytes)
+        return mmap.mmap(temporary.fileno(), nbytes)
 
 
 def scratch_of(storage: Storage) -> str | None:

@@ -143,18 +143,18 @@ def text(name: str, value: Any) -> str:
     return plain
 
 
-def metrics(value: Any, name: str = "metrics") -> dict[str, float]:
+def metrics(value: Any) -> dict[str, float]:
     """`value` as numbers by name; NaN and infinity are numbers, truth values are 1 and 0. None: none.
 
     Raises:
         ArgumentError: it is no mapping, or one of its values is no number; names it.
     """
     found: dict[str, float] = {}
-    for key, one in _items(name, value):
+    for key, one in _items("metrics", value):
         try:
             found[key] = float(plain_number(one))
         except (ValueError, OverflowError) as err:
-            raise ArgumentError(f"{name}/{key} must be a number: {err}", hint="notes take texts and lists") from err
+            raise ArgumentError(f"metrics/{key} must be a number: {err}", hint="notes take texts and lists") from err
     return found
 
 

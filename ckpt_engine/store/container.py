@@ -150,14 +150,12 @@ def container_form(dtype: str, shape: Sequence[int], nbytes: int) -> tuple[str, 
 def build_header(
     entries: Sequence[tuple[str, str, Sequence[int], int]],
     metadata: Mapping[str, str] = MappingProxyType({}),
-    align: int = ALIGN_BYTES,
 ) -> bytes:
     """The header of a file whose arrays follow it back to back in the order of `entries`.
 
     Args:
         entries: (name, container dtype, shape, bytes) of each array.
         metadata: stored as `__metadata__`.
-        align: the header's length becomes a multiple of this many bytes.
 
     Raises:
         ValueError: a name twice or reserved, an unknown dtype, a size that does not fit, a header above 100 MB.
@@ -172,7 +170,7 @@ def build_header(
         table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    padded = -(-(8 + len(text)) // align) * align - 8
+    padded = -(-(8 + len(text)) // ALIGN_BYTES) * ALIGN_BYTES - 8
     if padded > MAX_HEADER_BYTES:
         raise ValueError(f"the header would have {padded} bytes, more than readers take ({MAX_HEADER_BYTES})")
     return padded.to_bytes(8, "little") + text.ljust(padded)
@@ -248,6 +246,8 @@ def _require_seal(header: bytes, metadata: Mapping[str, str]) -> None:
         raise ValueError("its digest is damaged")
 
 
+MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
+"""What taking apart an unexpected document can raise."""
 MOST = 1 << 60
 """No count of bytes or elements is larger."""
 LATEST_SECONDS = 253_000_000_000

@@ -23,7 +23,7 @@ from typing import Self
 from ckpt_engine.errors import CkptError, CorruptError, LeaseHeldError
 from ckpt_engine.store import container, lease_objects, names
 from ckpt_engine.store.container import seal, unseal
-from ckpt_engine.store.lease_objects import Lease, Timing, slot_of
+from ckpt_engine.store.lease_objects import Lease, LeaseSlot, Timing
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.disk import open_regular, translated, translating
@@ -80,7 +80,7 @@ def acquire(
         if folder is not None:
             return _acquire_lock(folder, holder, wait_seconds, clock, pause)
         timing = Timing(clock=clock, pause=pause)
-        return lease_objects.take(slot_of(storage), asdict(holder), wait_seconds, timing)
+        return lease_objects.take(LeaseSlot(storage), asdict(holder), wait_seconds, timing)
     except LeaseHeldError as err:
         other = read_holder(storage)
         if other is not None and other.is_process_of(holder):

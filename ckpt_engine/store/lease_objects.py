@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import names
 from ckpt_engine.store.container import seal
-from ckpt_engine.store.storage.base import Storage, Versions
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.object_requests import asking
 
 TTL_SECONDS = 30.0
@@ -101,40 +101,18 @@ class Record:
             return None
 
 
-class LeaseRecord(Protocol):
-    """Where a lease is written."""
-
-    url: str
-
-    def read(self) -> tuple[bytes, str] | None:
-        """What is there and its version, None if there is nothing."""
-        ...
-
-    def write(self, data: bytes, version: str | None) -> None:
-        """Replace that version (None: nothing). Raises `StorageExistsError` where it is known to be another by now."""
-        ...
-
-
-class _VersionedSlot:
-    def __init__(self, url: str, versions: Versions) -> None:
-        self.url = url
-        self._versions = versions
-
-    def read(self) -> tuple[bytes, str] | None:
-        return self._versions.read_versioned(names.LEASE)
-
-    def write(self, data: bytes, version: str | None) -> None:
-        self._versions.replace(names.LEASE, data, version)
-
-
-class _PlainSlot:
-    """Creation is exclusive, replacing is not."""
+class LeaseSlot:
+    """Where a lease is written. Without conditional writes creation is exclusive, and replacing is not."""
 
     def __init__(self, storage: Storage) -> None:
         self.url = storage.url
         self._storage = storage
+        self._versions = storage.capabilities.versions
 
     def read(self) -> tuple[bytes, str] | None:
+        """What is there and its version, None if there is nothing."""
+        if self._versions is not None:
+            return self._versions.read_versioned(names.LEASE)
         try:
             data = self._storage.get(names.LEASE)
         except StorageMissingError:
@@ -142,13 +120,11 @@ class _PlainSlot:
         return data, hashlib.sha256(data).hexdigest()
 
     def write(self, data: bytes, version: str | None) -> None:
-        self._storage.put(names.LEASE, [memoryview(data)], exclusive=version is None)
-
-
-def slot_of(storage: Storage) -> LeaseRecord:
-    """The slot of a run's lease."""
-    versions = storage.capabilities.versions
-    return _VersionedSlot(storage.url, versions) if versions is not None else _PlainSlot(storage)
+        """Replace that version (None: nothing). Raises `StorageExistsError` where it is known to be another by now."""
+        if self._versions is not None:
+            self._versions.replace(names.LEASE, data, version)
+        else:
+            self._storage.put(names.LEASE, [memoryview(data)], exclusive=version is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +156,7 @@ class _Watch:
         return now - self._since
 
 
-def take(slot: LeaseRecord, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
+def take(slot: LeaseSlot, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
     """Take the lease, waiting at most `wait_seconds` for a holder that lives.
 
     It takes up to the holder's `ttl_seconds` to see whether it does.
@@ -219,7 +195,7 @@ def _is_abandoned(seen: tuple[bytes, str] | None, watch: _Watch) -> bool:
 
 
 def _try_to_take(
-    slot: LeaseRecord, holder: dict[str, Any], seen: tuple[bytes, str] | None, timing: Timing
+    slot: LeaseSlot, holder: dict[str, Any], seen: tuple[bytes, str] | None, timing: Timing
 ) -> ObjectLease | None:
     record = Record(holder, os.urandom(16).hex(), 0, timing.ttl_seconds, ProcessIdentity.current())
     began = timing.clock()
@@ -262,7 +238,7 @@ class Lease(ABC):
 class ObjectLease(Lease):
     """A lease that a thread goes on renewing. `check` asks the store."""
 
-    def __init__(self, slot: LeaseRecord, record: Record, written: float, timing: Timing) -> None:
+    def __init__(self, slot: LeaseSlot, record: Record, written: float, timing: Timing) -> None:
         self._slot = slot
         self._record = record
         self._written = written

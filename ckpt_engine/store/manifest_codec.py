@@ -67,8 +67,6 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DECODER = json.JSONDecoder()
 _STRANGER_BYTES = 1 << 20
 """Of a file that does not begin as a manifest does: a larger one is not parsed to say what it may be."""
-_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
-"""What taking apart an unexpected document can raise."""
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -85,7 +83,7 @@ def encode(manifest: Manifest) -> bytes:
         }
         for snapshot, entries in manifest.bases.items()
     }
-    body = _dump(
+    body = dump(
         {
             "format": FORMAT,
             "version": version_of(manifest),
@@ -149,7 +147,7 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
             },
         )
         check(manifest, is_part=is_part)
-    except _MALFORMED as err:
+    except container.MALFORMED as err:
         raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
     return manifest
 
@@ -175,7 +173,7 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
         return None
     try:
         return info_from_json(info)
-    except _MALFORMED as err:
+    except container.MALFORMED as err:
         raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
 
 
@@ -218,7 +216,8 @@ def _stranger(data: bytes) -> CorruptError | ForeignError:
     return ForeignError("not a manifest of ckpt-engine, though it is JSON")
 
 
-def _dump(document: Any) -> bytes:
+def dump(document: Any) -> bytes:
+    """A document as the shortest JSON."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 

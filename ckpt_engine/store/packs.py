@@ -19,11 +19,9 @@ import numpy as np
 
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.store import tree
-from ckpt_engine.store.container import DTYPES, is_object, is_shape, loads, require
+from ckpt_engine.store.container import DTYPES, MALFORMED, is_object, is_shape, loads, require
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.manifest import PACKED, Entry, Manifest
-
-_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def decode(data: bytes, entries: Mapping[str, Entry]) -> Schema:
         document = loads(data)
         packs = tuple([_pack(row, entries) for row in document["packs"]])
         tree.check({"": document["tree"]}, entries)
-    except _MALFORMED as err:
+    except MALFORMED as err:
         raise CorruptError(f"a schema contradicts the format: {type(err).__name__}: {err}") from err
     return Schema(document["tree"], packs)
 

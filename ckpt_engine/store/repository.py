@@ -11,7 +11,6 @@ Whether data files are in a storage as they were written, by what it lists.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -503,8 +502,6 @@ EVERY = 100
 FEW = 8
 """So many unknown manifests are read singly without asking for the catalog."""
 
-_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
-
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -532,12 +529,7 @@ def encode(run: str, cards: Iterable[Card]) -> bytes:
         for card in cards
         if card.manifest.version
     ]
-    body = json.dumps(
-        {"format": FORMAT, "version": VERSION, "run": run, "snapshots": rows},
-        separators=(",", ":"),
-        ensure_ascii=False,
-        allow_nan=False,
-    ).encode()
+    body = manifest_codec.dump({"format": FORMAT, "version": VERSION, "run": run, "snapshots": rows})
     return b'{"digest":"%s","catalog":%s}\n' % (digest(body).encode(), body)
 
 
@@ -560,7 +552,7 @@ def decode(data: bytes, run: str, listed: Mapping[str, ObjectInfo]) -> list[Card
         if (document["format"], document["version"], document["run"]) != (FORMAT, VERSION, run):
             raise CorruptError("the catalog is of another run or version")
         return [card for row in document["snapshots"] if (card := _card(row, listed)) is not None]
-    except _MALFORMED as err:
+    except container.MALFORMED as err:
         raise CorruptError(f"the catalog contradicts the format: {type(err).__name__}: {err}") from err
 
 

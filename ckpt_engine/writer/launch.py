@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self
 
-from ckpt_engine.copy.job import ErrorRecord, WriterConfig, config_to_json
+from ckpt_engine.copy.job import ErrorRecord, WriterConfig
 from ckpt_engine.errors import WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.writer import channel as protocol
@@ -122,7 +122,7 @@ class ProcessWriter(WriterClient):
         client = cls(config, process, channel)
         client._listener.start()
         folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
-        channel.send({"kind": protocol.START, "config": config_to_json(config), "path": folders})
+        channel.send({"kind": protocol.START, "config": asdict(config), "path": folders})
         try:
             client._begin(config, emit, "process")
         except BaseException:

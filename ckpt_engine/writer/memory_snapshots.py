@@ -200,7 +200,7 @@ class Ids:
 
 
 SHARES = 3
-"""Orders that one of several ranks keeps; see `held_share`."""
+"""Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,48 +222,26 @@ class Offer:
     durable: bool
 
 
-def as_manifest(staged: Staged, run: str) -> bytes:
-    """The manifest of a snapshot that one writer holds whole."""
-    return manifest_codec.encode(staged.manifest(run, staged.digest()))
-
-
-def held_share(ids: Ids, changed: Callable[[], object], ranks: RankConfig) -> MemorySnapshots:
-    """For one of several ranks: all of them die with a snapshot in common, though they are at different ones.
-
-    A rank that begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2 complete;
-    m - 1 may still be copied there. So this writer keeps m - 2, and m - 1, and perhaps m.
-    """
-
-    def describe(staged: Staged, run: str) -> bytes:
-        manifest = staged.manifest(run, staged.digest())
-        return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, ranks))
-
-    return MemorySnapshots(ids, changed, SHARES, describe)
-
-
 class MemorySnapshots:
     """Keeps the newest orders. Thread safe.
+
+    One is what a trainer alone loses nothing with. All ranks die with a snapshot in common, though they are at
+    different ones: a rank that begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2
+    complete; m - 1 may still be copied there. So the writer of a rank keeps m - 2, and m - 1, and perhaps m.
 
     While the trainer lives its memory changes whenever a newer order has been sent, which may not have arrived here:
     nothing is offered before `seal`.
 
     Args:
         changed: called, on any thread, when `offer` may have another answer.
-        keep: so many orders. One is what a trainer alone loses nothing with; several ranks may be at different ones.
-        describe: what is said of an order whose digests are known, given the run's id.
+        ranks: whose writer this is; None: there is one rank.
     """
 
-    def __init__(
-        self,
-        ids: Ids,
-        changed: Callable[[], object],
-        keep: int = 1,
-        describe: Callable[[Staged, str], bytes] = as_manifest,
-    ) -> None:
+    def __init__(self, ids: Ids, changed: Callable[[], object], ranks: RankConfig | None = None) -> None:
         self._ids = ids
         self._tell = changed
-        self._keep = keep
-        self._describe = describe
+        self._ranks = ranks
+        self._keep = 1 if ranks is None else SHARES
         self._lock = threading.Lock()
         self._orders: deque[StagedJob] = deque()
         self.pace: Mapping[str, Any] = {}
@@ -409,11 +387,18 @@ class MemorySnapshots:
                 self._digest_soon(order)
                 return None
             staged = order.staged(self._ids.of(order))
-            manifest = self._describe(staged, run.run)
+            manifest = self._described(staged, run.run)
             fd = staged.slot.reading_fd()
             return Offer(staged.snapshot, order.job.step, manifest, run, staged.data, fd, order.durable)
         finally:
             order.release()
+
+    def _described(self, staged: Staged, run: str) -> bytes:
+        """The manifest, or the part record of a rank's share, of which the digests are known."""
+        manifest = staged.manifest(run, staged.digest())
+        if self._ranks is None:
+            return manifest_codec.encode(manifest)
+        return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
 
     def let_go(self) -> None:
         """It is not wanted any more: give the memory back as soon as it is durable."""

@@ -18,7 +18,7 @@ from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Noti
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.commit_of_ranks import Cancelled
-from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob, held_share, stays
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob, stays
 from ckpt_engine.writer.writer import Emit, Writer
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ class Worker:
         self._ids = Ids()
         self._intake = MessageDecoder()
         self._writer = Writer(config, emit, self._ids)
-        self.held = (
-            MemorySnapshots(self._ids, on_news) if self._ranks is None else held_share(self._ids, on_news, self._ranks)
-        )
+        self.held = MemorySnapshots(self._ids, on_news, config.ranks)
         self._writer.spent = self.held.spent
         self._on_news = on_news
         self._caught_up = caught_up

@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
-from ckpt_engine.copy import job as values
 from ckpt_engine.copy.job import ErrorRecord, History, JobDone, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
@@ -473,7 +473,7 @@ class Writer:
 
         def tell(is_read: bool) -> None:
             done = JobDone(job.job, snapshot, error, is_read)
-            self._emit({"kind": channel.DONE, "done": values.done_to_json(done)})
+            self._emit({"kind": channel.DONE, "done": asdict(done)})
 
         self._holds.settle(job.slot, tell)
 

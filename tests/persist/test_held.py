@@ -22,7 +22,7 @@ from ckpt_engine.writer import channel, control, part_records
 from ckpt_engine.writer.channel import Pulse, read_pulse
 from ckpt_engine.writer.client import Mailbox
 from ckpt_engine.writer.control import ControlHandlers
-from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, Offer, StagedJob, held_share
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, Offer, StagedJob
 from ckpt_engine.writer.worker import Worker
 from ckpt_engine.writer.writer import Writer
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
@@ -212,7 +212,7 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: Memor
     held.seal(RUN)
     assert held.wait_sealed(WAIT_SECONDS)
     why = held.offer()
-    assert isinstance(why, str) and "cannot be used: an arena slot has 0 bytes" in why
+    assert isinstance(why, str) and "cannot be used: cannot map an arena slot" in why
 
 
 def test_nothing_held_is_an_answer_too(held: MemorySnapshots) -> None:
@@ -373,7 +373,7 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
 
 @pytest.fixture
 def share(ids: Ids) -> Iterator[MemorySnapshots]:
-    made = held_share(ids, lambda: None, RankConfig(1, 2, "session", None, 1.0))
+    made = MemorySnapshots(ids, lambda: None, RankConfig(1, 2, "session", None, 1.0))
     yield made
     made.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,9 +19,7 @@ from ckpt_engine.copy.job import (
     PersistJob,
     WriterConfig,
     config_from_json,
-    config_to_json,
     done_from_json,
-    done_to_json,
     job_from_json,
     job_to_json,
     layout_from_json,
@@ -151,9 +150,9 @@ def test_values_survive_the_wire() -> None:
     config = WriterConfig("/x", keep={"last": 2}, holder={"pid": 1})
     assert layout_from_json(decode(encode(layout_to_json(layout)))) == layout
     assert job_from_json(decode(encode(job_to_json(JOB)))) == JOB
-    assert done_from_json(decode(encode(done_to_json(done)))) == done
-    assert done_from_json(decode(encode(done_to_json(JobDone(4, "id"))))) == JobDone(4, "id")
-    assert config_from_json(decode(encode(config_to_json(config)))) == config
+    assert done_from_json(decode(encode(asdict(done)))) == done
+    assert done_from_json(decode(encode(asdict(JobDone(4, "id"))))) == JobDone(4, "id")
+    assert config_from_json(decode(encode(asdict(config)))) == config
 
 
 @pytest.mark.parametrize("error", [StorageFullError("no space", hint="free some"), LeaseHeldError("held")])
@@ -174,7 +173,7 @@ def test_a_lost_writer_fails_its_open_jobs_once() -> None:
     mailbox = Mailbox("tier")
     for number in (1, 2):
         assert mailbox.expect(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
-    mailbox.hear({"kind": channel.DONE, "done": done_to_json(JobDone(1, "a"))})
+    mailbox.hear({"kind": channel.DONE, "done": asdict(JobDone(1, "a"))})
     assert not mailbox.drain(0.0)
     mailbox.lose(ErrorRecord("CKPT600", "gone"), expected=False)
     mailbox.lose(ErrorRecord("CKPT600", "again"), expected=False)
@@ -205,7 +204,7 @@ def test_draining_waits_for_retention_too() -> None:
     """A job that is done is not settled before the retention that follows it."""
     mailbox = Mailbox("tier")
     mailbox.expect(JOB)
-    mailbox.hear({"kind": channel.DONE, "done": done_to_json(JobDone(7, "a"))})
+    mailbox.hear({"kind": channel.DONE, "done": asdict(JobDone(7, "a"))})
     assert not mailbox.drain(0.0)
     mailbox.hear({"kind": channel.SETTLED, "job": 7})
     assert mailbox.drain(0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -299,4 +300,4 @@ def test_places_cross_to_the_writer_process() -> None:
     """As the tuples that they are."""
     ranks = RankConfig(2, 4, "s", None, 1.0, place=(2, 3), places=((0, 1), (2, 3)), record="r")
     config = WriterConfig("/r", ranks=ranks)
-    assert job.config_from_json(job.config_to_json(config)) == config
+    assert job.config_from_json(asdict(config)) == config

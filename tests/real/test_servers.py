@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.lease_objects import Timing, slot_of, take
+from ckpt_engine.store.lease_objects import LeaseSlot, Timing, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
@@ -67,7 +67,7 @@ def test_a_run_is_written_and_read(server: S3Server, bucket: str) -> None:
 
 def test_takers_of_a_lease_get_it_one_after_another(server: S3Server, bucket: str) -> None:
     """Also where conditional writes are ignored, racy or refused."""
-    slot = slot_of(S3Storage(f"s3://{bucket}/run", server.options()))
+    slot = LeaseSlot(S3Storage(f"s3://{bucket}/run", server.options()))
     timing = Timing(ttl_seconds=20.0, settle_seconds=0.7, look_seconds=0.05)
     holding: list[int] = []
     most: list[int] = []

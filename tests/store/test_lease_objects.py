@@ -22,7 +22,7 @@ import pytest
 from ckpt_engine.errors import LeaseHeldError, StorageError, StorageExistsError
 from ckpt_engine.store import lease_objects
 from ckpt_engine.store.lease import acquire, locks_are_shared, read_holder
-from ckpt_engine.store.lease_objects import LeaseRecord, ObjectLease, ProcessIdentity, Record, Timing, slot_of, take
+from ckpt_engine.store.lease_objects import LeaseSlot, ObjectLease, ProcessIdentity, Record, Timing, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
@@ -250,20 +250,20 @@ def test_the_thread_beats() -> None:
 
 
 @pytest.fixture(params=["s3", "memory", "folder"])
-def slot(request: pytest.FixtureRequest, tmp_path: Path) -> LeaseRecord:
+def slot(request: pytest.FixtureRequest, tmp_path: Path) -> LeaseSlot:
     """The slots of all kinds of storage."""
     if request.param == "s3":
         server, name = request.getfixturevalue("moto"), request.getfixturevalue("bucket")
-        return slot_of(S3Storage(f"s3://{name}/run", server.options()))
+        return LeaseSlot(S3Storage(f"s3://{name}/run", server.options()))
     if request.param == "memory":
-        return slot_of(open_storage(f"memory://{tmp_path.name}/{os.urandom(4).hex()}"))
-    return slot_of(LocalStorage(tmp_path / "run"))
+        return LeaseSlot(open_storage(f"memory://{tmp_path.name}/{os.urandom(4).hex()}"))
+    return LeaseSlot(LocalStorage(tmp_path / "run"))
 
 
 class Settled:
     """A slot, and pauses in which every write is over that was under way when they began: what settling relies on."""
 
-    def __init__(self, slot: LeaseRecord) -> None:
+    def __init__(self, slot: LeaseSlot) -> None:
         self.url = slot.url
         self._slot = slot
         self._under_way: dict[int, int] = {}
@@ -317,7 +317,7 @@ class Settled:
             self._changed.notify_all()
 
 
-def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: LeaseRecord) -> None:
+def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: LeaseSlot) -> None:
     """Threads stand for machines; nobody ever holds it beside another."""
     settled = Settled(slot)
     timing = Timing(ttl_seconds=60.0, pause=settled.pause)
@@ -396,7 +396,7 @@ def test_a_process_holds_a_bucket_until_it_is_killed(
 def test_a_lease_survives_a_bad_network(moto: S3Server, bucket: str, wire: Wire) -> None:
     """A renewal whose answer was lost is ours, not somebody else's."""
     options = moto.options(wire.url)
-    slot = slot_of(S3Storage(f"s3://{bucket}/run", options))
+    slot = LeaseSlot(S3Storage(f"s3://{bucket}/run", options))
     with take(slot, ME, 0, Timing(settle_seconds=0.0)) as lease:
         for fault in ("lost", "503", "refuse", "midbody", "lost"):
             wire.rule(fault, "PUT", times=1)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt_engine.copy.job import EntryLayout
-from ckpt_engine.copy.staged import cut
+from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError, UnstorableLeafError
 from ckpt_engine.interop.dcp_reader import Root, Save, config_of, names_step, step_of
 from ckpt_engine.snapshot.save_request import software

@@ -20,7 +20,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from ckpt_engine.copy.staged import map_shared, shared_bytes
+from ckpt_engine.copy import host_memory
+from ckpt_engine.copy.host_memory import map_shared, memory_file, shared_bytes
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
@@ -31,13 +32,12 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.snapshot import host_memory
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, ReadOnlyStorage
 from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Beat, Received
 from ckpt_engine.writer.parity import restore_chunk
-from ckpt_engine.writer.peer_service import PeerShare, connect, memory_file, verify
+from ckpt_engine.writer.peer_service import PeerShare, connect, verify
 
 URL = "memory"
 """How the place is called."""

@@ -25,6 +25,7 @@ from operator import attrgetter
 
 import torch
 
+from ckpt_engine.copy import host_memory
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
@@ -33,7 +34,6 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe import units
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.snapshot import host_memory
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, Fetch, Rooms, chain_of, is_plain

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt_engine.copy import host_memory
+from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.copy.job import Layout
-from ckpt_engine.copy.staged import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
-from ckpt_engine.snapshot import host_memory
 from ckpt_engine.snapshot.copying import ColdMemory
 from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime
 from ckpt_engine.state.layout import WITHOUT_COPY, StatePlan

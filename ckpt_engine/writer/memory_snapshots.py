@@ -16,9 +16,8 @@ from typing import Any
 
 from ckpt_engine.copy import job as values
 from ckpt_engine.copy.job import ErrorRecord, PersistJob, RankConfig
-from ckpt_engine.copy.staged import ArenaSlot, CutLayout
 from ckpt_engine.copy.transfer import RunText
-from ckpt_engine.copy.write_snapshot import Digests, Staged
+from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.manifest import DataFile
@@ -226,8 +225,8 @@ class MemorySnapshots:
     """Keeps the newest orders. Thread safe.
 
     One is what a trainer alone loses nothing with. All ranks die with a snapshot in common, though they are at
-    different ones: a rank that begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2
-    complete; m - 1 may still be copied there. So the writer of a rank keeps m - 2, and m - 1, and perhaps m.
+    different ones: a rank that begins snapshot m has met all ranks in the step before it, so that each has snapshot
+    m - 2 complete; m - 1 may still be copied there. So the writer of a rank keeps m - 2, and m - 1, and perhaps m.
 
     While the trainer lives its memory changes whenever a newer order has been sent, which may not have arrived here:
     nothing is offered before `seal`.

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine.copy.staged import shared_bytes
+from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import Running
 from ckpt_engine.store.names import parse_id
-from ckpt_engine.writer.peer_service import SLICE_BYTES, PeerConnection, PeerShare, memory_file
+from ckpt_engine.writer.peer_service import SLICE_BYTES, PeerConnection, PeerShare
 
 
 def chunk(nbytes: int, members: int, number: int) -> slice:

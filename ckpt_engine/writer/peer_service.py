@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.copy.staged import shared_bytes
+from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import digest
 from ckpt_engine.writer import part_records
@@ -402,17 +402,6 @@ def _wake(sock: socket.socket) -> None:
     """End a connection whose thread closes it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def memory_file(nbytes: int) -> int:
-    """A descriptor of new memory.
-
-    Raises:
-        OSError: there is none.
-    """
-    fd = os.memfd_create("ckpt-share", os.MFD_CLOEXEC)
-    os.ftruncate(fd, max(1, nbytes))
-    return fd
 
 
 KEPT = 2

@@ -17,9 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.staged import Digesting, shared_bytes
 from ckpt_engine.copy.transfer import RunText
+from ckpt_engine.copy.write_snapshot import Digesting
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
@@ -28,7 +29,7 @@ from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.channel import Answer, Body, Reply
 from ckpt_engine.writer.memory_snapshots import StagedJob
 from ckpt_engine.writer.parity import ParitySets, chunk
-from ckpt_engine.writer.peer_service import SECONDS, Guests, PeerConnection, PeerShare, Server, connect, memory_file
+from ckpt_engine.writer.peer_service import SECONDS, Guests, PeerConnection, PeerShare, Server, connect
 
 _REMEMBERED = 16
 

@@ -27,7 +27,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main as ckpt
 from ckpt_engine.copy import encode_pieces
-from ckpt_engine.copy.staged import cut
+from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.errors import CkptError
 from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
 from ckpt_engine.restore.load import load

@@ -31,7 +31,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main as ckpt
 from ckpt_engine.copy import encode_pieces
 from ckpt_engine.copy.make_room import prune
-from ckpt_engine.copy.staged import cut
+from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.restore.load import load
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire

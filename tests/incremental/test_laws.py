@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy import encode_pieces
-from ckpt_engine.copy.staged import cut
+from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore.load import load
 from tests.incremental.test_reading import flip_bit

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.copy.staged import cut
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
+from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.restore.load import load
 from ckpt_engine.store.decode import chain_of
 from ckpt_engine.store.repository import Repository

@@ -92,7 +92,7 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real files over sixty snapshots: bytes written, space, and every bit."""
-    monkeypatch.setattr("ckpt_engine.copy.staged.cut.__defaults__", (100_000,))
+    monkeypatch.setattr("ckpt_engine.copy.write_snapshot.cut.__defaults__", (100_000,))
     life, table = Life(tmp_path / "run", keep={"last": 2}, writer="thread"), Table(100_000)
     states, sizes = {}, []
     with Checkpointer(life.root, **life.options) as ckpt:

@@ -160,7 +160,7 @@ def test_a_file_of_which_little_is_needed_is_not_kept_for_it(tmp_path: Path) -> 
 
 def test_parts_of_one_tensor_are_spared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of several pieces of which some change; only newer readers can read it."""
-    monkeypatch.setattr("ckpt_engine.copy.staged.cut.__defaults__", (200_000,))
+    monkeypatch.setattr("ckpt_engine.copy.write_snapshot.cut.__defaults__", (200_000,))
     life = Life(tmp_path / "run", writer="thread")
     w = torch.randn(5000, 100, generator=torch.Generator().manual_seed(0))
     states = {}

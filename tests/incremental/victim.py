@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.staged import cut
+from ckpt_engine.copy.write_snapshot import cut
 from tests.support.bounds import bounds
 
 ROWS, WIDTH, FROZEN = 40_000, 8, 100_000

@@ -25,7 +25,7 @@ from ckpt_engine.copy.job import (
     layout_from_json,
     layout_to_json,
 )
-from ckpt_engine.copy.staged import CutLayout, Digesting, cut
+from ckpt_engine.copy.write_snapshot import CutLayout, Digesting, cut
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest

@@ -11,9 +11,9 @@ import torch
 import zstandard
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy.host_memory import MemoryLimit
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.restore import read
-from ckpt_engine.snapshot.host_memory import MemoryLimit
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import container, manifest_codec
 from ckpt_engine.store.container import PIECE_BYTES, digest

@@ -13,11 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ckpt_engine.copy.host_memory import MemoryLimit
 from ckpt_engine.copy.job import ArenaNews, ErrorRecord, JobDone, PersistJob, job_from_json, layout_from_json
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.snapshot import pipeline
-from ckpt_engine.snapshot.host_memory import MemoryLimit
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import Request, SaveHandle
 from ckpt_engine.snapshot.writer_link import Coming

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from ckpt_engine.snapshot.host_memory import free_huge_bytes, populate
+from ckpt_engine.copy.host_memory import free_huge_bytes, populate
 
 SAMPLE = """Node 0, zone      DMA      1      1      1      1      1      1      1      0      1      1      3
 Node 0, zone   Normal   1816    951    500    301    179    102     60     31     16      7      2

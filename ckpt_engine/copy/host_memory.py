@@ -9,6 +9,10 @@ Touch fresh memory fast: huge pages where the kernel has them at hand, and many 
 First touch costs more than the copy into it. It is several times faster in huge pages; but where memory is fragmented
 the kernel makes them by compaction, in the middle of the page fault, so look first. And it is several times faster if
 asked for beforehand than page by page in the middle of a read.
+
+Shared memory is mapped from a multiple of a huge page on. Without huge pages every direct write looks up each small
+page of the arena: several times the processor time, taken from training. Most systems give shared memory none by
+itself, but it may ask (`MADV_COLLAPSE`, Linux 6.1) if address and size are aligned.
 """
 
 from __future__ import annotations
@@ -17,12 +21,97 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from ckpt_engine.errors import StateError
+from ckpt_engine.errors import CorruptError, StateError
 from ckpt_engine.observe.units import size
+
+HUGE_BYTES = 2 << 20
+_COLLAPSE = 25  # MADV_COLLAPSE
+_POPULATE_WRITE = 23
+_FIXED = 0x10  # MAP_FIXED
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_shared(fd: int, nbytes: int, *, writable: bool) -> Any:
+    """The first `nbytes` bytes of a shared memory file as an object with the buffer protocol.
+
+    The memory starts at a multiple of `HUGE_BYTES`. It stays mapped as long as the object or anything made from its
+    buffer lives.
+
+    Args:
+        writable: else it is for reading only, and mapped at once.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    room = nbytes + HUGE_BYTES
+    base = _call_mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    start = -(-base // HUGE_BYTES) * HUGE_BYTES
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    flags = mmap.MAP_SHARED | _FIXED | (0 if writable else mmap.MAP_POPULATE)
+    try:
+        _call_mmap(start, nbytes, protection, flags, fd)
+    except OSError:
+        _LIBC.munmap(base, room)
+        raise
+    buffer = (ctypes.c_char * nbytes).from_address(start)
+    # At the end of the interpreter other threads may still use the memory: the kernel takes it back then.
+    weakref.finalize(buffer, _LIBC.munmap, base, room).atexit = False
+    return buffer
+
+
+def shared_bytes(fd: int, nbytes: int, *, writable: bool) -> memoryview:
+    """The first `nbytes` bytes of a shared memory file, see `map_shared`.
+
+    Raises:
+        CorruptError: it has fewer.
+        OSError: the system refuses.
+    """
+    # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
+    if (size := os.fstat(fd).st_size) < nbytes:
+        raise CorruptError(f"shared memory has {size} bytes instead of {nbytes}")
+    return memoryview(map_shared(fd, max(1, nbytes), writable=writable)).cast("B")[:nbytes]
+
+
+def collapse(address: int, nbytes: int) -> bool:
+    """Make shared memory present in huge pages; whether it worked. Any thread; releases the GIL.
+
+    Args:
+        address, nbytes: multiples of `HUGE_BYTES`. What is there stays.
+    """
+    for position in range(address, address + nbytes, HUGE_BYTES):
+        _LIBC.madvise(position, mmap.PAGESIZE, _POPULATE_WRITE)  # only memory that is there is collapsed
+    return int(_LIBC.madvise(address, nbytes, _COLLAPSE)) == 0
+
+
+def _call_mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found = _LIBC.mmap(address, nbytes, protection, flags, fd, 0)
+    if found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)
+
+
+def memory_file(nbytes: int) -> int:
+    """A descriptor of new memory.
+
+    Raises:
+        OSError: there is none.
+    """
+    fd = os.memfd_create("ckpt-share", os.MFD_CLOEXEC)
+    os.ftruncate(fd, max(1, nbytes))
+    return fd
+
 
 RESERVE = 0.05
 """Share of what is available that is left to everybody else."""
@@ -180,11 +269,8 @@ def _fields(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
-HUGE_BYTES = 2 << 20
 _ORDER = 9  # 2^9 small pages
 _BUDDY = Path("/proc/buddyinfo")
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def advise(memory: mmap.mmap) -> bool:

@@ -290,7 +290,6 @@ class WriterConfig:
         holder: who asks for the lease: `pid`, `host`, `command`; filled with this process where absent.
         drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
         end_wait_seconds: how long a trainer that ends waits for what further tiers still want.
-        nice: lower the CPU and I/O priority of the writer process.
         tiers: further tiers, nearest first.
         fatal: a snapshot that `url` does not take fails, even if a further tier would.
         memory: the writer is a tier too: it keeps the newest job that it received, makes it durable if the trainer is
@@ -307,7 +306,6 @@ class WriterConfig:
     holder: Mapping[str, Any] = field(default_factory=dict)
     drain_seconds: float = 600.0
     end_wait_seconds: float = 600.0
-    nice: bool = True
     tiers: tuple[TierConfig, ...] = ()
     fatal: bool = False
     memory: bool = False

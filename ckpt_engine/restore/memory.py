@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import map_shared, memory_file, shared_bytes
+from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
@@ -61,20 +61,19 @@ class SharedFile:
         self.name = name
         self.nbytes = nbytes
         self._fd = fd
-        self._memory: Any = None
+        self._memory: memoryview | None = None
         self._lock = threading.Lock()
-        # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
         if os.fstat(fd).st_size < nbytes:
             raise CorruptError(f"the memory of {name} has {os.fstat(fd).st_size} bytes instead of {nbytes}")
 
-    def mapped(self) -> Any:
+    def mapped(self) -> memoryview:
         """Its memory. It stays mapped as long as anything refers to the result."""
         with self._lock:
             if self._memory is None:
                 if self._fd < 0:
                     raise StorageError(f"{URL} was released")
                 try:
-                    self._memory = map_shared(self._fd, self.nbytes, writable=False)
+                    self._memory = shared_bytes(self._fd, self.nbytes, writable=False)
                 except OSError as err:
                     raise StorageError(f"cannot map {self.nbytes} bytes of {URL}: {err}") from err
             return self._memory
@@ -142,7 +141,7 @@ class MemoryStorage(ReadOnlyStorage):
             raise StorageMissingError(f"{URL} does not have {name} as memory")
         if start + nbytes > file.nbytes:
             raise CorruptError(f"{URL}/{name} ends before byte {start + nbytes}")
-        return memoryview(file.mapped()).cast("B")[start : start + nbytes].toreadonly()
+        return file.mapped()[start : start + nbytes].toreadonly()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         found = [ObjectInfo(name, len(text)) for name, text in self._texts.items()]

@@ -380,9 +380,10 @@ def _own_folder() -> str:
     raise error
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end: who connected, or who listens there."""
-    return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end: who connected, or who listens there."""
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
 
 
 def connect(name: str, timeout: float) -> socket.socket | None:
@@ -403,7 +404,7 @@ def _connected(path: str, timeout: float) -> socket.socket | None:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
         sock.connect(path)
-        if peer_uid(sock) == os.geteuid():
+        if peer_of(sock)[1] == os.geteuid():
             return sock
     except (ConnectionRefusedError, FileNotFoundError):
         pass  # the name is free, or who had it was killed
@@ -455,7 +456,7 @@ class SocketListener:
             sock, _ = self._sock.accept()
         except OSError:
             return None
-        if peer_uid(sock) == os.geteuid():
+        if peer_of(sock)[1] == os.geteuid():
             return sock
         sock.close()
         return None

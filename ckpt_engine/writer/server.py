@@ -16,7 +16,6 @@ import select
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -41,7 +40,6 @@ _NAME_SECONDS = 5.0
 _END_SECONDS = 10.0
 _CATCH_UP_SECONDS = 10.0
 """Less than what a tier may take without a sign of progress: it is waited for in the tier's lane."""
-_UCRED = struct.Struct("3i")
 
 EXIT_OK = 0
 EXIT_BROKEN = 1
@@ -52,7 +50,7 @@ class PeerWatch:
     """Notices the end of the process at the other end of a socket, even if a fork of it holds the socket open."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.pid: int = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+        self.pid = channel.peer_of(sock)[0]
         self.gone = False
         self.fd: int | None = None
         """Readable once the process has ended; None where the kernel offers no pidfd."""
@@ -204,9 +202,8 @@ class Serving:
 
         config = config_from_json(body["config"])
         self._drain_seconds, self._linger_seconds = config.drain_seconds, config.linger_seconds
-        if config.nice:
-            # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
-            os.nice(_NICE)
+        # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
+        os.nice(_NICE)
         self._url = config.url
         self._rank = 0 if config.ranks is None else config.ranks.rank
         self._listens = self._rank == 0 or config.memory

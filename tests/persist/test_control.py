@@ -349,7 +349,7 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
 
 def test_the_credentials_decide(tmp_path: Path, served: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, where no other user can be had: the socket is told to be another user's."""
-    monkeypatch.setattr(channel, "peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(channel, "peer_of", lambda sock: (0, os.geteuid() + 1))
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     with connect(tmp_path) as sock:
         assert hung_up(sock)

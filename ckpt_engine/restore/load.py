@@ -439,11 +439,12 @@ class Restorer:
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
         """All ranks go on from a snapshot in the line that rank 0 sees."""
 
-        def rows() -> list[list[Any]]:
-            return [list(one) for one in look()]
-
-        before = rows() if self._session is None else self._session.agree(rows, START_SECONDS)
-        self._pipeline.lineage.go_on(info, tuple((str(attempt), int(last)) for attempt, last in before))
+        if self._session is None:
+            before = look()
+        else:
+            agreed: list[list[Any]] = self._session.agree(lambda: [list(one) for one in look()], START_SECONDS)
+            before = tuple((str(attempt), int(last)) for attempt, last in agreed)
+        self._pipeline.lineage.go_on(info, before)
 
     def nearest(self) -> Repository:
         """The nearest tier. Others are not even opened: that may be slow, too."""

@@ -21,7 +21,7 @@ from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.writer import channel as protocol
 from ckpt_engine.writer.channel import Body, Channel, decode, encode
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient, never
-from ckpt_engine.writer.worker import Worker
+from ckpt_engine.writer.job_queue import JobQueue
 
 
 class ThreadWriter(WriterClient):
@@ -32,17 +32,17 @@ class ThreadWriter(WriterClient):
 
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config.url)
-        self._worker = Worker(config, self._hear, self._ended)
+        self._queue = JobQueue(config, self._hear, self._ended)
 
     @classmethod
     def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
         """Start the thread; see `open_client` for what is raised, and `ProcessWriter.start` for `emit`."""
         client = cls(config)
-        client._worker.start()
+        client._queue.start()
         try:
             client._begin(config, emit, "thread")
         except BaseException:
-            client._worker.skip_waiting()
+            client._queue.skip_waiting()
             raise
         return client
 
@@ -57,7 +57,7 @@ class ThreadWriter(WriterClient):
         if self._foreign:
             return True
         self._closing = True
-        self._worker.finish(failed=failed)
+        self._queue.finish(failed=failed)
         ended = self._wait_for_the_end(self._closed, timeout, hurries)
         if not ended:
             self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
@@ -73,7 +73,7 @@ class ThreadWriter(WriterClient):
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
         # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
-        self._worker.put(decode(encode(body)), tuple(os.dup(fd) for fd in fds))
+        self._queue.put(decode(encode(body)), tuple(os.dup(fd) for fd in fds))
 
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"

@@ -1,4 +1,4 @@
-"""The writer process: receives from the trainer, lets a worker thread write, and always ends by itself.
+"""The writer process: receives from the trainer, lets a thread write, and always ends by itself.
 
 It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
 the arena alive), at most `drain_seconds` long. With memory it finishes the job at hand and the newest snapshot, and
@@ -30,7 +30,7 @@ from ckpt_engine.writer.channel import Body, Channel, Received
 
 if TYPE_CHECKING:
     from ckpt_engine.writer.control import Control, ControlHandlers
-    from ckpt_engine.writer.worker import Worker
+    from ckpt_engine.writer.job_queue import JobQueue
 
 START_SECONDS = 60.0
 """How long the trainer may take to send `start`."""
@@ -95,8 +95,8 @@ class Serving:
     def __init__(self, sock: socket.socket) -> None:
         self._peer = PeerWatch(sock)
         self._channel = Channel(sock)
-        self._worker: Worker | None = None
-        self._desk: ControlHandlers | None = None
+        self._queue: JobQueue | None = None
+        self._handlers: ControlHandlers | None = None
         self._url = ""
         self._listens = True
         self._rank = 0
@@ -122,14 +122,14 @@ class Serving:
         while self._behind:
             self._behind.popleft().set()
         self._channel.close()
-        if self._worker is not None and (self._left or not self._worker.ended):
-            self._status = self._drain(self._worker)
+        if self._queue is not None and (self._left or not self._queue.ended):
+            self._status = self._drain(self._queue)
         if self._control is not None:
             self._control.close(_NAME_SECONDS)  # so that what it has just said is sent
         return self._status
 
     def _attend(self) -> None:
-        """Receive until the trainer is gone, or the worker has ended and everything is said.
+        """Receive until the trainer is gone, or the queue has ended and everything is said.
 
         Raises:
             WriterError: the trainer does not keep to the protocol.
@@ -156,9 +156,9 @@ class Serving:
                     one.set()
                 if not is_open:
                     return
-                if self._worker is None and time.monotonic() > deadline:
+                if self._queue is None and time.monotonic() > deadline:
                     raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
-                if self._worker is not None and self._worker.ended and not self._channel.backlog:
+                if self._queue is not None and self._queue.ended and not self._channel.backlog:
                     return
 
     def _caught_up(self) -> bool:
@@ -175,22 +175,22 @@ class Serving:
         kind = item.body.get("kind")
         if kind == channel.START:
             self._begin(item.body)
-        elif self._worker is None:
+        elif self._queue is None:
             raise WriterError(f"the trainer sent {kind!r} before {channel.START!r}")
-        elif kind == channel.LEAVE and self._worker.opened and self._worker.may_lose:
-            self._leave(self._worker, failed=item.body["failed"])
+        elif kind == channel.LEAVE and self._queue.opened and self._queue.may_lose:
+            self._leave(self._queue, failed=item.body["failed"])
         elif kind in (channel.CLOSE, channel.LEAVE):
             self._closing = True
-            self._worker.finish(failed=item.body["failed"])
+            self._queue.finish(failed=item.body["failed"])
         else:
-            self._worker.put(item.body, item.fds)
+            self._queue.put(item.body, item.fds)
 
-    def _leave(self, worker: Worker, *, failed: bool) -> None:
+    def _leave(self, queue: JobQueue, *, failed: bool) -> None:
         """The trainer ends, and does not touch its memory any more: everything but its end is as if it died."""
-        assert self._desk is not None
+        assert self._handlers is not None
         self._left = True
-        worker.abandon(FAILED if failed else CLOSED)
-        self._desk.leave(serves=True)
+        queue.abandon(FAILED if failed else CLOSED)
+        self._handlers.leave(serves=True)
         self._poke()
 
     def _begin(self, body: Body) -> None:
@@ -198,7 +198,7 @@ class Serving:
         sys.path += [folder for folder in body["path"] if folder not in sys.path]
         from ckpt_engine.copy.job import config_from_json
         from ckpt_engine.writer.control import ControlHandlers
-        from ckpt_engine.writer.worker import Worker
+        from ckpt_engine.writer.job_queue import JobQueue
 
         config = config_from_json(body["config"])
         self._drain_seconds, self._linger_seconds = config.drain_seconds, config.linger_seconds
@@ -207,28 +207,28 @@ class Serving:
         self._url = config.url
         self._rank = 0 if config.ranks is None else config.ranks.rank
         self._listens = self._rank == 0 or config.memory
-        self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke, self._caught_up)
-        self._desk = ControlHandlers(
-            self._worker.held,
+        self._queue = JobQueue(config, self._channel.send, self._queue_ended, self._listen, self._poke, self._caught_up)
+        self._handlers = ControlHandlers(
+            self._queue.held,
             self._forward,
             lambda: not self._peer.ended(),
-            self._worker.flush,
+            self._queue.flush,
             self._take_leave,
             config.ranks,
-            self._worker.peers,
+            self._queue.peers,
         )
-        if self._worker.peers is not None:
-            self._worker.peers.answer = self._desk.answer
-        self._worker.start()
+        if self._queue.peers is not None:
+            self._queue.peers.answer = self._handlers.answer
+        self._queue.start()
 
     def _listen(self) -> None:
         """Take requests from outside from now on: the run is ours."""
         from ckpt_engine.writer.control import Control
 
-        assert self._desk is not None
+        assert self._handlers is not None
         if not self._listens:
             return
-        control = Control(self._url, self._desk.answer, self._rank)
+        control = Control(self._url, self._handlers.answer, self._rank)
         try:
             control.open(_NAME_SECONDS)
         except WriterError as err:
@@ -241,8 +241,8 @@ class Serving:
     def _poke(self) -> None:
         if self._control is not None:
             self._control.poke()
-        if self._worker is not None and self._worker.peers is not None:
-            self._worker.peers.poke()
+        if self._queue is not None and self._queue.peers is not None:
+            self._queue.peers.poke()
 
     def _forward(self, what: str, who: str) -> bool:
         if self._channel.backlog:
@@ -254,46 +254,46 @@ class Serving:
             self._control.hang_up()
         os.eventfd_write(self._end_fd, 1)
 
-    def _worker_ended(self, broken: str | None) -> None:
+    def _queue_ended(self, broken: str | None) -> None:
         if broken:
             self._status = EXIT_BROKEN
             _complain(broken)
         self._channel.wake()
 
-    def _drain(self, worker: Worker) -> int:
+    def _drain(self, queue: JobQueue) -> int:
         """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
-        if not worker.opened:
+        if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
         if self._closing:
-            worker.leave_alone()
+            queue.leave_alone()
         elif self._left:
             pass  # done when the trainer said so
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
-            worker.abandon(GONE)
+            queue.abandon(GONE)
         else:
-            worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
-        assert self._desk is not None
-        self._desk.leave(serves=not self._closing)
+            queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
+        assert self._handlers is not None
+        self._handlers.leave(serves=not self._closing)
         if self._control is None and not self._closing:
             self._listen()  # who had the name may be gone by now
         self._poke()
-        self._heed_termination(worker)
+        self._heed_termination(queue)
         deadline = time.monotonic() + self._drain_seconds
-        while not worker.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+        while not queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return EXIT_DEADLINE
-            if self._lingering(worker) == 0.0:
-                worker.held.let_go()
+            if self._lingering(queue) == 0.0:
+                queue.held.let_go()
         if not self._closing:
-            self._linger(worker)
+            self._linger(queue)
         return self._status
 
-    def _heed_termination(self, worker: Worker) -> None:
+    def _heed_termination(self, queue: JobQueue) -> None:
         """From now on SIGTERM is for the writer. One that came before was for the whole job."""
 
         def stop(_number: int, _frame: object) -> None:
-            worker.skip_waiting()
+            queue.skip_waiting()
             self._stopped = True
             os.eventfd_write(self._end_fd, 1)
 
@@ -303,19 +303,19 @@ class Serving:
         signal.signal(signal.SIGTERM, stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
-    def _lingering(self, worker: Worker) -> float | None:
+    def _lingering(self, queue: JobQueue) -> float | None:
         """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
-        if worker.rescued_at is None:
+        if queue.rescued_at is None:
             return None
-        return max(0.0, worker.rescued_at + self._linger_seconds - time.monotonic())
+        return max(0.0, queue.rescued_at + self._linger_seconds - time.monotonic())
 
-    def _linger(self, worker: Worker) -> None:
+    def _linger(self, queue: JobQueue) -> None:
         """Serve what is in memory, as long as it may be wanted."""
-        assert self._desk is not None
+        assert self._handlers is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._end_fd, selectors.EVENT_READ)
-            while not (self._stopped or self._desk.said_bye or self._control is None or worker.held.newest is None):
-                left = self._lingering(worker)
+            while not (self._stopped or self._handlers.said_bye or self._control is None or queue.held.newest is None):
+                left = self._lingering(queue)
                 if not left:
                     return
                 selector.select(left)

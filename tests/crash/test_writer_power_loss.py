@@ -15,7 +15,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.memory_snapshots import Ids, MessageDecoder
-from ckpt_engine.writer.writer import Writer
+from ckpt_engine.writer.persister import Persister
 from tests.crash.explorer import Explorer
 from tests.crash.life import check
 from tests.crash.powerloss import Killed, RecordingDisk
@@ -35,7 +35,9 @@ class _Session:
     """A writer that lives until it is killed, and notes on the disk what it has acknowledged."""
 
     def __init__(self, root: Path, disk: RecordingDisk, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ckpt_engine.writer.writer.open_storage", lambda url, options: LocalStorage(url, disk=disk))
+        monkeypatch.setattr(
+            "ckpt_engine.writer.persister.open_storage", lambda url, options: LocalStorage(url, disk=disk)
+        )
         self._disk = disk
         self._stage = stage
         self.failed: list[str] = []
@@ -43,7 +45,7 @@ class _Session:
 
     def run(self, steps: range) -> bool:
         """Persist a snapshot for each step; whether the writer lived to do it."""
-        writer, intake = Writer(self._config, self._hear, Ids()), MessageDecoder()
+        writer, intake = Persister(self._config, self._hear, Ids()), MessageDecoder()
         try:
             self._drive(writer, intake, steps)
             lived = True
@@ -53,7 +55,7 @@ class _Session:
         intake.close()  # only now: the traceback of a kill still refers to the arena
         return lived
 
-    def _drive(self, writer: Writer, intake: MessageDecoder, steps: range) -> None:
+    def _drive(self, writer: Persister, intake: MessageDecoder, steps: range) -> None:
         writer.open()
         intake.take(*self._stage.message())
         for step in steps:

@@ -27,7 +27,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.writer import tiers
+from ckpt_engine.writer import secondary_tiers
 from lightning_ckpt import AdaptiveCheckpoint as LightningCheckpoint
 from tests.far.line import DEAD, DENIES, HANGS, REFUSES, SLOW, WORKS, Line
 from tests.servers.s3 import free_port
@@ -88,9 +88,9 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "far"
     Silent.speaks, Silent.asked = threading.Event(), threading.Event()
 
-    for module in (tiers, ask_tiers):
+    for module in (secondary_tiers, ask_tiers):
         monkeypatch.setattr(module, "open_storage", partial(opened, {str(path): Silent(path)}))
-    monkeypatch.setattr(tiers, "SURVEY_SECONDS", FOR_EVER)
+    monkeypatch.setattr(secondary_tiers, "SURVEY_SECONDS", FOR_EVER)
     monkeypatch.setattr(ask_tiers, "ANSWER_SECONDS", FOR_EVER)
     monkeypatch.setattr(ask_tiers, "LONGER_SECONDS", FOR_EVER)
     yield path
@@ -191,7 +191,7 @@ def test_a_resume_asks_a_far_tier_once_what_it_has(
     near, far, url = tmp_path / "near", LocalStorage(tmp_path / "far"), "s3://bucket/far"
     options = {"writer": "thread", "keep": {"last": 9}, "resume": "auto", "tiers": [str(near), url]}
     asked: list[str] = []
-    for module, storage in ((tiers, far), (ask_tiers, Counting(far.root, asked))):
+    for module, storage in ((secondary_tiers, far), (ask_tiers, Counting(far.root, asked))):
         monkeypatch.setattr(module, "open_storage", partial(opened, {url: storage}))
     train(options, lambda: None)
     asked.clear()

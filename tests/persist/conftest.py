@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.store.storage.object_requests import GrowingPauses
-from ckpt_engine.writer import tiers, writer
+from ckpt_engine.writer import persister, secondary_tiers
 from ckpt_engine.writer.client import WriterClient
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage
@@ -66,9 +66,9 @@ def stage() -> Iterator[Stage]:
 def run(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A run that tries a failing tier again at once."""
     made = Run(tmp_path, stage)
-    monkeypatch.setattr(tiers, "open_storage", made.open_storage)
-    monkeypatch.setattr(writer, "open_storage", made.open_storage)
-    monkeypatch.setattr(tiers, "PAUSES", GrowingPauses(0.01, 0.02))
+    monkeypatch.setattr(secondary_tiers, "open_storage", made.open_storage)
+    monkeypatch.setattr(persister, "open_storage", made.open_storage)
+    monkeypatch.setattr(secondary_tiers, "PAUSES", GrowingPauses(0.01, 0.02))
     yield made
     for weather in made.weather.values():
         weather.up()

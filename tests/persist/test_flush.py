@@ -122,7 +122,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
     """The first one has failed, and the trainer asks again as soon as it hears of its end."""
     threads = Writers(ThreadWriter, tmp_path / "run")
     client = threads.start(memory=True)
-    worker, over, twice = client._worker, list[int](), threading.Event()
+    worker, over, twice = client._queue, list[int](), threading.Event()
     emit = worker._emit
 
     def hear(body: Body) -> bool:
@@ -135,7 +135,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
                 twice.set()
         return bool(emit(body))
 
-    worker._emit, worker._writer.rescue = hear, lambda _: None
+    worker._emit, worker._persister.rescue = hear, lambda _: None
     stage.share(client)
     client.hold(stage.job(1))
     assert worker.flush() == 1

@@ -22,9 +22,9 @@ from ckpt_engine.writer import channel, control, part_records
 from ckpt_engine.writer.channel import Pulse, read_pulse
 from ckpt_engine.writer.client import Mailbox
 from ckpt_engine.writer.control import ControlHandlers
+from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, Offer, StagedJob
-from ckpt_engine.writer.worker import Worker
-from ckpt_engine.writer.writer import Writer
+from ckpt_engine.writer.persister import Persister
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
 RUN = RunText("0" * 32, b"{}")
@@ -343,15 +343,15 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
 ) -> None:
     """It is offered before the job at hand, an older one, has got anywhere."""
     at_hand, go_on = threading.Event(), threading.Event()
-    persist = Writer.persist
+    persist = Persister.persist
 
-    def late(self: Writer, order: StagedJob) -> None:
+    def late(self: Persister, order: StagedJob) -> None:
         at_hand.set()
         assert go_on.wait(WAIT_SECONDS)
         persist(self, order)
 
-    monkeypatch.setattr(Writer, "persist", late)
-    worker = Worker(WriterConfig(str(tmp_path / "run"), memory=True), lambda body: None, lambda broken: None)
+    monkeypatch.setattr(Persister, "persist", late)
+    worker = JobQueue(WriterConfig(str(tmp_path / "run"), memory=True), lambda body: None, lambda broken: None)
     worker.start()
     second = Stage(slot=1)
     for each in (stage, second):

@@ -343,8 +343,8 @@ def test_holds_do_not_queue_behind_a_persist(run: Run) -> None:
     other.share(client)
     for step in range(2, 300):
         client.hold(other.job(step))
-    assert not client._worker._todo
-    newest = client._worker.held.newest
+    assert not client._queue._todo
+    newest = client._queue.held.newest
     assert newest is not None and newest.job.step == 299
     run.weather[run.near].gate.set()
     run.close()

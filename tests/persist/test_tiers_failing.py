@@ -16,7 +16,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer import tiers
+from ckpt_engine.writer import secondary_tiers
 from ckpt_engine.writer.tier_status import AWAY, WORKING
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, steps
@@ -201,6 +201,6 @@ def test_numbers_leave_room_for_a_tier_that_does_not_answer(run: Run) -> None:
     run.weather[run.far].down()
     run.start()
     run.save(1)
-    assert check_all(run.near)[0].seq == 1 + tiers.UNKNOWN_SEQ_GAP
+    assert check_all(run.near)[0].seq == 1 + secondary_tiers.UNKNOWN_SEQ_GAP
     run.save(2, parent="00999999-s0000000009-00000000")
     assert check_all(run.near)[-1].seq == 1_000_000

@@ -20,7 +20,7 @@ from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.watchdog import Signs
-from ckpt_engine.writer import client, replicate, tiers
+from ckpt_engine.writer import client, replicate, secondary_tiers
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run, steps
 
@@ -28,7 +28,7 @@ from tests.persist.tiered import Run, steps
 @pytest.fixture(autouse=True)
 def nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a tier to answer waits for longer than a test may take."""
-    monkeypatch.setattr(tiers, "SURVEY_SECONDS", 10 * WAIT_SECONDS)
+    monkeypatch.setattr(secondary_tiers, "SURVEY_SECONDS", 10 * WAIT_SECONDS)
 
 
 def closed(run: Run) -> bool:
@@ -53,13 +53,13 @@ def test_a_training_starts_before_the_library_of_a_further_tier_is_there(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of object stores are slow to import, above all at the low priority of a writer."""
-    imported, opened = threading.Event(), tiers.open_storage
+    imported, opened = threading.Event(), secondary_tiers.open_storage
 
     def opens(*args: Any) -> Any:
         assert imported.wait(WAIT_SECONDS)
         return opened(*args)
 
-    monkeypatch.setattr(tiers, "open_storage", opens)
+    monkeypatch.setattr(secondary_tiers, "open_storage", opens)
     run.start()
     assert not imported.is_set()
     imported.set()
@@ -106,7 +106,7 @@ def test_a_training_ends_although_a_further_tier_is_silent(
     assert f"file://{run.far} (" in told.message and "it does not answer" in told.message
     assert steps(run.near)[-1] == 2
     end.set()
-    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
     assert steps(run.far)[-1] == 2
     run.client = None
 
@@ -122,7 +122,7 @@ def test_a_training_that_ends_before_a_silent_tier_was_heard(run: Run, monkeypat
     assert not end.is_set()
     assert [event.tier for event in run.all(SnapshotCommitted)] == [str(run.near)]
     end.set()
-    assert run.client._worker.join(WAIT_SECONDS)
+    assert run.client._queue.join(WAIT_SECONDS)
     run.client = None
 
 
@@ -143,7 +143,7 @@ class Waits:
         self.lines: list[str] = []
         self._told = told
         monkeypatch.setattr(client, "announce", self._announce)
-        monkeypatch.setattr(tiers, "TELL_SECONDS", 0.0)
+        monkeypatch.setattr(secondary_tiers, "TELL_SECONDS", 0.0)
         monkeypatch.setattr(replicate, "RECENT_SECONDS", 10 * WAIT_SECONDS)
         monkeypatch.setattr(replicate, "SILENT_SECONDS", 10 * WAIT_SECONDS)
         run.start(drain_seconds=WAIT_SECONDS, end_wait_seconds=end_wait_seconds)
@@ -159,7 +159,7 @@ class Waits:
 def is_copied_at_last(run: Run) -> None:
     assert steps(run.far) == []
     run.weather[run.far].gate.set()
-    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
     run.client = None
     assert steps(run.far) == [1]
 
@@ -174,7 +174,7 @@ def test_a_long_wait_for_copies_is_said(run: Run, monkeypatch: pytest.MonkeyPatc
         left + r"\(wait_at_end\) or until Ctrl-C; what is missing then: .* and then the next run does$", line
     )
     assert not [one for one in run.all(Notice) if "not everything" in one.message]
-    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
     run.client = None
     assert steps(run.far) == [1]
 
@@ -182,7 +182,7 @@ def test_a_long_wait_for_copies_is_said(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_what_a_long_wait_leaves_was_said_when_it_began(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one line names what is waited for, for how long, and who goes on then; the rest is for those who ask."""
     now = [0.0]
-    monkeypatch.setattr(tiers, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(secondary_tiers, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     waits = Waits(run, monkeypatch, lambda: now.append(now.pop() + 0.6 * WAIT_SECONDS), WAIT_SECONDS / 2)
     assert closed(run)
     assert len(waits.lines) == 1
@@ -253,8 +253,8 @@ def test_what_was_not_copied_at_the_end_the_next_run_copies(run: Run) -> None:
     assert run.weather[run.far].reached.wait(WAIT_SECONDS)
     assert closed(run)
     assert run.client is not None
-    run.client._worker.skip_waiting()
-    assert run.client._worker.join(WAIT_SECONDS)
+    run.client._queue.skip_waiting()
+    assert run.client._queue.join(WAIT_SECONDS)
     run.weather[run.far].gate.set()
     assert steps(run.far) == []
     run.start()
@@ -282,7 +282,7 @@ def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.Monkey
         f"not everything is on file://{run.far}"
     ]
     assert "CKPT30" in log.line(heard[0])
-    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
     run.client = None
 
 
@@ -311,13 +311,13 @@ def test_a_tier_that_fails_in_the_middle_has_one_line_then_and_one_at_the_end_if
         comes_back:
     ]
     assert all("CKPT30" in one for one in left)
-    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
     run.client = None
 
 
 def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nearest tier is empty, and all ranks have to know which run this is before they start."""
-    monkeypatch.setattr(tiers, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(secondary_tiers, "TELL_SECONDS", 0.0)
     end = run.weather[run.far].hang("list")
     lines: list[str] = []
 
@@ -327,10 +327,10 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
 
     config = WriterConfig(url=str(run.near), tiers=(run.tier(),))
     near = LocalStorage(run.near)
-    made = tiers.SecondaryTiers(config, near, LeaseHolder.current(), heard)
+    made = secondary_tiers.SecondaryTiers(config, near, LeaseHolder.current(), heard)
     made.join_run(Repository(near), say=True)
     assert lines == [
-        f"waiting for file://{run.far} to say which run this is, up to {tiers.SURVEY_SECONDS:.0f} s: "
+        f"waiting for file://{run.far} to say which run this is, up to {secondary_tiers.SURVEY_SECONDS:.0f} s: "
         f"file://{run.near} is empty"
     ]
     made.stop()

@@ -75,7 +75,7 @@ class Run:
     def until_rest(self, path: Path | None = None) -> None:
         """Wait until a further tier wants nothing and is not asked for anything."""
         assert self.client is not None
-        fleet, deadline = self.client._worker._writer._fleet, time.monotonic() + WAIT_SECONDS
+        fleet, deadline = self.client._queue._persister._secondary, time.monotonic() + WAIT_SECONDS
         assert fleet is not None
         (found,) = (one for one in fleet._replicators if one.tier.url == f"file://{path or self.far}")
         while not found.idle:
@@ -104,7 +104,7 @@ class Run:
                 weather.gate.set()
             assert self.client.close(WAIT_SECONDS)
             self.heard += self.client.poll()
-            assert self.client._worker.join(WAIT_SECONDS)
+            assert self.client._queue.join(WAIT_SECONDS)
             self.client = None
 
 

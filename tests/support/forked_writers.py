@@ -25,7 +25,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60.0
-IMPORTS = ("ckpt_engine.writer.server", "ckpt_engine.writer.worker", "xxhash", "zstandard")
+IMPORTS = ("ckpt_engine.writer.server", "ckpt_engine.writer.job_queue", "xxhash", "zstandard")
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
 _MESSAGE_BYTES = 200_000

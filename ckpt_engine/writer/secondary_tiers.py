@@ -343,7 +343,7 @@ class SecondaryTiers:
 
 
 def require_tiers(config: WriterConfig) -> None:
-    """Whether a fleet can be made, as far as that can be said at once.
+    """Whether these tiers can be opened, as far as that can be said at once.
 
     Raises:
         StorageError: a URL that no storage serves.

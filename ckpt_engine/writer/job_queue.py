@@ -19,7 +19,7 @@ from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.commit_of_ranks import Cancelled
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob, stays
-from ckpt_engine.writer.writer import Emit, Writer
+from ckpt_engine.writer.persister import Emit, Persister
 
 if TYPE_CHECKING:
     from ckpt_engine.writer.peers import Peers
@@ -39,7 +39,7 @@ class _Turn:
     flush: bool = False
 
 
-class Worker:
+class JobQueue:
     """Opens a writer, lets it do the jobs in order, and closes it.
 
     `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
@@ -73,9 +73,9 @@ class Worker:
         self._on_open = on_open
         self._ids = Ids()
         self._intake = MessageDecoder()
-        self._writer = Writer(config, emit, self._ids)
+        self._persister = Persister(config, emit, self._ids)
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._writer.spent = self.held.spent
+        self._persister.spent = self.held.spent
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()
@@ -96,7 +96,7 @@ class Worker:
 
         return Peers(
             ranks,
-            lambda: self._writer.run if self.opened else None,
+            lambda: self._persister.run if self.opened else None,
             lambda order: self._caught_up() and self.held.intact(order),
             self._emit,
         )
@@ -153,7 +153,7 @@ class Worker:
 
         It waits for its turn like a job, so that numbers stay in order. A newer one that comes meanwhile is what the
         trainer wants by then, and this one is left. Of several ranks the writers of all must be asked, within the
-        patience of a reunion: what becomes durable is the newest snapshot that all of them hold.
+        patience of a recovery: what becomes durable is the newest snapshot that all of them hold.
         """
         with self._changed:
             newest = self.held.newest
@@ -172,15 +172,15 @@ class Worker:
         Args:
             failed: the trainer ends because of an error.
         """
-        self._writer.ending = FAILED if failed else CLOSED
-        self._writer.finish()
+        self._persister.ending = FAILED if failed else CLOSED
+        self._persister.finish()
         with self._changed:
             self._finishing = True
             self._changed.notify()
 
     def leave_alone(self) -> None:
         """The trainer is gone: other ranks are not waited for long any more."""
-        self._writer.leave_alone()
+        self._persister.leave_alone()
 
     @property
     def may_lose(self) -> bool:
@@ -202,7 +202,7 @@ class Worker:
             ending: how, one of `events.ENDS`. If it has said so (not `GONE`), nothing is kept where its newest share
                 is written, and then committed.
         """
-        self._writer.ending = ending
+        self._persister.ending = ending
         with self._changed:
             newest = self.held.newest
             self._written = ending != GONE and newest is not None and newest.durable
@@ -211,20 +211,20 @@ class Worker:
                 self._drop(lambda order: order is not newest)
             self._intake.close()  # memory that no order needs
             self._finishing = self._abandoned = True
-            self._writer.leave_alone()
+            self._persister.leave_alone()
             self._changed.notify()
         if self._memory:
-            self.held.seal(self._writer.run)
+            self.held.seal(self._persister.run)
 
     def disown(self) -> None:
         """The trainer has hung up and lives: exit after what is queued. What is in memory may change now."""
-        self._writer.ending = FAILED
+        self._persister.ending = FAILED
         with self._changed:
             self.held.close()
             self._finishing = True
             self._changed.notify()
         if self._memory:
-            self.held.seal(self._writer.run)
+            self.held.seal(self._persister.run)
 
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
@@ -234,7 +234,7 @@ class Worker:
             self._changed.notify()
             nothing_to_rescue = not self._memory or self.rescued_at is not None
         if nothing_to_rescue:
-            self._writer.stop_draining()
+            self._persister.stop_draining()
 
     def join(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for the thread to end; whether it has."""
@@ -261,12 +261,12 @@ class Worker:
             broken = broken or self._broken
             self._let_go()  # further tiers may take long yet, and need no memory
             try:
-                self._writer.close()
+                self._persister.close()
                 if broken is None:
-                    self._writer.drain()
+                    self._persister.drain()
             except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone
                 broken = broken or traceback.format_exc()
-            self._writer.stop_draining()
+            self._persister.stop_draining()
             with self._changed:
                 self._let_go()
                 self.ended = True
@@ -281,18 +281,18 @@ class Worker:
 
     def _open(self) -> bool:
         try:
-            self._writer.open()
+            self._persister.open()
         except CkptError as err:
             self._emit({"kind": channel.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
         self._on_open()
         self.opened = True
         port = self.peers.port if self.peers is not None else 0
-        history = self._writer.history
+        history = self._persister.history
         self._emit(
             {
                 "kind": channel.STARTED,
-                "first_seq": self._writer.first_seq,
+                "first_seq": self._persister.first_seq,
                 "port": port,
                 "history": None if history is None else asdict(history),
             }
@@ -300,20 +300,20 @@ class Worker:
         return True
 
     def _serve(self) -> None:
-        self._writer.prepare()
+        self._persister.prepare()
         self._on_news()
         while (turn := self._next()) is not None:
             order = turn.order
             try:
                 if isinstance(order, Cancelled):
-                    self._writer.cancel(order)
+                    self._persister.cancel(order)
                 elif turn.flush and self._ranks is not None:
-                    self._reunite()
+                    self._recover_shares()
                 elif turn.flush:
                     order.unchanged = partial(self._unchanged, order)
-                    self._writer.rescue(order)
+                    self._persister.rescue(order)
                 else:
-                    self._writer.persist(order)
+                    self._persister.persist(order)
             finally:
                 with self._changed:
                     self._at_hand = None
@@ -341,8 +341,8 @@ class Worker:
                 self._ids.of(turn.order)
             return turn
 
-    def _reunite(self) -> None:
-        """See `Writer.reunite`. What is there when trainers close is durable already, most of the time."""
+    def _recover_shares(self) -> None:
+        """See `Persister.recover_shares`. What is there when trainers close is durable already, most of the time."""
         if self._abandoned:
             self.held.wait_sealed(_SEAL_SECONDS)
         else:
@@ -358,8 +358,8 @@ class Worker:
 
         try:
             if orders and (self._abandoned or not orders[0].durable):
-                self._writer.reunite(orders, retry)
-            if self._written and orders and self._writer.is_committed(orders[0]):
+                self._persister.recover_shares(orders, retry)
+            if self._written and orders and self._persister.is_committed(orders[0]):
                 self.held.let_go()
         finally:
             for order in orders:
@@ -367,7 +367,7 @@ class Worker:
 
     def _rescue(self) -> None:
         if self._memory and self._ranks is not None:
-            self._reunite()
+            self._recover_shares()
         order = self.held.at_risk() if self._ranks is None else None
         if order is not None:
             try:
@@ -382,14 +382,14 @@ class Worker:
         self.held.settle()
         self._on_news()
         if hurried:
-            self._writer.stop_draining()
+            self._persister.stop_draining()
 
     def _insist(self, order: StagedJob) -> None:
         """Make it durable, with some patience if the trainer is gone: what killed it may have hit the disk too."""
         deadline = time.monotonic() + RESCUE_SECONDS
         order.unchanged = stays
         while True:
-            self._writer.rescue(order)
+            self._persister.rescue(order)
             with self._changed:
                 if order.durable or not self._abandoned or self._hurried or self.held.unwanted:
                     return

@@ -43,14 +43,14 @@ from ckpt_engine.writer.commit_of_ranks import Cancelled, CrashRecovery, Session
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
+from ckpt_engine.writer.secondary_tiers import SecondaryTiers, require_tiers
 from ckpt_engine.writer.tier_status import Unfinished
-from ckpt_engine.writer.tiers import SecondaryTiers, require_tiers
 
 Emit = Callable[[Body], object]
 T = TypeVar("T")
 
 
-class Writer:
+class Persister:
     """Persists the jobs of one trainer into one run, holding the run's lease meanwhile.
 
     A tier that hangs is left behind after `watchdog.STALL_SECONDS`: then the job goes to the next one, or fails.
@@ -78,21 +78,21 @@ class Writer:
         self._config = config
         self._emit = emit
         self._ids = ids
-        self._near: PrimaryTier
+        self._primary: PrimaryTier
         self._lane: Lane
         self._keeps_all = False
         self._seq = 0
         self._holds = SlotReaders(self._emit_freed)
-        self._fleet: SecondaryTiers | None = None
+        self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
         self._opened = self._joins_later = self._finishing = self._stopped = False
-        self._make_near: Callable[[Repository], PrimaryTier]
-        self._make_fleet: Callable[[], SecondaryTiers]
+        self._make_primary: Callable[[Repository], PrimaryTier]
+        self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
-        self._reunion: CrashRecovery | None = None
+        self._recovery: CrashRecovery | None = None
         self._attempts: AttemptRecord | None = None
         self.spent = lambda: None
 
@@ -114,12 +114,12 @@ class Writer:
         if ranks is not None and not ranks.leads:
             self._open_share(Repository(storage), ranks)
             return
-        fleet = None
+        secondary = None
         if config.tiers:
             require_tiers(config)
-            self._make_fleet = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
+            self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
             # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
-            fleet = self._make_fleet() if ranks is not None else None
+            secondary = self._make_secondary() if ranks is not None else None
         pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
@@ -127,8 +127,8 @@ class Writer:
             repository = Repository(storage)
             if ranks is not None and ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            repository = self._join_run(repository, fleet)
-            self._fleet = fleet
+            repository = self._join_run(repository, secondary)
+            self._secondary = secondary
             self._seq = repository.next_seq()
             self.history = history_of(repository)
             in_flight = self._recover(repository, ranks) if ranks is not None else None
@@ -140,13 +140,13 @@ class Writer:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
             again = partial(acquire, plain, holder)
-            self._make_near = lambda repository: self._tier_at(repository, lease, again, policy, in_flight)
-            self._near = self._make_near(repository)
+            self._make_primary = lambda repository: self._tier_at(repository, lease, again, policy, in_flight)
+            self._primary = self._make_primary(repository)
             self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
             self._attempts.spent = lambda: self.spent()
             self._attempts.begin()
             if ranks is not None and config.memory:
-                self._reunion = CrashRecovery(ranks, self)
+                self._recovery = CrashRecovery(ranks, self)
             if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
                 self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
             self._opened = True
@@ -154,22 +154,22 @@ class Writer:
 
     def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
         """Another rank's writer has the lease."""
-        self._near = self._tier_at(repository, None, None, KeepAll(), None)
+        self._primary = self._tier_at(repository, None, None, KeepAll(), None)
         if self._config.memory:
             self.run = RunText.of(repository)
-            self._reunion = CrashRecovery(ranks, self)
+            self._recovery = CrashRecovery(ranks, self)
         self._keeps_all = self._opened = True
         self._ids.begin(0)
 
-    def _join_run(self, repository: Repository, fleet: SecondaryTiers | None) -> Repository:
+    def _join_run(self, repository: Repository, secondary: SecondaryTiers | None) -> Repository:
         """Make the nearest tier a place of the run."""
-        if fleet is None:
+        if secondary is None:
             # The trainer does not wait for other tiers to say which run this is.
             self._joins_later = bool(self._config.tiers) and not repository.ids()
             repository.create_if_absent()
             return repository
-        repository = fleet.join_run(repository, say=True)
-        fleet.start()
+        repository = secondary.join_run(repository, say=True)
+        secondary.start()
         return repository
 
     @property
@@ -179,8 +179,8 @@ class Writer:
 
     def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
         """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
-        if self._fleet is not None:
-            self._seq = max(self._seq, self._fleet.next_seq())
+        if self._secondary is not None:
+            self._seq = max(self._seq, self._secondary.next_seq())
         if ranks.first_seq is not None:
             self._seq = max(self._seq, ranks.first_seq)
         in_flight = SessionSnapshots(ranks.session, self._seq)
@@ -203,7 +203,7 @@ class Writer:
         if self._config.ranks is None or self._config.ranks.leads:
             return
         try:
-            self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
+            self._lane.call(partial(self._primary.cancel, order.snapshot, order.why))
         except StorageStalledError as err:
             self._notice(err.message)
 
@@ -236,7 +236,7 @@ class Writer:
         if self._attempts is not None:
             self._attempts.end(self.ending)
         try:
-            self._near.release()
+            self._primary.release()
         except (CkptError, OSError) as err:  # a tier that is away does not hear it
             self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
@@ -247,63 +247,63 @@ class Writer:
         """
         stuck = self._opened and self._lane.stuck
         hanging = [Unfinished(self._lane.url, (), "it hangs")] if stuck else []
-        if self._fleet is not None:
+        if self._secondary is not None:
             self._emit_copying(())
-            self._fleet.drain(self._config.drain_seconds, bool(hanging), self._emit_closed, self._emit_copying)
+            self._secondary.drain(self._config.drain_seconds, bool(hanging), self._emit_closed, self._emit_copying)
         elif hanging:
             self._emit_closed(hanging)
 
     def stop_draining(self) -> None:
         """Leave further tiers as they are. Any thread may call this."""
         self._stopped = True
-        if self._fleet is not None:
-            self._fleet.stop()
+        if self._secondary is not None:
+            self._secondary.stop()
 
     def prepare(self) -> None:
         """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
         leads = self._config.ranks is None or self._config.ranks.leads
-        if self._fleet is None and self._config.tiers and leads:
-            self._begin_fleet()
-        if self._fleet is not None:
-            self._ids.begin(max(self._seq, self._fleet.next_seq()))
+        if self._secondary is None and self._config.tiers and leads:
+            self._begin_secondary()
+        if self._secondary is not None:
+            self._ids.begin(max(self._seq, self._secondary.next_seq()))
         try:
-            self._lane.call(self._near.sweep)
+            self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
-            self._near_failed(err)
+            self._primary_failed(err)
 
-    def _begin_fleet(self) -> None:
+    def _begin_secondary(self) -> None:
         try:
-            self._fleet = fleet = self._make_fleet()
+            self._secondary = secondary = self._make_secondary()
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
                 self._emit_event(TierDegraded(tier.url, err.code, str(err), tier.fatal))
             self._ids.begin(self._seq)
             return
         if self._finishing:
-            fleet.finish()
+            secondary.finish()
         if self._joins_later:
-            fleet.survey()
+            secondary.survey()
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
-        repository = self._lane.call(partial(fleet.join_run, Repository(storage)))
+        repository = self._lane.call(partial(secondary.join_run, Repository(storage)))
         if self._joins_later:
-            self._near = self._make_near(repository)
+            self._primary = self._make_primary(repository)
             if self._config.memory:
-                self.run = fleet.run
-        fleet.start()
+                self.run = secondary.run
+        secondary.start()
         if self._stopped:
-            fleet.stop()
+            secondary.stop()
 
     def _gone(self, snapshots: Sequence[str]) -> None:
-        if self._fleet is not None:
-            self._fleet.gone(snapshots)
+        if self._secondary is not None:
+            self._secondary.gone(snapshots)
 
     def finish(self) -> None:
         """The trainer is about to end, and does not wait for tiers that give no sign. Any thread may call this."""
         self._finishing = True
         if self._attempts is not None:
             self._attempts.note()
-        if self._fleet is not None:
-            self._fleet.finish()
+        if self._secondary is not None:
+            self._secondary.finish()
 
     def persist(self, order: StagedJob) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
@@ -319,7 +319,7 @@ class Writer:
             if order.known:
                 (self._ids.renew if order.failed else self._ids.of)(order)
             self._learn(order.job)
-            event, near = self._make_durable(order.staged(order.snapshot or ""))
+            event, is_primary = self._make_durable(order.staged(order.snapshot or ""))
         except SupersededError as err:
             self._emit_event(Notice("INFO", err.message))
             settle(ErrorRecord.of(err))
@@ -333,10 +333,10 @@ class Writer:
             order.durable = True
             self._emit_event(event)
             settle(None)
-            if near:
+            if is_primary:
                 self._committed(event.snapshot)
 
-    def reunite(self, orders: Sequence[StagedJob], retry: Callable[[], bool]) -> None:
+    def recover_shares(self, orders: Sequence[StagedJob], retry: Callable[[], bool]) -> None:
         """Make durable the newest of these, newest first, that the writers of all ranks hold.
 
         Args:
@@ -347,49 +347,49 @@ class Writer:
             self._notice(f"what is in memory is not durable at {self._config.url} yet: {error.message}")
             return retry()
 
-        assert self._reunion is not None
+        assert self._recovery is not None
         for order in orders[:1]:
             self._learn(order.job)
-        self._reunion.run(orders, again)
+        self._recovery.run(orders, again)
 
     def is_committed(self, order: StagedJob) -> bool:
         """Whether the snapshot of all ranks exists; False where the tier does not answer."""
-        assert self._reunion is not None
-        return self._reunion.is_committed(order)
+        assert self._recovery is not None
+        return self._recovery.is_committed(order)
 
     def look(self) -> There:
         """See `commit.ShareBoard`, as of the three that follow."""
-        return self._lane.call(self._near.shares)
+        return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:
-        return self._lane.call(partial(self._near.has, snapshot))
+        return self._lane.call(partial(self._primary.has, snapshot))
 
     def leave(self, order: StagedJob) -> None:
         staged, ranks = order.staged(order.snapshot or ""), self._config.ranks
-        event = self._in_lane(self._lane, staged, partial(self._near.leave, staged))
+        event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
         if ranks is not None and not ranks.leads:
             self._emit_event(event)
 
     def commit(self, order: StagedJob) -> bool:
         snapshot = order.snapshot or ""
-        if not self._lane.call(partial(self._near.commit_shares, snapshot)):
+        if not self._lane.call(partial(self._primary.commit_shares, snapshot)):
             return False
         order.durable = True
-        if (event := self._near.left.get(snapshot)) is not None:
+        if (event := self._primary.left.get(snapshot)) is not None:
             self._emit_event(event)
             self._committed(snapshot)
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        self._near.learn(job.line, job.common)
+        self._primary.learn(job.line, job.common)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
-        if self._fleet is not None:
-            self._fleet.learn(job.line, job.pace.get("far_seconds"))
+        if self._secondary is not None:
+            self._secondary.learn(job.line, job.pace.get("far_seconds"))
 
     def _committed(self, snapshot: str) -> None:
-        if self._fleet is not None:
-            self._fleet.committed(snapshot)
+        if self._secondary is not None:
+            self._secondary.committed(snapshot)
         self._prune(snapshot)
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
@@ -399,10 +399,10 @@ class Writer:
             Exception: no tier took it; that of the nearest one.
         """
         try:
-            return self._in_lane(self._lane, staged, partial(self._near.write, staged)), True
+            return self._in_lane(self._lane, staged, partial(self._primary.write, staged)), True
         except Exception as err:
             if isinstance(err, StorageFullError):
-                self._near.sweep_again()
+                self._primary.sweep_again()
             elsewhere = self._make_durable_elsewhere(staged, err)
             if elsewhere is None:
                 raise
@@ -412,19 +412,19 @@ class Writer:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
         if self._config.ranks is not None:
             return None  # the other ranks would not know where
-        if self._fleet is None or not isinstance(error, StorageError | LeaseHeldError):
+        if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError):
             return None
-        self._fleet.primary_failed(error)
+        self._secondary.primary_failed(error)
         if self._config.fatal:
             return None
-        for replicator in self._fleet.working():
+        for replicator in self._secondary.working():
             tier = replicator.tier
             try:
                 committed = self._in_lane(tier.direct, staged, partial(tier.write, staged))
             except Exception as err:  # noqa: BLE001 - reported as the failure of that tier; the next one may do
                 replicator.failed(err)
                 continue
-            self._fleet.committed_elsewhere(staged.snapshot)
+            self._secondary.committed_elsewhere(staged.snapshot)
             return committed
         return None
 
@@ -452,16 +452,16 @@ class Writer:
         """Retention after a commit."""
         if self._keeps_all:
             return
-        protected = self._fleet.protected() if self._fleet is not None else {}
+        protected = self._secondary.protected() if self._secondary is not None else {}
         self._held_back = newest if protected else None
         try:
-            self._lane.call(partial(self._near.prune, newest, protected))
+            self._lane.call(partial(self._primary.prune, newest, protected))
         except StorageStalledError as err:
-            self._near_failed(err)
+            self._primary_failed(err)
 
-    def _near_failed(self, err: StorageStalledError) -> None:
-        if self._fleet is not None:
-            self._fleet.primary_failed(err)
+    def _primary_failed(self, err: StorageStalledError) -> None:
+        if self._secondary is not None:
+            self._secondary.primary_failed(err)
         else:
             self._notice(err.message)
 

@@ -30,7 +30,8 @@ import numpy as np
 from ckpt_engine.cli.compare import Comparison
 from ckpt_engine.cli.root import open_run
 from ckpt_engine.cli.show import children
-from ckpt_engine.restore.choose import assemble
+from ckpt_engine.frequency.triggers import END
+from ckpt_engine.restore.choose import Candidate, assemble
 from tests.real.third_party.lines import edit
 from tests.real.third_party.table import Program
 
@@ -182,18 +183,19 @@ def of_run(one: Path, other: Path) -> dict[str, str]:
 
     What was pickled is compared without the identities of parts that are equal.
     """
-    runs = [open_run(str(folder)).holders for folder in (one, other)]
-    both = {parsed.step for parsed in runs[0]} & {parsed.step for parsed in runs[1]}
-
-    step = max(both)
-    candidates = []
-    for holders in runs:
-        last = max((parsed for parsed in holders if parsed.step == step), key=lambda parsed: parsed.seq)
-        candidates.append(assemble(last.id, holders[last]))
+    runs = [instants(open_run(str(folder)).holders) for folder in (one, other)]
+    newest = max(runs[0].keys() & runs[1].keys())
+    step, candidates = newest[0], [run[newest] for run in runs]
     rows = (row for row in Comparison(*candidates) if not row.measured)
     found = {row.path: f"step {step}: {row}" for row in rows if not any(one in f"/{row.path}" for one in _NOTES)}
     pickled = [dict(pickled_below(one.manifest.tree, "")) for one in candidates]
     return {path: row for path, row in found.items() if path not in pickled[0] or len({p[path] for p in pickled}) > 1}
+
+
+def instants(holders: Mapping[Any, Any]) -> dict[tuple[int, bool], Candidate]:
+    """The snapshots of a run, by step and whether the run was over: one of the last boundary is none of the end."""
+    found = (assemble(one.id, holders[one]) for one in sorted(holders, key=lambda one: one.seq))
+    return {(one.info.step, one.info.reason == END): one for one in found}
 
 
 def pickled_below(node: Any, path: str) -> Iterator[tuple[str, bytes]]:

@@ -28,10 +28,11 @@ keep:
 # Work that a failure may cost at worst.
 max_lost_work: 15 min
 
-# Submit examples/requeue.sh, which has the options of sbatch: two minutes before its limit the job saves, ends, and is
-# queued again; the same command then goes on.
+# Two minutes before its limit the job saves and ends, is queued again, and the same command goes on, with
+#   sbatch --requeue --open-mode=append --signal=TERM@120 job.sh
+# of a script with the line
+#   srun python train.py || { [ $? -eq 143 ] && scontrol requeue "$SLURM_JOB_ID"; }
 preemption:
-  signals: [SIGTERM, SIGUSR1]
   grace: 2 min
 
 keep:

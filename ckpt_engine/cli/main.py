@@ -45,13 +45,17 @@ VERBS = {
 SAY_THEMSELVES = frozenset({"top", "init"})
 """Verbs that ask, or show each thing when it is found."""
 _ELSEWHERE = {
+    "compare": "diff",
     "copy": "cp",
     "delete": "prune",
     "info": "show",
+    "inspect": "show",
     "list": "ls",
     "remove": "prune",
     "restore": "export",
     "rm": "prune",
+    "runs": "ls",
+    "watch": "top",
 }
 """What other programs call such verbs."""
 

@@ -199,7 +199,7 @@ def check_free(path: Path, *, replace: bool) -> None:
     if not replace and os.path.lexists(path):
         raise StorageExistsError(f"{path} exists already", hint="--force replaces it")
     if not path.absolute().parent.is_dir():
-        raise StorageMissingError(f"the folder of {path} does not exist")
+        raise StorageMissingError(f"the folder of {path} does not exist", hint="make it, or name another")
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def check_free_folder(path: Path, *, replace: bool) -> None:
     if not replace and os.path.lexists(path):
         raise StorageExistsError(f"{path} exists already", hint="--force replaces it")
     if not path.absolute().parent.is_dir():
-        raise StorageMissingError(f"the folder of {path} does not exist")
+        raise StorageMissingError(f"the folder of {path} does not exist", hint="make it, or name another")
 
 
 @contextmanager

@@ -377,7 +377,7 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
         config = Config.model_validate(merged)
     except ValidationError as err:
         problems += explain(err, merged, origins, origin)
-        raise _error(problems) from err
+        raise _error(problems) from None  # it says all that pydantic does
     if problems:
         raise _error(problems)
     return config
@@ -394,7 +394,7 @@ def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
     text = _text_of(source)
     if text is None:
         raise ConfigError(
-            f"a {type(source).__name__} cannot be read as options: {shown(source)}",
+            f"{shown(source)}, of type {type(source).__name__}, cannot be read as options",
             hint="give the path of a YAML file, a folder or storage URL, or a mapping",
         )
     path = Path(text)

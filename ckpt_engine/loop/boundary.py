@@ -202,6 +202,7 @@ class TrainingRun:
             return handle
         self.cadence.taken(step, stall)
         self.stopping.taken()
+        self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
         self.saved = handle
         return handle
 

@@ -61,6 +61,8 @@ class Halt:
         self.done = False
         self.complete = False
         """Training has come to its end by itself."""
+        self.metrics: set[str] | None = None
+        """Of the snapshots that were taken; None: none was."""
         self._exit: BaseException | None = None
         self._until: float | None = None
         """Without a stop: so long others wait for rank 0."""
@@ -178,6 +180,12 @@ class Halt:
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)
             announce(self._log, self._watch.summary(overhead, resumed))
+            best = self._engine.config.root_keep.best
+            if best is not None and self.metrics is not None and best.monitor not in self.metrics:
+                have = ", ".join(sorted(self.metrics)[:5]) or "none"
+                self._log.warning(
+                    "keep.best ranks by %r, which no snapshot of this process has; they have %s", best.monitor, have
+                )
 
     def leave(self) -> None:
         """See `Together.leave`. One that has failed does not wait, nor does one after a second Ctrl-C."""

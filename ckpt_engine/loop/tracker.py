@@ -28,15 +28,12 @@ from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.stopping import uncaught
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
 
 _UNSEEN_STEPS = 100
-_UNSEEN = (
-    "%d optimizer steps, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
-    "call step() at the end of the loop's body, or iterate the tracked loader"
-)
 
 
 class Tracker(LoopProgress):
@@ -165,6 +162,13 @@ class Tracker(LoopProgress):
             if complete is None:
                 done = self._announced if self._training is None else self._training.finished
                 complete = done and not self._dirty and error is None
+            if (
+                0 < self._boundaries_missed < _UNSEEN_STEPS
+                and not self._announced
+                and self._training is None
+                and error is None
+            ):
+                self._say_what_is_unseen()
             if self._restoring and self._training is not None and self._training.asked_at:
                 self._log.error(
                     "resumed at step %d, and the loop asked for batches and has trained on none", self._steps
@@ -304,7 +308,15 @@ class Tracker(LoopProgress):
             self._training = next(one for one in self._feeds if one in self._recent)
         self._boundaries_missed += 1
         if self._boundaries_missed == _UNSEEN_STEPS:
-            self._log.warning(_UNSEEN, _UNSEEN_STEPS)
+            self._say_what_is_unseen()
+
+    def _say_what_is_unseen(self) -> None:
+        self._stopping.watch.unseen = True
+        self._log.warning(
+            "%s, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
+            "call step() at the end of the loop's body, or iterate the tracked loader",
+            count(self._boundaries_missed, "optimizer step"),
+        )
 
     # ---- boundaries
 

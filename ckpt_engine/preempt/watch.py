@@ -105,6 +105,8 @@ class PreemptionWatch:
         self._save: str | None = None
         self._step, self._ended, self._took = 0, self._now(), 0.0
         self._first: int | None = None
+        self.unseen = False
+        """The loop has made steps of which no boundary was seen."""
         self._started = self._ended
         self._attended = self._closing = False
         self._told: Stop | None = None
@@ -228,11 +230,12 @@ class PreemptionWatch:
             overhead: what snapshots cost, as a text.
             resumed: the step of the snapshot from which it has gone on, and where that was.
         """
-        if self._first is None:  # its trainer has found before the first step that it is complete
+        if self._first is None and not self.unseen:  # its trainer has found before the first step that it is complete
             return "nothing was left to train" + (f"; step {resumed[0]} is durable on {resumed[1]}" if resumed else "")
         standing = self._ledger.standing
         if not standing.committed and not standing.failed:
-            what = "no snapshot was taken" if self._step != self._first else "nothing was left to train"
+            nothing = self._step == self._first and not self.unseen
+            what = "nothing was left to train" if nothing else "no snapshot was taken"
             return f"{what}; {self.durable()}"
         many = f"{count(standing.committed, 'snapshot')}, {standing.failed} failed"
         stall = f"longest stall {duration(standing.longest_stall_seconds)}"

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.observe.log import announce, is_heard
 from tests.support import interpreters
 
@@ -150,3 +152,37 @@ def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, config
     assert "nothing was left to train; step 8 is durable on" in run(2)
     assert second.count("resumed at step 4") == 1, second
     assert "starting fresh" not in second and "resumed at" not in first
+
+
+def test_a_loop_of_which_no_snapshot_can_be_taken_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However short it is; and not that nothing was left to train."""
+    caplog.set_level(logging.INFO)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, writer="thread") as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for _ in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+    assert "3 optimizer steps, and no tracked loader was asked for a batch" in caplog.text
+    assert "no snapshot was taken; no snapshot is durable on" in caplog.text
+    assert "nothing was left" not in caplog.text
+
+
+@pytest.mark.parametrize(("monitor", "said"), [("val_los", 1), ("val_loss", 0)])
+def test_a_metric_that_no_snapshot_has_is_named(
+    monitor: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the best snapshots are never kept, and nothing says why."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keep = {"best": {"monitor": monitor, "mode": "min", "k": 1}}
+    with Checkpointer(tmp_path, writer="thread", every_n_steps=2, keep=keep) as ckpt:
+        run = ckpt.track(model=model, optimizer=optimizer)
+        for _ in range(run.global_step, 4):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            run.metrics["val_loss"] = 1.0
+            run.step()
+    text = "keep.best ranks by 'val_los', which no snapshot of this process has; they have val_loss"
+    assert caplog.text.count(text) == said, caplog.text

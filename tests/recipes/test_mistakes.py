@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -252,7 +253,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a model in place of the folder": (
         lambda _: Checkpointer(torch.nn.Linear(1, 1)),
         "cannot be read as options",
-        "a Linear",
+        "of type Linear",
         "give the path",
     ),
     "a share above one": (options(overhead="150%"), "below 100%", "overhead", SCHEMA),
@@ -382,6 +383,46 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "`ckpt ls .*/run`",
     ),
     "the verb of another program": (ckpt("list {run}"), "No such command", "list", "Did you mean 'ls'"),
+    "to see all runs": (ckpt("runs {run}"), "No such command", "runs", "Did you mean 'ls'"),
+    "to watch": (ckpt("watch {run}"), "No such command", "watch", "Did you mean 'top'"),
+    "a page in no folder": (ckpt("report {run} --html x/y.html"), "does not exist", "x/y.html", "make it"),
+    "a number as the folder": (lambda _: Checkpointer(5), "cannot be read as options", "5, of type int", "give the path"),
+    "a share in words": (options(overhead="1 percent"), "must be a share such as '1%'", "overhead", SCHEMA),
+    "a metric as the rule": (options(keep={"best": "val_loss"}), "must be a mapping", "keep.best", "monitor, mode, k"),
+    "a mode that is none": (
+        options(keep={"best": {"monitor": "l", "mode": "minimum"}}),
+        "must be 'min' or 'max'",
+        "keep.best.mode",
+        "did you mean 'min'",
+    ),
+    "a signal that is none": (
+        options(preemption={"signals": ["SIGTREM"]}),
+        "must be among SIGTERM",
+        "preemption.signals",
+        SCHEMA,
+    ),
+    "an option of ModelCheckpoint for the folder": (
+        options(None, dirpath="x"),
+        "unknown key",
+        "dirpath",
+        "here it is the first argument",
+    ),
+    "a bucket without a name": (lambda desk: desk.new("s3://").load(), "no bucket", "s3://", "give s3://bucket/folder"),
+    "a manifest as the folder": (
+        lambda desk: desk.new(next((desk.run / "snapshots").iterdir())).load(),
+        "Not a directory",
+        "snapshots/0000",
+        "give the path of a folder",
+    ),
+    "a run beside its snapshots": (
+        lambda desk: desk.new(desk.run / "snapshots").save(ONE, step=1),
+        "not of ckpt-engine",
+        "run/snapshots",
+        "a folder of its own",
+    ),
+    "resume by true": (options(resume=True), "must be 'auto' or 'off', got true", "resume", SCHEMA),
+    "a number of steps as text": (save(ONE, "1"), "whole number: a str is no number", "step", "whole number"),
+    "a lock in the state": (save({"l": threading.Lock()}), "_thread.lock", "at l ", "opt in with pickle"),
     "to delete": (ckpt("delete {run} 100"), "No such command", "delete", "Did you mean 'prune'"),
     "one of two runs": (ckpt("diff {run}"), "Missing argument", "'B'", "'ckpt diff (--help|-h)'"),
     "no format": (ckpt("export {run} out"), "Missing option", "'--to'", "safetensors"),
@@ -415,6 +456,6 @@ def test_a_mistake_is_answered(mistake: str, desk: Desk) -> None:
         assert {word for word in words if word.startswith("--") and word != "--"} <= known, line
 
 
-def test_there_are_seventy_five() -> None:
+def test_there_are_ninety() -> None:
     """Or more, and the answers are not for one of them only."""
-    assert len(MISTAKES) >= 75
+    assert len(MISTAKES) >= 90

@@ -16,8 +16,9 @@ import torch
 from ckpt_engine.cli.show import children
 from ckpt_engine.loop.capture import unpack
 from ckpt_engine.observe import units
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate
-from ckpt_engine.restore.read import Sources, read_entries
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.manifest import Entry
 from ckpt_engine.store.tree import TreePath, entries_in, require_written_out

@@ -35,9 +35,10 @@ from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.errors import CkptError, ConfigError, FormatError, RanksError, StorageMissingError
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.ranks.boxes import Box, boxes_of
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import choose
 from ckpt_engine.restore.load_in_place import ArrayRegion, fill, read_regions
-from ckpt_engine.restore.read import Sources, read_entries
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import names

@@ -25,7 +25,8 @@ from ckpt_engine.errors import CorruptError, MismatchError, StorageMissingError
 from ckpt_engine.interop import safe_load
 from ckpt_engine.interop.safe_load import Advance
 from ckpt_engine.loop.capture import unpack
-from ckpt_engine.restore.read import Sources, read_entries, require_room
+from ckpt_engine.restore.ask_tiers import Sources
+from ckpt_engine.restore.read import read_entries, require_room
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.container import DTYPES

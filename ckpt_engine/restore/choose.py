@@ -27,8 +27,8 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.restore import ask_tiers
+from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.restore.read import Repair
 from ckpt_engine.store import manifest_codec, names, packs
 from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole

@@ -36,7 +36,7 @@ from ckpt_engine.observe.log import announce, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers, memory
-from ckpt_engine.restore.ask_tiers import FarStorage, ListedOnce, Places, place_of
+from ckpt_engine.restore.ask_tiers import FarStorage, ListedOnce, Places, Repair, Sources, place_of
 from ckpt_engine.restore.choose import (
     Away,
     Candidate,
@@ -50,7 +50,7 @@ from ckpt_engine.restore.choose import (
 )
 from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions, require_fit
 from ckpt_engine.restore.node_roots import Gathered
-from ckpt_engine.restore.read import Repair, Sources, read_entries
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline

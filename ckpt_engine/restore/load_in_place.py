@@ -22,8 +22,9 @@ import torch
 from ckpt_engine.copy import host_memory
 from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES, Sources, stream_into
+from ckpt_engine.restore.read import READ_BYTES, stream_into
 from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime, home, split
 from ckpt_engine.state.compatibility import require_match, tensor_shapes
 from ckpt_engine.state.flatten import MAX_DEPTH, show_path

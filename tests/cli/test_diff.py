@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.loop.capture import Packer
-from ckpt_engine.restore import read
+from ckpt_engine.restore import ask_tiers
 from tests.convert.training import Loop
 
 Ckpt = Callable[..., Any]
@@ -49,7 +49,7 @@ def test_equal_snapshots_have_no_difference_and_their_tensors_are_not_read(
     """Digests are enough, for two runs too; not a number is equal to itself."""
     _save(tmp_path / "a", _state())
     _save(tmp_path / "b", _state(), _state())
-    monkeypatch.setattr(read.Sources, "read", None)
+    monkeypatch.setattr(ask_tiers.Sources, "read", None)
     result = ckpt("diff", tmp_path / "a", f"{tmp_path / 'b'}#0")
     assert result.code == 0, result.err
     assert "are equal, bit for bit" in result.out

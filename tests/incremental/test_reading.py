@@ -19,8 +19,9 @@ from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import CorruptError, NewerFormatError
 from ckpt_engine.restore import read
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
-from ckpt_engine.restore.read import Sources, read_entries
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import codecs, manifest_codec
 from ckpt_engine.store.decode import MAX_CHAIN
 from ckpt_engine.store.manifest import Manifest, Piece

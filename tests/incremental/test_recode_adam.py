@@ -18,8 +18,9 @@ from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
-from ckpt_engine.restore.read import Sources, read_entries
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import Decoder, needed_for
 from ckpt_engine.store.lease import acquire

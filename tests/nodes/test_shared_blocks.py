@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from ckpt_engine.restore import shared_reads
-from ckpt_engine.restore.read import Sources, read_entries
+from ckpt_engine.restore.ask_tiers import Sources
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import (
     BLOCK_BYTES,
     BlockClaim,

@@ -386,7 +386,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "to see all runs": (ckpt("runs {run}"), "No such command", "runs", "Did you mean 'ls'"),
     "to watch": (ckpt("watch {run}"), "No such command", "watch", "Did you mean 'top'"),
     "a page in no folder": (ckpt("report {run} --html x/y.html"), "does not exist", "x/y.html", "make it"),
-    "a number as the folder": (lambda _: Checkpointer(5), "cannot be read as options", "5, of type int", "give the path"),
+    "a number as the folder": (lambda _: Checkpointer(5), "cannot be read as options", "5, of type int", "path"),
     "a share in words": (options(overhead="1 percent"), "must be a share such as '1%'", "overhead", SCHEMA),
     "a metric as the rule": (options(keep={"best": "val_loss"}), "must be a mapping", "keep.best", "monitor, mode, k"),
     "a mode that is none": (

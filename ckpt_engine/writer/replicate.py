@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from ckpt_engine.copy.transfer import CopySourceError
 from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
-from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_requests import GrowingPauses, asking
@@ -103,13 +103,11 @@ class Replicator:
         gate: Gate,
         emit: Callable[[Event], object],
         changed: Callable[[], object],
-        pauses: GrowingPauses = PAUSES,
     ) -> None:
         self.tier = tier
         self._gate = gate
         self._emit = emit
         self._tell = changed
-        self._pauses = pauses
         # Never the program's own random stream: this may run in the trainer's process.
         self._random = random.SystemRandom()
         self._state = threading.Condition()
@@ -119,7 +117,6 @@ class Replicator:
         """The last attempt has not failed, and there is no next one without a reason."""
         self._failures = 0
         self._health = TierHealth(tier.url, emit, fatal=tier.config.fatal)
-        self._swept = False
         self._hung_in: str | None = None
         """The nearer tier in which the last attempt hung."""
         self._lingers = False
@@ -129,7 +126,6 @@ class Replicator:
         self.settled = False
         """Since `finish`: nothing is wanted, or an attempt has failed."""
         self.ended = False
-        self.sent_bytes = 0
         self._thread = threading.Thread(target=self._run, name="ckpt-replicate", daemon=True)
 
     def start(self) -> None:
@@ -213,7 +209,7 @@ class Replicator:
             copying=copying.id if copying else None,
             waiting=len(waiting),
             waiting_bytes=sum(info.nbytes for info in waiting),
-            sent_bytes=self.sent_bytes,
+            sent_bytes=tier.sent_bytes,
             encoding=tier.encoding.why or None,
         )
 
@@ -227,12 +223,6 @@ class Replicator:
         silent = "it does not answer" if self.silent else None
         why = silent if error is None else f"[{error.code}] {error.message}"
         return Unfinished(self.tier.url, lacks, why, sum(info.nbytes for info in waiting))
-
-    def take(self, event: Event) -> None:
-        """What the tier says on its way out."""
-        if isinstance(event, SnapshotReplicated):
-            self.sent_bytes += event.sent_bytes
-        self._emit(event)
 
     def _run(self) -> None:
         try:
@@ -286,15 +276,11 @@ class Replicator:
 
     def _pause(self) -> float:
         """Before the next attempt after those that have failed in a row."""
-        return self._pauses.seconds(self._failures - 1) * (0.5 + 0.5 * self._random.random())
+        return PAUSES.seconds(self._failures - 1) * (0.5 + 0.5 * self._random.random())
 
     def _advance(self) -> bool:
         with asking():  # it is tried again anyway
-            more = self.tier.advance()
-            if not self._swept:
-                self._swept = True
-                self.tier.sweep()
-        return more
+            return self.tier.advance()
 
     def _give_up(self, error: StorageStalledError) -> bool:
         """The attempt hangs: whether to leave it behind."""

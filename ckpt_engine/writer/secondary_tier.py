@@ -81,7 +81,7 @@ class Places:
 
 
 class SecondaryTier:
-    """One further tier. `advance`, `release` and `sweep` run in `copies` and `write` in `direct`, the rest anywhere.
+    """One further tier. `advance` and `release` run in `copies` and `write` in `direct`, the rest anywhere.
 
     Args:
         config: where and how.
@@ -114,6 +114,7 @@ class SecondaryTier:
     ) -> None:
         self.config = config
         self.signs = signs
+        self.plain = places.plain
         self.url = places.plain.url
         self.copies = copies
         self.direct = direct
@@ -131,7 +132,8 @@ class SecondaryTier:
         self._lease: Lease | None = None
         self._repository: Repository | None = None
         self._damaged: set[tuple[str, str]] = set()
-        self._unpruned = self._said = False
+        self._unpruned = self._said = self._swept = False
+        self.sent_bytes = 0
         self._done: set[str] = set()
         """What was sent, or did not fit: it is not sent again when a limit removes it."""
         self._guard = threading.Lock()
@@ -150,12 +152,19 @@ class SecondaryTier:
         return self._repository is not None
 
     def advance(self) -> bool:
-        """Copy the snapshot that is wanted most; False if none is.
+        """Copy the snapshot that is wanted most; False if none is. Once removes what interrupted writes left.
 
         Raises:
             CkptError: of the tier. What was begun is not visible there; calling again continues.
             SourceError: no nearer tier can be read now.
         """
+        more = self._copy_newest()
+        if not self._swept and self._repository is not None and self._lease is not None:
+            self._swept = True
+            self._tell(collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting]))
+        return more
+
+    def _copy_newest(self) -> bool:
         self.direct.refuse_if_stuck()
         repository = self._open()
         assert self._lease is not None
@@ -224,11 +233,6 @@ class SecondaryTier:
         finally:
             self._guard.release()
 
-    def sweep(self) -> None:
-        """Remove what interrupted writes left, once the tier is open. Raises as `advance`."""
-        if self._repository is not None and self._lease is not None:
-            self._tell(collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting]))
-
     def release(self) -> None:
         """Give back the lease; `advance` takes it again. Never raises: a tier that is away does not hear it."""
         lease, self._lease, self._repository = self._lease, None, None
@@ -292,7 +296,7 @@ class SecondaryTier:
     def _open(self) -> Repository:
         if self._repository is None:
             self.copies.progress.moved(LEASE_SECONDS)
-            lease = acquire(self._places.plain, self._holder)
+            lease = acquire(self.plain, self._holder)
             try:
                 self._repository = adopt_run(self.run, self._places.copies)
                 completed = self._gather.begin(self._repository) if self._gather is not None else ()
@@ -319,6 +323,7 @@ class SecondaryTier:
             self._say(f"{info.id} is not copied to {self.url}: {err.message}")
             return
         self._done.add(info.id)
+        self.sent_bytes += copied.sent_bytes
         self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
         now = time.time()
         self._emit(

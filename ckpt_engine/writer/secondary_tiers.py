@@ -33,7 +33,7 @@ from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
-from ckpt_engine.writer.replicate import PAUSES, Gate, Replicator
+from ckpt_engine.writer.replicate import Gate, Replicator
 from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
 from ckpt_engine.writer.tier_status import StatusWriter, TierHealth, TierStatus, Unfinished
 
@@ -77,7 +77,6 @@ class SecondaryTiers:
         self._holder = holder
         self._follows = config.ranks is not None and config.ranks.rank != 0
         """Rank 0's writer has asked the tiers for this one."""
-        self._storages: list[Storage] = []
         self._changed = threading.Condition()
         self._primary = TierHealth(nearest.url, emit)
         self._newest: str | None = None
@@ -94,14 +93,13 @@ class SecondaryTiers:
         throttle = Throttle(limit) if limit is not None else None
         url = self._open(number).url
         signs = Signs()
-        self._storages.append(WatchedStorage(self._open(number), signs))
         copies = Lane(url, keeps=False)
         direct = Lane(url, ended=lambda: replicator.wake())
         gate = Gate(throttle)
         gather = self._gather(gate, copies.progress)
         # Storages of their own: what stops a copy does not stop direct writes.
         places = Places(
-            self._storages[number],
+            WatchedStorage(self._open(number), signs),
             WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
             WatchedStorage(
                 metered(self._open(number), lambda meter: Gate(throttle) if throttle is not None else meter),
@@ -116,13 +114,13 @@ class SecondaryTiers:
             places,
             self._holder,
             nearer,
-            lambda event: replicator.take(event),
+            self._emit,
             copies,
             direct,
             signs,
             gather,
         )
-        replicator = Replicator(tier, gate, self._emit, self._note, PAUSES)
+        replicator = Replicator(tier, gate, self._emit, self._note)
         return replicator
 
     def _gather(self, gate: Gate, progress: CallProgress) -> Gather | None:
@@ -147,11 +145,9 @@ class SecondaryTiers:
             say: the trainer waits, too: say so if it takes long.
             needed: the run is not known yet. Otherwise, and after `finish`, tiers that give no sign are left out.
         """
-        if self._surveys is None and not self._follows:
-            self._surveys = self._survey(SURVEY_SECONDS, say, needed)
-
-    def _survey(self, timeout: float, say: bool, needed: bool) -> list[Survey]:
-        found = [Survey(storage) for storage in self._storages]
+        if self._surveys is not None or self._follows:
+            return
+        found = [Survey(replicator.tier.plain) for replicator in self._replicators]
         for one in found:
             threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
 
@@ -160,13 +156,13 @@ class SecondaryTiers:
             return not late or ((self._finishing or not needed) and all(late))
 
         began = time.monotonic()
-        self._wait(enough, began + min(timeout, TELL_SECONDS))
-        if say and not enough() and timeout > TELL_SECONDS:
+        self._wait(enough, began + min(SURVEY_SECONDS, TELL_SECONDS))
+        if say and not enough() and SURVEY_SECONDS > TELL_SECONDS:
             urls = ", ".join(one.storage.url for one in found if not one.over)
-            text = f"waiting for {urls} to say which run this is, up to {timeout:.0f} s: {self._nearest.url} is empty"
-            self._emit(Notice("WARNING", text))
-        self._wait(enough, began + timeout)
-        return found
+            text = f"waiting for {urls} to say which run this is, up to {SURVEY_SECONDS:.0f} s"
+            self._emit(Notice("WARNING", f"{text}: {self._nearest.url} is empty"))
+        self._wait(enough, began + SURVEY_SECONDS)
+        self._surveys = found
 
     def _ask(self, one: Survey) -> None:
         one.ask()
@@ -418,9 +414,6 @@ class NodeMemberTier(SecondaryTier):
             self.waiting = ()
         self._look_later(due=bool(self.waiting))
         return False
-
-    def sweep(self) -> None:
-        """It is rank 0's to sweep."""
 
     def _nearest(self) -> list[SnapshotInfo]:
         try:

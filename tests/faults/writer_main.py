@@ -7,10 +7,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ckpt_engine.store.storage.object_requests import GrowingPauses
-from ckpt_engine.writer import secondary_tiers
+from ckpt_engine.writer import replicate
 from ckpt_engine.writer.server import main
 from tests.faults.disk import install
 
 install(Path(os.environ["TEST_FAULTS"]), victims=[os.getppid()])
-secondary_tiers.PAUSES = GrowingPauses(0.05, 0.4)
+replicate.PAUSES = GrowingPauses(0.05, 0.4)
 os._exit(main(sys.argv[1:]))

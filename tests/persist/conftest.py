@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.store.storage.object_requests import GrowingPauses
-from ckpt_engine.writer import persister, secondary_tiers
+from ckpt_engine.writer import persister, replicate, secondary_tiers
 from ckpt_engine.writer.client import WriterClient
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage
@@ -68,7 +68,7 @@ def run(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made = Run(tmp_path, stage)
     monkeypatch.setattr(secondary_tiers, "open_storage", made.open_storage)
     monkeypatch.setattr(persister, "open_storage", made.open_storage)
-    monkeypatch.setattr(secondary_tiers, "PAUSES", GrowingPauses(0.01, 0.02))
+    monkeypatch.setattr(replicate, "PAUSES", GrowingPauses(0.01, 0.02))
     yield made
     for weather in made.weather.values():
         weather.up()

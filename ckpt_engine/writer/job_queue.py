@@ -40,7 +40,7 @@ class _Turn:
 
 
 class JobQueue:
-    """Opens a writer, lets it do the jobs in order, and closes it.
+    """Opens a persister, lets it do the jobs in order, and closes it.
 
     `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
     bounded by the arena: a trainer sends no job without a free slot. What is only in memory queues when it is
@@ -48,12 +48,12 @@ class JobQueue:
 
     Args:
         emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
-        on_exit: called once on this thread, last; with the text of the error if the writer broke down.
+        on_exit: called once on this thread, last; with the text of the error if that broke down.
         on_open: called once on this thread when the lease is taken, before `started` is sent.
         on_news: called, on any thread, when what is offered from memory may have changed.
         caught_up: waits until everything that the trainer has sent so far was put; whether that is so.
 
-    `opened` says whether the lease was taken, `ended` whether the writer is closed, and `rescued_at`, in monotonic
+    `opened` says whether the lease was taken, `ended` whether the persister is closed, and `rescued_at`, in monotonic
     seconds, since when it has had nothing left to rescue.
     """
 

@@ -1,4 +1,4 @@
-"""The writer: makes staged snapshots durable one after another, and then applies retention.
+"""Makes staged snapshots durable one after another, at the nearest tier that works, and then applies retention.
 
 It knows nothing of processes, threads or sockets: orders come in, messages go out through `emit`.
 """

@@ -114,11 +114,10 @@ class SecondaryTier:
     ) -> None:
         self.config = config
         self.signs = signs
-        self.plain = places.plain
         self.url = places.plain.url
         self.copies = copies
         self.direct = direct
-        self._places = places
+        self.places = places
         self._holder = holder
         self._nearer = nearer
         self._emit = emit
@@ -296,9 +295,9 @@ class SecondaryTier:
     def _open(self) -> Repository:
         if self._repository is None:
             self.copies.progress.moved(LEASE_SECONDS)
-            lease = acquire(self.plain, self._holder)
+            lease = acquire(self.places.plain, self._holder)
             try:
-                self._repository = adopt_run(self.run, self._places.copies)
+                self._repository = adopt_run(self.run, self.places.copies)
                 completed = self._gather.begin(self._repository) if self._gather is not None else ()
             except BaseException:
                 self._repository = None

@@ -147,7 +147,7 @@ class SecondaryTiers:
         """
         if self._surveys is not None or self._follows:
             return
-        found = [Survey(replicator.tier.plain) for replicator in self._replicators]
+        found = [Survey(replicator.tier.places.plain) for replicator in self._replicators]
         for one in found:
             threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
 
@@ -396,7 +396,7 @@ class NodeMemberTier(SecondaryTier):
         newest = max(near.values(), key=lambda info: info.seq, default=None)
         if newest is not None and newest.seq != self._last_seq:
             self._last_seq, self._pause = newest.seq, _DUE_LOOKS.first_seconds
-        target = Repository(self._places.copies)
+        target = Repository(self.places.copies)
         record = target.record()
         if record is None or record.run != self.run.run:
             self.waiting = tuple(self._wanted(list(near.values()), ()))
@@ -423,7 +423,7 @@ class NodeMemberTier(SecondaryTier):
 
     def _is_unasked(self) -> bool:
         """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""
-        if read_holder(self._places.copies) is not None:
+        if read_holder(self.places.copies) is not None:
             self._was_held, self._free_since = True, 0.0
             return False
         self._free_since = self._free_since or time.monotonic()

@@ -20,7 +20,7 @@ from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.copy.job import Layout
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
-from ckpt_engine.snapshot.copying import ColdMemory
+from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime
 from ckpt_engine.state.layout import WITHOUT_COPY, StatePlan
 
@@ -64,15 +64,15 @@ class SharedSlot:
             ) from err
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.is_cold = True
-        """Not every page is there and mapped: see `cold`."""
+        """Not every page is there and mapped: see `SlotMemory`."""
         self._closed = False
         self._bound: _Bound | None = None
         self._pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
 
     @property
-    def cold(self) -> ColdMemory | None:
-        """How to fill it as long as it is cold; None: by plain copies."""
-        return ColdMemory(self.fd, self._bytes.data_ptr()) if self.is_cold else None
+    def memory(self) -> SlotMemory:
+        """How to fill it now."""
+        return SlotMemory(self.fd, self._bytes.data_ptr(), self.is_cold)
 
     def prefault(self, go_on: Callable[[], bool] = lambda: True) -> bool:
         """Touch every page so that staging never pays for page faults. Any thread; releases the GIL.

@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_engine.copy.job import Layout
 from ckpt_engine.errors import StateError, WaitTimeoutError
-from ckpt_engine.state.entries import PackMembers
 from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.layout import CapturedState, StatePlan
 from ckpt_engine.store.tree import TreePath
@@ -41,27 +40,27 @@ _pwritev = ctypes.CDLL(None, use_errno=True).pwritev
 _pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _pwritev.restype = ctypes.c_ssize_t
 _MOST_VECTORS = 1024  # in one call
-_GATHERED = 16 * _MOST_VECTORS
 _MOVED_BYTES = 8 << 10
 """Of larger arrays a call each costs less than the kernel's look at each page."""
 
 
 @dataclass(frozen=True, slots=True)
-class ColdMemory:
-    """Shared memory most of whose pages are not there yet.
-
-    Writing to its file makes the pages and fills them in one go: no page fault, no page that is cleared first.
+class SlotMemory:
+    """The shared memory of a slot.
 
     Args:
         fd: its file.
         address: where it is mapped.
+        cold: most of its pages are not there yet. Writing to its file makes the pages and fills them in one go: no page
+            fault, no page that is cleared first.
     """
 
     fd: int
     address: int
+    cold: bool
 
     def write(self, target: int, source: int, nbytes: int) -> None:
-        """Copy to an address in it; without the GIL.
+        """Copy to an address in it through its file; without the GIL.
 
         Raises:
             OSError: not enough memory.
@@ -80,11 +79,11 @@ class _Move:
     src: torch.Tensor
     start: int
     nbytes: int
-    cold: ColdMemory | None = None
+    slot: SlotMemory
 
     def run(self) -> None:
-        if self.cold is not None:
-            self.cold.write(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
+        if self.slot.cold:
+            self.slot.write(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
             return
         # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
         ctypes.memmove(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
@@ -104,23 +103,23 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gather:
-    """Arrays that lie one behind another in a pack. The kernel gathers them, in a quarter of the time that torch takes.
+    """A run of arrays. The kernel gathers small ones, in a quarter of the time that torch takes.
 
     Args:
-        fd: of the slot.
-        offset: where the first one goes.
+        slot: where they go.
+        offset: of the first one in it.
         vectors: address and bytes of each.
-        mapped: the address where the first one goes, if they are so large that plain moves take less time.
+        kept: so that the addresses stay valid.
     """
 
-    fd: int
+    slot: SlotMemory
     offset: int
     vectors: np.ndarray[Any, np.dtype[np.uint64]]
-    mapped: int | None
+    kept: Sequence[torch.Tensor]
 
     def run(self) -> None:
-        if self.mapped is not None:
-            target = self.mapped
+        if not self.slot.cold and self.vectors[:, 1].mean() >= _MOVED_BYTES:
+            target = self.slot.address + self.offset
             for address, nbytes in self.vectors.tolist():
                 ctypes.memmove(target, address, nbytes)
                 target += nbytes
@@ -129,7 +128,7 @@ class _Gather:
         for at in range(0, len(self.vectors), _MOST_VECTORS):
             part = self.vectors[at : at + _MOST_VECTORS]
             nbytes = int(part[:, 1].sum())
-            if _pwritev(self.fd, part.ctypes.data, len(part), offset) != nbytes:
+            if _pwritev(self.slot.fd, part.ctypes.data, len(part), offset) != nbytes:
                 raise StateError(f"small tensors could not be copied: {os.strerror(ctypes.get_errno())}")
             offset += nbytes
 
@@ -227,18 +226,14 @@ class CopyTasks:
             raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
 
 
-def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], cold: ColdMemory | None = None) -> list[Task]:
-    """The copies of these pairs of destination and source: small ones in groups, large ones in chunks.
-
-    Args:
-        cold: what the destinations are in, if it is.
-    """
+def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemory) -> list[Task]:
+    """The copies of these pairs of destination in a slot and source: large ones in chunks, others in groups."""
     small: list[tuple[torch.Tensor, torch.Tensor]] = []
     tasks: list[Task] = []
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
         if nbytes >= SMALL_BYTES and _movable(tensor):
-            tasks += _moves(view, tensor, cold)
+            tasks += _moves(view, tensor, slot)
         else:
             small.append((view, tensor))
     for at in range(0, len(small), _GROUP):
@@ -247,44 +242,23 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], cold: ColdMemor
     return tasks
 
 
-def gathers(
-    fd: int,
-    offset: int,
-    addresses: np.ndarray[Any, np.dtype[np.uint64]],
-    members: PackMembers,
-    mapped: int | None = None,
-) -> list[Task]:
-    """The copies of a pack that lies in host memory.
-
-    Args:
-        fd: of the slot.
-        offset: of the pack in it.
-        addresses: of the arrays of the snapshot.
-        mapped: the address of the pack in the slot; None as long as that is cold.
-    """
-    if members.nbytes.mean() < _MOVED_BYTES:
-        mapped = None
-    vectors = np.stack([addresses[members.arrays], members.nbytes], axis=1)
-    ends = np.cumsum(members.nbytes)
-    tasks: list[Task] = []
-    at, start = 0, 0
-    while at < len(vectors):
-        # Of so many bytes that all threads have some, and so few arrays that none has most.
-        stop = max(at + 1, int(np.searchsorted(ends, start + CHUNK_BYTES, "right")))
-        stop = min(stop, at + _GATHERED, len(vectors))
-        tasks.append(_Gather(fd, offset + start, vectors[at:stop], None if mapped is None else mapped + start))
-        at, start = stop, int(ends[stop - 1])
-    return tasks
+def gathers(capture: CapturedState, slot: SlotMemory) -> list[Task]:
+    """The copies of the runs of a plan."""
+    addresses = np.array(capture.addresses, np.uint64)
+    return [
+        _Gather(slot, run.offset, np.stack([addresses[run.arrays], run.nbytes], axis=1), capture.arrays)
+        for run in capture.plan.runs
+    ]
 
 
-def _moves(view: torch.Tensor, tensor: torch.Tensor, cold: ColdMemory | None = None) -> list[_Move]:
+def _moves(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[_Move]:
     nbytes = view.numel() * view.element_size()
-    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), cold) for at in range(0, nbytes, CHUNK_BYTES)]
+    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
 
 
-def compares(view: torch.Tensor, tensor: torch.Tensor, claim: Claim) -> list[Compare]:
+def compares(view: torch.Tensor, tensor: torch.Tensor, claim: Claim, slot: SlotMemory) -> list[Compare]:
     """Comparisons of a claim, chunk by chunk."""
-    return [Compare(move, claim) for move in _moves(view, tensor)]
+    return [Compare(move, claim) for move in _moves(view, tensor, slot)]
 
 
 def _movable(tensor: torch.Tensor) -> bool:

@@ -269,7 +269,7 @@ class Pipeline:
         claims = self._unchanged.claim(slot.index, [one.index for one in self._slots.known()], capture)
         submit = self._submitter(job, self._writer, handle, claims)
         views, check = slot.views(capture.plan), self._check_lazy
-        return Staging(capture, views, submit, check=check, claims=claims, cold=slot.cold, fd=slot.fd), claims
+        return Staging(capture, views, submit, check=check, claims=claims, slot=slot.memory), claims
 
     def before_update(self) -> float:
         """The fence; seconds waited."""

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -34,9 +33,8 @@ from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
     Claims,
-    ColdMemory,
     CopyTasks,
-    Task,
+    SlotMemory,
     compares,
     gathers,
     tasks_of,
@@ -63,10 +61,9 @@ class Staging:
     Args:
         capture: what to copy.
         views: destinations, one per `capture.plan.sources`.
+        slot: what the views are in.
         check: keep an eager copy of the lazy part and compare at the fence (debug mode).
         claims: what the views hold already. A hinted claim that is wrong is an error for `on_staged`, and not raised.
-        cold: what the views are in, as long as it is cold.
-        fd: of the slot that the views are of, for packs.
     """
 
     def __init__(
@@ -75,18 +72,16 @@ class Staging:
         views: Sequence[torch.Tensor],
         on_staged: Callable[[BaseException | None], None],
         *,
+        slot: SlotMemory,
         check: bool = False,
         claims: Claims | None = None,
-        cold: ColdMemory | None = None,
-        fd: int = -1,
     ) -> None:
         self._on_staged = on_staged
-        self._cold = cold
+        self._slot = slot
         self._told = threading.Lock()
         self._settled = threading.Event()
         self._capture: CapturedState | None = capture
         self._views = views
-        self._fd = fd
         self._keep_copy = check
         self._check: list[tuple[EntrySource, torch.Tensor, torch.Tensor]] = []
         self.eager = self.lazy = self.hinted = CopyTasks(())
@@ -114,16 +109,15 @@ class Staging:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
         plan = capture.plan
-        packs = self._packs(capture) if plan.packs else {}
         if self._keep_copy:
             lazies = [(source, view) for source, view in zip(plan.sources, self._views, strict=True) if source.lazy]
             self._check = [(s, view, s.tensor(capture.arrays).detach().clone()) for s, view in lazies]
         compared = {
-            index: compares(self._views[index], plan.sources[index].tensor(capture.arrays), claim)
+            index: compares(self._views[index], plan.sources[index].tensor(capture.arrays), claim, self._slot)
             for index, claim in self._claims.by_source.items()
         }
         sources = plan.sources
-        left = [index for index in range(len(sources)) if index not in packs and index not in compared]
+        left = [index for index in plan.apart if index not in compared]
         if plan.devices:
             left = self._board(copier.devices, capture, left)
         pairs = [(self._views[index], sources[index].tensor(capture.arrays)) for index in left]
@@ -134,16 +128,17 @@ class Staging:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False
         self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
-        now, later = tasks_of(eager, self._cold), tasks_of(lazy, self._cold)
-        for index, copies in packs.items():
-            (later if plan.sources[index].lazy else now).extend(copies)
+        now, later = tasks_of(eager, self._slot), tasks_of(lazy, self._slot)
+        for run, copy in zip(plan.runs, gathers(capture, self._slot), strict=True):
+            (later if run.lazy else now).append(copy)
         self.eager = CopyTasks([*now, *[task for task in tasks if not task.claim.hinted]])
         self.lazy = CopyTasks(later)
         self._fenced = self.lazy.complete.is_set() and self._flight is None
         if self._flight is not None:
             copier.devices.start(plan, self._flight)
         compared_bytes = sum([task.move.nbytes for task in tasks if not task.claim.hinted])
-        self.worth_help = compared_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
+        run_bytes = sum([int(run.nbytes.sum()) for run in plan.runs if not run.lazy])
+        self.worth_help = compared_bytes + run_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
         if self.worth_help or not self.lazy.complete.is_set():
             copier.submit(self)
         self.eager.finish()
@@ -151,22 +146,6 @@ class Staging:
             copier.submit(self)
         self._settle()
         self._raise()
-
-    def _packs(self, capture: CapturedState) -> dict[int, list[Task]]:
-        """The copies of packs of host tensors, by source. What is on devices is packed there."""
-        layout, addresses = capture.plan.layout, np.array(capture.addresses, np.uint64)
-        members = {index: capture.plan.sources[index].members for index in capture.plan.packs}
-        return {
-            index: gathers(
-                self._fd,
-                layout.entries[index].offset,
-                addresses,
-                one,
-                self._views[index].data_ptr() if self._cold is None else None,
-            )
-            for index, one in members.items()
-            if one is not None
-        }
 
     def help_lazily(self) -> None:
         """Copy the lazy part and compare what is hinted; the copier's thread."""

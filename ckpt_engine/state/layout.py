@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,23 @@ class EntrySource:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Small arrays in host memory whose bytes lie one behind another in the container: copied by their addresses.
+
+    Args:
+        offset: of the first one.
+        lazy: as the sources that it stands for.
+        arrays: index among those of a snapshot, of each.
+        nbytes: of each.
+    """
+
+    offset: int
+    lazy: bool
+    arrays: np.ndarray[Any, np.dtype[np.int64]]
+    nbytes: np.ndarray[Any, np.dtype[np.uint64]]
+
+
 @dataclass(frozen=True, slots=True)
 class StatePlan:
     """The container layout of one structure. `sources[i]` fills `layout.entries[i]`.
@@ -83,7 +101,8 @@ class StatePlan:
     Args:
         trees: the skeletons by component; one that is as in the plan before is the same object.
         devices: GPUs that some of the sources are on.
-        packs: indices of the sources that are gathered from host memory.
+        runs: what is copied together.
+        apart: indices of the sources that are in no run.
         schemas: arrays beside those of the state: what packed components look like.
     """
 
@@ -93,7 +112,8 @@ class StatePlan:
     sources: tuple[EntrySource, ...]
     nbytes: int
     devices: tuple[torch.device, ...]
-    packs: tuple[int, ...] = ()
+    runs: tuple[Run, ...] = ()
+    apart: tuple[int, ...] = ()
     schemas: tuple[torch.Tensor, ...] = ()
 
 
@@ -183,9 +203,10 @@ class Planner:
         trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
         nbytes = sum(e.nbytes for e in layout.entries)
         gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
-        packs_at = [i for i, source in enumerate(sources) if source.members is not None]
-        gathered = tuple([i for i in packs_at if drafting.device_of(arrays[sources[i].array]).type == "cpu"])
-        plan = StatePlan(layout, header, trees, sources, nbytes, gpus, gathered, tuple(schemas.values()))
+        runs, apart = _runs(layout, sources, arrays)
+        plan = StatePlan(
+            layout, header, trees, sources, nbytes, gpus, tuple(runs), tuple(apart), tuple(schemas.values())
+        )
         views = any(d.storage_bytes is not None for d in drafts)
         metas = [(a.dtype, a.shape, a.stride(), a.requires_grad) for a in arrays]
         addresses = _told([a.data_ptr() for a in arrays], copied)
@@ -202,8 +223,8 @@ class Planner:
             structure = shares.structure_of(ordered)
             ordered = shares.mine(ordered, self._session.ranks)
         # Then what can cross from a device in one piece: the same device, and as early or late. Other ranks have
-        # other devices, so that this comes after the shares.
-        ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d)))
+        # other devices, so that this comes after the shares. Small ones are copied together.
+        ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d), d.lazy, d.nbytes >= SMALL_BYTES))
         rows = []
         for draft in ordered:
             name = drafting.dtype_name(draft.dtype)
@@ -296,6 +317,46 @@ def _source(draft: EntryDraft) -> EntrySource:
     return EntrySource(draft.array, draft.storage_bytes, draft.lazy, path, draft.rows, draft.members)
 
 
+def _runs(
+    layout: Layout, sources: Sequence[EntrySource], arrays: Sequence[torch.Tensor]
+) -> tuple[tuple[Run, ...], tuple[int, ...]]:
+    """The runs of a plan, and the sources that are in none."""
+
+    def kind(index: int) -> tuple[bool, bool]:
+        return _has_address(sources[index], layout.entries[index].nbytes, arrays), sources[index].lazy
+
+    runs, apart = list[Run](), list[int]()
+    for (has_address, lazy), group in groupby(range(len(sources)), kind):
+        indices = list(group)
+        if not has_address:
+            apart += indices
+            continue
+        parts = [sources[i].members or _alone_in(sources[i], layout.entries[i]) for i in indices]
+        members, nbytes = (np.concatenate([getattr(p, what) for p in parts]) for what in ("arrays", "nbytes"))
+        ends = np.cumsum(nbytes)
+        at, start = 0, 0
+        while at < len(members):
+            # Of so many bytes that all threads have some, and so few arrays that none has most.
+            stop = max(at + 1, int(np.searchsorted(ends, start + _RUN_BYTES, "right")))
+            stop = min(stop, at + _RUN_ARRAYS, len(members))
+            runs.append(Run(layout.entries[indices[0]].offset + start, lazy, members[at:stop], nbytes[at:stop]))
+            at, start = stop, int(ends[stop - 1])
+    return tuple(runs), tuple(apart)
+
+
+def _alone_in(source: EntrySource, entry: EntryLayout) -> PackMembers:
+    return PackMembers(np.array([source.array]), np.array([entry.nbytes], np.uint64))
+
+
+def _has_address(source: EntrySource, nbytes: int, arrays: Sequence[torch.Tensor]) -> bool:
+    """Whether the addresses of its arrays say all that copying them takes, as long as the plan fits."""
+    if source.array >= len(arrays) or drafting.device_of(array := arrays[source.array]).type != "cpu":
+        return False  # a schema, or on a device
+    is_whole = source.storage_bytes is None and source.rows is None and nbytes < SMALL_BYTES
+    plain = array.is_contiguous() and not array.is_complex() and not array.is_neg()
+    return source.members is not None or (is_whole and plain)
+
+
 def _own_draft(name: str, data: torch.Tensor, index: int) -> EntryDraft:
     """Of an array that is none of the state's."""
     leaf = ArrayLeaf((name,), {})
@@ -319,6 +380,8 @@ def _crossing(draft: EntryDraft) -> tuple[str, bool]:
 
 SMALL_BYTES = 64 << 10
 """Larger arrays are entries of their own: what describes them is little beside their bytes."""
+_RUN_BYTES = 16 << 20
+_RUN_ARRAYS = 16 << 10
 LEAST_ARRAYS = 4096
 """Components with fewer small arrays have an entry for each, which any reader of safetensors finds by its name."""
 

@@ -106,7 +106,7 @@ def test_a_pack_is_of_one_instant(is_lazy: bool) -> None:
     slot, copier = SharedSlot(0, slot_bytes(capture.plan)), Copier()
     views = slot.views(capture.plan)
     done: list[BaseException | None] = []
-    staging = Staging(capture, views, done.append, check=True, fd=slot.fd)
+    staging = Staging(capture, views, done.append, check=True, slot=slot.memory)
     staging.begin(copier)
     staging.fence()
     torch._foreach_zero_(list(state["model"].values()))
@@ -126,7 +126,7 @@ def test_a_pack_is_copied_in_pieces(elements: int, is_cold: bool) -> None:
     if not is_cold:
         slot.prefault()
     views = slot.views(capture.plan)
-    staging = Staging(capture, views, lambda _: None, cold=slot.cold, fd=slot.fd)
+    staging = Staging(capture, views, lambda _: None, slot=slot.memory)
     staging.begin(copier)
     pack = next(index for index, one in enumerate(capture.plan.layout.entries) if one.name.startswith("model/packed"))
     assert torch.equal(views[pack], weights.view(-1))

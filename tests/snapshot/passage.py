@@ -38,7 +38,7 @@ def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tupl
     slot = SharedSlot(0, slot_bytes(capture.plan))
     views = slot.views(capture.plan)
     errors: list[BaseException | None] = []
-    Staging(capture, views, errors.append, fd=slot.fd).begin(Copier(0))
+    Staging(capture, views, errors.append, slot=slot.memory).begin(Copier(0))
     assert errors == [None]
     layout = capture.plan.layout.entries
     entries = {e.name: v.clone().view(getattr(torch, e.dtype)) for e, v in zip(layout, views, strict=True)}

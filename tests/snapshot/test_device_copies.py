@@ -129,7 +129,7 @@ class Training:
             home = devices.home(capture.arrays[source.array])
             keep() if home is None else devices.launch(keep, home)
         done: list[BaseException | None] = []
-        staging = Staging(capture, views, done.append, fd=slot.fd)
+        staging = Staging(capture, views, done.append, slot=slot.memory)
         with devices.saving():
             staging.begin(self.copier)
         devices.pump(pumps[0])
@@ -209,7 +209,7 @@ def test_the_writer_is_told_when_the_copies_have_landed_and_not_before(monkeypat
     capture = training.planner.capture(training.state, lazily)
     slot = SharedSlot(0, slot_bytes(capture.plan), devices)
     done: list[BaseException | None] = []
-    staging = Staging(capture, slot.views(capture.plan), done.append)
+    staging = Staging(capture, slot.views(capture.plan), done.append, slot=slot.memory)
     staging.begin(training.copier)
     staging.fence()
     assert not staging.wait(0.3) and done == [] and not staging.over
@@ -228,7 +228,7 @@ def test_a_tensor_that_training_lets_go_of_stays_until_it_is_copied(monkeypatch:
     planner = Planner(Flattener())
     capture = planner.capture(state)
     slot = SharedSlot(0, slot_bytes(capture.plan), devices)
-    staging = Staging(capture, slot.views(capture.plan), lambda _: None)
+    staging = Staging(capture, slot.views(capture.plan), lambda _: None, slot=slot.memory)
     staging.begin(copier)
     del state, capture
     assert gone() is not None
@@ -245,7 +245,7 @@ def test_a_refused_copy_fails_the_snapshot_and_not_the_next_one(monkeypatch: pyt
     capture = training.planner.capture(training.state, lazily)
     slot = SharedSlot(0, slot_bytes(capture.plan), devices)
     done: list[BaseException | None] = []
-    staging = Staging(capture, slot.views(capture.plan), done.append)
+    staging = Staging(capture, slot.views(capture.plan), done.append, slot=slot.memory)
     devices.fail_next_copy = True
     with pytest.raises(Exception, match="a copy was refused"):
         staging.begin(training.copier)

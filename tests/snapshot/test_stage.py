@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import weakref
 import time
 import weakref
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def stage(state: dict, lazy=None, *, copier: Copier | None = None, check: bool =
     capture = Planner(Flattener()).capture(state, lazy)
     slot = SharedSlot(0, slot_bytes(capture.plan))
     done: list[BaseException | None] = []
-    staging = Staging(capture, slot.views(capture.plan), done.append, check=check)
+    staging = Staging(capture, slot.views(capture.plan), done.append, slot=slot.memory, check=check)
     staging.begin(copier or Copier(0))
     names = [e.name for e in capture.plan.layout.entries]
     return staging, dict(zip(names, slot.views(capture.plan), strict=True)), done
@@ -146,6 +147,22 @@ def test_without_the_fence_the_debug_mode_names_the_torn_tensor() -> None:
         staging.fence()
 
 
+def test_small_tensors_live_until_they_are_copied() -> None:
+    """They are copied by address behind training, which may drop them at once; later nothing keeps them."""
+    state = {f"w{i}": torch.full((100,), float(i)) for i in range(50)}
+    alive = [weakref.ref(tensor) for tensor in state.values()]
+    capture = Planner(Flattener()).capture(state, everything)
+    slot = SharedSlot(0, slot_bytes(capture.plan))
+    views = slot.views(capture.plan)
+    staging = Staging(capture, views, lambda _: None, slot=slot.memory)
+    staging.begin(Copier(0))
+    del state, capture
+    assert not staging.complete and all(one() is not None for one in alive)
+    staging.fence()
+    assert sorted(float(view[0]) for view in views) == [float(i) for i in range(50)]
+    assert not any(one() is not None for one in alive)
+
+
 def test_only_declared_leaves_are_lazy() -> None:
     """Buffers and everything else not declared lazy are copied before staging returns."""
     state = {"param": torch.zeros(1000), "buffer": torch.zeros(1000)}
@@ -165,10 +182,11 @@ def test_a_tied_tensor_is_lazy_only_if_all_its_names_are() -> None:
 
 def test_a_failed_copy_surfaces_at_the_fence_and_names_the_cause() -> None:
     """An error in the background is raised by the fence, and the snapshot is reported as failed."""
-    capture = Planner(Flattener()).capture({"a": torch.zeros(70_000), "b": torch.zeros(3).t()}, everything)
-    views = [torch.zeros(70_000), torch.zeros(4)]
+    capture = Planner(Flattener()).capture({"a": torch.zeros(70_000), "b": torch.zeros(3, 2).t()}, everything)
+    slot = SharedSlot(0, slot_bytes(capture.plan))
+    views = [torch.zeros(4) if entry.name == "b" else torch.zeros(70_000) for entry in capture.plan.layout.entries]
     done: list[BaseException | None] = []
-    staging = Staging(capture, views, done.append)
+    staging = Staging(capture, views, done.append, slot=slot.memory)
     staging.begin(Copier(1))
     with pytest.raises(StateError, match="staging failed"):
         staging.fence()
@@ -233,7 +251,7 @@ def test_a_cold_slot_is_filled_through_its_file_and_mapped_once_it_is_free() -> 
         assert slot is not None
         found.append(slot.is_cold)
         views = slot.views(capture.plan)
-        Staging(capture, views, lambda _: None, cold=slot.cold).begin(Copier(0))
+        Staging(capture, views, lambda _: None, slot=slot.memory).begin(Copier(0))
         for entry, view in zip(capture.plan.layout.entries, views, strict=True):
             assert torch.equal(view, state[entry.name]), entry.name
         slots.release(slot.index)
@@ -251,7 +269,7 @@ def test_no_thread_keeps_a_slot_that_is_closed() -> None:
     capture = planner.capture({"w": torch.ones(100_000_000)})
     slot = slots.take(capture.plan)
     assert slot is not None
-    Staging(capture, slot.views(capture.plan), lambda _: None, cold=slot.cold).begin(Copier(0))
+    Staging(capture, slot.views(capture.plan), lambda _: None, slot=slot.memory).begin(Copier(0))
     slots.release(slot.index)
     slots.close()
     assert not [one.name for one in threading.enumerate() if one.name == "ckpt-map"]

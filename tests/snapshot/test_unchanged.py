@@ -20,7 +20,7 @@ from ckpt_engine.snapshot.stage import Copier, Guard, Staging
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
 
-COUNT = 8192
+COUNT = 32_768
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +54,7 @@ class Trainer:
             self._unchanged.settle(claims, staged=error is None)
             errors.append(error)
 
-        staging = Staging(capture, slot.views(capture.plan), done, claims=claims)
+        staging = Staging(capture, slot.views(capture.plan), done, slot=slot.memory, claims=claims)
         staging.begin(Copier(0))
         names = [entry.name for entry in capture.plan.layout.entries]
         return staging, claims, lambda: dict(zip(names, slot.views(capture.plan), strict=True)), errors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import threading
-import weakref
 import time
 import weakref
 from collections.abc import Callable

@@ -78,7 +78,7 @@ class EntrySource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class AddressRun:
     """Small arrays in host memory whose bytes lie one behind another in the container: copied by their addresses.
 
     Args:
@@ -112,7 +112,7 @@ class StatePlan:
     sources: tuple[EntrySource, ...]
     nbytes: int
     devices: tuple[torch.device, ...]
-    runs: tuple[Run, ...] = ()
+    runs: tuple[AddressRun, ...] = ()
     apart: tuple[int, ...] = ()
     schemas: tuple[torch.Tensor, ...] = ()
 
@@ -319,13 +319,13 @@ def _source(draft: EntryDraft) -> EntrySource:
 
 def _runs(
     layout: Layout, sources: Sequence[EntrySource], arrays: Sequence[torch.Tensor]
-) -> tuple[tuple[Run, ...], tuple[int, ...]]:
+) -> tuple[tuple[AddressRun, ...], tuple[int, ...]]:
     """The runs of a plan, and the sources that are in none."""
 
     def kind(index: int) -> tuple[bool, bool]:
         return _has_address(sources[index], layout.entries[index].nbytes, arrays), sources[index].lazy
 
-    runs, apart = list[Run](), list[int]()
+    runs, apart = list[AddressRun](), list[int]()
     for (has_address, lazy), group in groupby(range(len(sources)), kind):
         indices = list(group)
         if not has_address:
@@ -339,7 +339,7 @@ def _runs(
             # Of so many bytes that all threads have some, and so few arrays that none has most.
             stop = max(at + 1, int(np.searchsorted(ends, start + _RUN_BYTES, "right")))
             stop = min(stop, at + _RUN_ARRAYS, len(members))
-            runs.append(Run(layout.entries[indices[0]].offset + start, lazy, members[at:stop], nbytes[at:stop]))
+            runs.append(AddressRun(layout.entries[indices[0]].offset + start, lazy, members[at:stop], nbytes[at:stop]))
             at, start = stop, int(ends[stop - 1])
     return tuple(runs), tuple(apart)
 

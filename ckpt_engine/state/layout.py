@@ -321,31 +321,30 @@ def _runs(
     layout: Layout, sources: Sequence[EntrySource], arrays: Sequence[torch.Tensor]
 ) -> tuple[tuple[AddressRun, ...], tuple[int, ...]]:
     """The runs of a plan, and the sources that are in none."""
-
-    def kind(index: int) -> tuple[bool, bool]:
-        return _has_address(sources[index], layout.entries[index].nbytes, arrays), sources[index].lazy
-
     runs, apart = list[AddressRun](), list[int]()
-    for (has_address, lazy), group in groupby(range(len(sources)), kind):
+    sizes = [entry.nbytes for entry in layout.entries]
+    kinds = [(_has_address(source, nbytes, arrays), source.lazy) for source, nbytes in zip(sources, sizes, strict=True)]
+    for (has_address, _), group in groupby(range(len(sources)), kinds.__getitem__):
         indices = list(group)
         if not has_address:
             apart += indices
             continue
-        parts = [sources[i].members or _alone_in(sources[i], layout.entries[i]) for i in indices]
-        members, nbytes = (np.concatenate([getattr(p, what) for p in parts]) for what in ("arrays", "nbytes"))
+        parts = [
+            sources[i].members or PackMembers(np.array([sources[i].array]), np.array([sizes[i]], np.uint64))
+            for i in indices
+        ]
+        members = np.concatenate([part.arrays for part in parts])
+        nbytes = np.concatenate([part.nbytes for part in parts])
         ends = np.cumsum(nbytes)
         at, start = 0, 0
         while at < len(members):
             # Of so many bytes that all threads have some, and so few arrays that none has most.
             stop = max(at + 1, int(np.searchsorted(ends, start + _RUN_BYTES, "right")))
             stop = min(stop, at + _RUN_ARRAYS, len(members))
-            runs.append(AddressRun(layout.entries[indices[0]].offset + start, lazy, members[at:stop], nbytes[at:stop]))
+            offset = layout.entries[indices[0]].offset + start
+            runs.append(AddressRun(offset, sources[indices[0]].lazy, members[at:stop], nbytes[at:stop]))
             at, start = stop, int(ends[stop - 1])
     return tuple(runs), tuple(apart)
-
-
-def _alone_in(source: EntrySource, entry: EntryLayout) -> PackMembers:
-    return PackMembers(np.array([source.array]), np.array([entry.nbytes], np.uint64))
 
 
 def _has_address(source: EntrySource, nbytes: int, arrays: Sequence[torch.Tensor]) -> bool:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -34,9 +35,9 @@ from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
     Claims,
     CopyTasks,
+    Gather,
     SlotMemory,
     compares,
-    gathers,
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
@@ -129,15 +130,16 @@ class Staging:
                 task.claim.hinted = False
         self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
         now, later = tasks_of(eager, self._slot), tasks_of(lazy, self._slot)
-        for run, copy in zip(plan.runs, gathers(capture, self._slot), strict=True):
-            (later if run.lazy else now).append(copy)
+        addresses, run_bytes = np.array(capture.addresses, np.uint64), 0
+        for run in plan.runs:
+            (later if run.lazy else now).append(Gather(self._slot, run, addresses, capture.arrays))
+            run_bytes += 0 if run.lazy else int(run.nbytes.sum())
         self.eager = CopyTasks([*now, *[task for task in tasks if not task.claim.hinted]])
         self.lazy = CopyTasks(later)
         self._fenced = self.lazy.complete.is_set() and self._flight is None
         if self._flight is not None:
             copier.devices.start(plan, self._flight)
         compared_bytes = sum([task.move.nbytes for task in tasks if not task.claim.hinted])
-        run_bytes = sum([int(run.nbytes.sum()) for run in plan.runs if not run.lazy])
         self.worth_help = compared_bytes + run_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
         if self.worth_help or not self.lazy.complete.is_set():
             copier.submit(self)

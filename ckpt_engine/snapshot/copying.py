@@ -102,7 +102,7 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gather:
+class CopyByAddress:
     """A run of arrays. The kernel gathers small ones, in a quarter of the time that torch takes.
 
     Args:
@@ -166,7 +166,7 @@ class Compare:
         return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
 
 
-Task = _Move | _Copy | Gather | Compare
+Task = _Move | _Copy | CopyByAddress | Compare
 
 
 class CopyTasks:

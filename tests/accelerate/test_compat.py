@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from accelerate_ckpt.private import ACCELERATE_NAMES, AcceleratorInternals
 from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError
 from tests.accelerate.runs import make_accelerator
+from tests.support import interpreters
 from tests.tracking.runs import Average, Case, Net
 
 PACKAGE = Path(accelerate_ckpt.__file__).parent
@@ -115,4 +115,4 @@ def test_nothing_else_touches_private_names_of_accelerate() -> None:
 def test_accelerate_alone_is_enough() -> None:
     """Where transformers is not installed, and where it is it is not imported."""
     code = "import sys; sys.modules['transformers'] = None; import accelerate_ckpt; accelerate_ckpt.AdaptiveCheckpoint"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    interpreters.run([sys.executable, "-W", "ignore", "-c", code], check=True, without_ours=True)

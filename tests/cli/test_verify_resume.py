@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.audit import audit
 from ckpt_engine.cli.compare import DifferenceKind, LeafDifference
+from ckpt_engine.cli.rehearsal import runs
 from ckpt_engine.cli.rehearsal.patches import Rehearsal
 from ckpt_engine.cli.rehearsal.runs import PythonCommand, Spec, Trace, event_line
 from ckpt_engine.cli.rehearsal.verdict import Area, Pair, area_of, explain, judge, judge_end
@@ -27,9 +29,19 @@ from ckpt_engine.errors import CorruptError
 from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.pytest_plugin import add_to_every_trainer
+from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
 SCRIPTS = Path(__file__).parent / "rehearsed"
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's processes find torch imported. The slow tests start real ones."""
+    found = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    monkeypatch.setattr(
+        runs, "subprocess", SimpleNamespace(Popen=partial(interpreters.Popen, without_ours=True), **found)
+    )
 
 
 @pytest.fixture
@@ -46,7 +58,7 @@ def verify(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
-    verify: Callable[..., Any], tmp_path: Path
+    forked: None, verify: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Three snapshots after the restart equal the uninterrupted run's; its run folder does not come into being."""
     result = verify("", "--kill-at", 2, "--scratch", tmp_path / "scratch")

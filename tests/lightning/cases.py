@@ -155,6 +155,9 @@ LOOPS: Mapping[str, Case] = {
     "accumulation of 2": Case(trainer={"accumulate_grad_batches": 2}, val=3, schedule=("decay", "step", "")),
     "accumulation of 4": Case(trainer={"accumulate_grad_batches": 4}, val=3),
     "mixed precision with a scaler": Case(amp=True, trainer={"accumulate_grad_batches": 2}),
+    "double precision, clipped and limited, of estimated length": Case(
+        uses_total_steps=True, trainer={"precision": "64-true", "gradient_clip_val": 0.5, "limit_train_batches": 4}
+    ),
     "gradient clipping": Case(trainer={"gradient_clip_val": 0.5}),
     "fused optimizer": Case(fused=True, val=3),
     "two optimizers by hand": Case(manual="two", val=3),

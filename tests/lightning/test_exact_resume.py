@@ -54,16 +54,24 @@ def a_few(name: str, snapshots: list[Saved]) -> list[Saved]:
 
 OF_A_KIND = {
     "L-BFGS",
+    "accumulation of 4",
     "averaged weights",
     "combined, shorter one cycles",
     "datamodule",
+    "double precision",
     "early stopping before min_epochs",
+    "estimated_stepping_batches",
     "fused optimizer",
+    "gradient clipping",
+    "limit_train_batches",
     "persistent workers",
     "plateau per epoch on validation",
     "plateau per step",
     "scheduler per epoch",
+    "scheduler per step",
+    "shuffled",
     "validation every second epoch",
+    "validation within epochs",
 }
 """Others of the same kind are in the quick suite; the slow one resumes these from every boundary."""
 

@@ -20,12 +20,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
 import botocore.session
 from botocore.config import Config
+
+from tests.support import interpreters
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -90,7 +92,7 @@ def serving(kind: str, folder: Path, port: int = 0) -> Iterator[S3Server]:
         LookupError: its program is not installed.
     """
     port = port or free_port()
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Any] = []
     try:
         key = {"moto": _moto, "rclone": _rclone, "swift": _swift}[kind](folder, port, processes)
         yield S3Server(kind, f"http://127.0.0.1:{port}", key)
@@ -117,7 +119,7 @@ class Killable:
 
     def __init__(self, kind: str, folder: Path) -> None:
         self._kind, self._folder, self._port = kind, folder, free_port()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Any] = []
         self.server = S3Server(kind, f"http://127.0.0.1:{self._port}")
         self.start()
 
@@ -175,10 +177,12 @@ def program(name: str) -> str:
     return found
 
 
-def _run(folder: Path, processes: list[subprocess.Popen[bytes]], *arguments: str, port: int, **more: str) -> None:
+def _run(
+    folder: Path, processes: list[Any], *arguments: str, port: int, start: Any = subprocess.Popen, **more: str
+) -> None:
     log = folder / f"{Path(arguments[0]).name}.log"
     with log.open("ab") as out:
-        process = subprocess.Popen(
+        process = start(
             arguments, cwd=folder, env={**os.environ, **more}, stdout=out, stderr=out, start_new_session=True
         )
     processes.append(process)
@@ -190,12 +194,14 @@ def _run(folder: Path, processes: list[subprocess.Popen[bytes]], *arguments: str
     raise RuntimeError(f"{arguments[0]} did not start: {log.read_text()[-800:]}")
 
 
-def _moto(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -> str:
-    _run(folder, processes, program("moto_server"), "-H", "127.0.0.1", "-p", str(port), port=port)
+def _moto(folder: Path, port: int, processes: list[Any]) -> str:
+    program("moto_server")  # is there
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    _run(folder, processes, *command, port=port, start=partial(interpreters.Popen, preload=interpreters.MOTO))
     return "test"
 
 
-def _rclone(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -> str:
+def _rclone(folder: Path, port: int, processes: list[Any]) -> str:
     data = folder / "data"
     data.mkdir(exist_ok=True)
     command = [program("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "test,testtest"]
@@ -203,7 +209,7 @@ def _rclone(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -
     return "test"
 
 
-def _swift(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -> str:
+def _swift(folder: Path, port: int, processes: list[Any]) -> str:
     etc = folder / "etc"
     etc.mkdir()
     (folder / "dev/d1").mkdir(parents=True)

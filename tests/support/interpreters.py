@@ -36,6 +36,8 @@ ENGINE = (
 )
 LIGHTNING = (*ENGINE, "lightning.pytorch", "lightning_ckpt.run")
 ACCELERATE = (*ENGINE, "accelerate", "transformers.trainer", "accelerate_ckpt.transformers_callback")
+MOTO = (*ENGINE, "moto.server", "moto.s3.responses")
+OURS = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 _MESSAGE_BYTES = 200_000
 _Stream = IO[Any] | int | None
 _started: list[subprocess.Popen[bytes]] = []
@@ -61,6 +63,7 @@ class Popen:
         cwd, env: its folder and its environment; None: those of this process.
         start_new_session: it has a session of its own.
         preload: what it finds imported.
+        without_ours: nothing of our packages, whose modules it imports by itself.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Popen:
         text: bool = False,
         start_new_session: bool = False,
         preload: tuple[str, ...] = ENGINE,
+        without_ours: bool = False,
     ) -> None:
         assert arguments[0] == sys.executable, arguments
         self.stdin, for_stdin = _stream(stdin, 0, text=text)
@@ -89,6 +93,7 @@ class Popen:
             "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),  # noqa: PTH109
             "environment": dict(os.environ if env is None else env),
             "session": start_new_session,
+            "without": OURS if without_ours else (),
         }
         descriptors = [for_stdin, for_stdout, for_stderr, for_status.fileno()]
         socket.send_fds(server(preload), [json.dumps(job).encode()], descriptors)
@@ -296,6 +301,8 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
             arguments = arguments[2:]
         else:
             warnings.resetwarnings()
+        for name in [one for one in sys.modules if one.partition(".")[0] in job["without"]]:
+            del sys.modules[name]
         sys.path[:0] = [one for one in job["environment"].get("PYTHONPATH", "").split(os.pathsep) if one]
         if arguments[0] == "-c":
             sys.argv = ["-c", *arguments[2:]]

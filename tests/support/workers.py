@@ -35,7 +35,7 @@ def _number(given: str) -> int:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """The servers of interpreters import while this process collects."""
     if session.config.option.workers > 1 and not session.config.option.collectonly:
-        for preload in (interpreters.ENGINE, interpreters.LIGHTNING, interpreters.ACCELERATE):
+        for preload in (interpreters.ENGINE, interpreters.LIGHTNING, interpreters.ACCELERATE, interpreters.MOTO):
             interpreters.server(preload)
 
 

@@ -1,4 +1,4 @@
-"""Slimming: a snapshot that loses components is written again without them, and then the first one is forgotten.
+"""Slimming: a snapshot is written again without the components that retention drops, then the first is forgotten.
 
 Data files are never changed, so this costs one copy of what stays. The slim snapshot has the same `seq` and step; its
 id follows from the first one's and from what it lacks, so that an interrupted slimming is recognised and finished. A

@@ -1,4 +1,4 @@
-"""Host memory: whether there is room for the arena, and touching fresh pages fast.
+"""Host memory of the arena: whether there is room, how it is mapped, and touching fresh pages fast.
 
 The kernel gives out memory that it does not have, and kills somebody later. So look first: at the machine
 (`MemAvailable`) and at every control group from the process's own up to the root, version 1 and 2. The page cache

@@ -1,4 +1,4 @@
-"""Writes one staged snapshot from the arena into one repository: data, digests, manifest.
+"""Writes one staged snapshot from its slot of the arena into one repository: pieces, digests, data, manifest.
 
 To its writer it is a slot of the arena, mapped, cut into pieces and digested.
 """

@@ -1,4 +1,4 @@
-"""What iterable datasets and `StatefulDataLoader`s say of their own position, and how it is put back.
+"""Data sets and loaders that know their own position (iterable ones, `StatefulDataLoader`): asked for it, put back.
 
 Used for iterable datasets only, and torchdata's loader only where its dataset cannot save itself (its iterator can):
 recording the sampler or the workers' datasets ourselves is at least as exact and cheaper.

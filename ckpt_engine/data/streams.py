@@ -1,4 +1,4 @@
-"""Everything random or counting that a loader's samplers depend on, captured at one instant and put back.
+"""All that is random or counts and that samplers and data sets depend on: captured at one instant, put back.
 
 That is: the process's global streams, the generators of the loader and its samplers (torch, python and numpy
 ones), the samplers' plain counters such as `DistributedSampler.epoch`, their `state_dict` where they have one, and the

@@ -1,4 +1,4 @@
-"""When a run takes its snapshots: the stateful piece trainer adapters ask at every boundary."""
+"""When a run takes its snapshots: asked at every boundary, it joins triggers, policy, costs and account."""
 
 from __future__ import annotations
 

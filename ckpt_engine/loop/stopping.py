@@ -1,4 +1,4 @@
-"""Who wants something of a run: stops it in time, judges its losses, hands on requests and edited options."""
+"""What others want of a run at its boundaries: a stop, the end of a diverged one, a snapshot now, edited options."""
 
 from __future__ import annotations
 

@@ -442,7 +442,7 @@ MAX_TOLD = 20
 """Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
-def told(where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search) -> Iterator[str]:
+def notes_about(where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search) -> Iterator[str]:
     """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
     if len(where) == 1:
         return
@@ -453,10 +453,10 @@ def told(where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Re
     for one in search.rejected:
         if one.snapshot == candidate.info.id:
             yield f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
-    yield from _told_repairs(repairs)
+    yield from _notes_of_repairs(repairs)
 
 
-def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
+def _notes_of_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
     """Tensors by name, and what came in thousands of requests from another place as one sum."""
     named = [repair for repair in repairs if repair.entry is not None]
     yield from map(str, named[:MAX_TOLD])

@@ -46,7 +46,7 @@ from ckpt_engine.restore.choose import (
     candidates,
     choose,
     none_usable,
-    told,
+    notes_about,
 )
 from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions, require_fit
 from ckpt_engine.restore.node_roots import Gathered
@@ -189,7 +189,7 @@ def load(
             state=state if takes is None else copy_into(state, takes),
             info=candidate.info,
             manifest=manifest,
-            notes=(*notes, *told(where, candidate, sources.repairs, search)),
+            notes=(*notes, *notes_about(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=nbytes,
             seconds=time.perf_counter() - began,
@@ -337,7 +337,7 @@ def _load(
 
 
 def _chosen(candidate: Candidate | None, gathered: Gathered) -> _Choice | None:
-    return None if candidate is None else (candidate.info.id, gathered.told(candidate.manifest))
+    return None if candidate is None else (candidate.info.id, gathered.parts_of(candidate.manifest))
 
 
 def _attempt(ranks: Ranks, read: RankRead, snapshot: str) -> tuple[Loaded | None, CkptError | None]:
@@ -504,8 +504,8 @@ class Restorer:
             return not self._mute and memory.answers(url)
         except WaitTimeoutError as err:
             self._mute = True
-            told = f"{err.message}: what it may have in memory is not waited for; `ckpt status {url}` says how it is"
-            self._emit(Notice("WARNING", told))
+            note = f"{err.message}: what it may have in memory is not waited for; `ckpt status {url}` says how it is"
+            self._emit(Notice("WARNING", note))
             return False
 
     def detach(self) -> None:

@@ -1,4 +1,4 @@
-"""Restore from memory: the snapshot that the writer of a dead trainer still holds, as the nearest place of the run.
+"""Restores from memory: what the writer of a dead trainer, or of each dead rank, still has, as the nearest place.
 
 Several ranks restore from memory: the shares that the writers of dead ranks hold are one snapshot, the nearest one.
 

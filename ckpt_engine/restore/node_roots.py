@@ -98,7 +98,7 @@ class Gathered:
             return found
         return [self._nearest if one.storage.url == own.url else one for one in found]
 
-    def told(self, chosen: Manifest) -> str | None:
+    def parts_of(self, chosen: Manifest) -> str | None:
         """What other ranks have to know of a snapshot that this one has chosen; None: nothing.
 
         Where only a further tier has it whole, those of its data files that places have too are read there.
@@ -119,10 +119,10 @@ class Gathered:
             self._spread.learn(chosen.info.id, known)
         return known.packed()
 
-    def learn(self, snapshot: str, told: str | None) -> None:
-        """Take what `told` has on rank 0."""
-        if told is not None and self._spread is not None and self._spread.known(snapshot) is None:
-            self._spread.learn(snapshot, JointSnapshot.unpacked(told))
+    def learn(self, snapshot: str, parts: str | None) -> None:
+        """Take what `parts_of` has on rank 0."""
+        if parts is not None and self._spread is not None and self._spread.known(snapshot) is None:
+            self._spread.learn(snapshot, JointSnapshot.unpacked(parts))
 
     def _meet(self, roots: RanksByRoot, own: Folder) -> None:
         session, ranks = self._session, self._session.ranks

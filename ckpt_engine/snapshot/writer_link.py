@@ -1,5 +1,4 @@
-"""The trainer's link to its writer: its settings, its start in the background, its replacement, and what it gets to
-know.
+"""The trainer's link to its writer: settings, start in the background, replacement when it dies, messages.
 
 A writer that is being started on a thread of its own, because its lease may have to wait for another one.
 

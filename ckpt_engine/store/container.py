@@ -1,4 +1,4 @@
-"""The container, headers of safetensors files, and what tells sound bytes from damaged: digests and checked fields.
+"""The data file of a snapshot: its header, dtypes and digests, and the checks of fields that come from a file.
 
 A file is an 8-byte little-endian length, that many bytes of JSON padded with spaces, then the arrays back to back in
 the order of the header (https://github.com/huggingface/safetensors, "Format"). Our padding makes the arrays start at a

@@ -1,0 +1,1 @@
+"""The process that outlives the trainer: it makes snapshots durable, and copies them to the further tiers."""

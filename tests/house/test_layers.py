@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import file_map
 from tests.house.source import nodes_of, tree_of
 from tests.support import interpreters
 
@@ -246,3 +247,8 @@ def test_every_error_has_its_own_code_and_is_in_the_tree_of_the_docstring() -> N
     assert len(set(found.values())) == len(found)
     for name, code in found.items():
         assert any(name in line and code in line for line in (errors.__doc__ or "").splitlines()), name
+
+
+def test_the_page_of_files_is_what_the_files_say() -> None:
+    """`python -m tests.house.file_map` writes it."""
+    assert file_map.PAGE.read_text() == file_map.page()

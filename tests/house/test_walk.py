@@ -13,7 +13,7 @@ MOST = {
     "load": {"files": 31, "functions": 216, "calls": 360},
     "share": {"files": 48, "functions": 490, "calls": 4800},
 }
-"""These may only become smaller. What threads add on a busy machine is in them: up to four functions and eight calls."""
+"""These may only become smaller. They have room for what threads add on a busy machine: four functions."""
 
 
 def test_there_are_no_more_calls() -> None:

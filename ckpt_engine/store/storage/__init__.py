@@ -1,0 +1,1 @@
+"""Where objects lie: disks, object stores, anything that fsspec reaches."""

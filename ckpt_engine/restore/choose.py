@@ -442,7 +442,9 @@ MAX_TOLD = 20
 """Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
-def notes_about(where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search) -> Iterator[str]:
+def notes_about(
+    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search
+) -> Iterator[str]:
     """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
     if len(where) == 1:
         return

@@ -1,4 +1,4 @@
-"""`ckpt report`: one page for a browser that shows what a run has done, how often it failed and what that has cost."""
+"""`ckpt report`: what a run has done, how often it failed and what that cost, as data for the page `report.html`."""
 
 from __future__ import annotations
 

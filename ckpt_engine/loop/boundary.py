@@ -1,4 +1,4 @@
-"""One run for every trainer: what happens at a fetch boundary, and how its snapshots are taken.
+"""One run for every trainer: a fetch boundary, how its snapshots are taken, and what becomes of an error in that.
 
 An adapter calls `TrainingRun.boundary` at each boundary, and says as an `RunInstant` what a snapshot of it is.
 """

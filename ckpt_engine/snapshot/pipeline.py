@@ -1,4 +1,4 @@
-"""Take snapshots: capture, stage into a slot, hand the slot to the writer, and learn the outcome."""
+"""A snapshot on its way to the writer: plan, stage into a slot, hand the slot over, learn the outcome."""
 
 from __future__ import annotations
 

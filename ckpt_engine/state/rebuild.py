@@ -1,4 +1,4 @@
-"""Rebuild a state tree from a manifest's typed JSON (docs/format.md, "Tree"); the inverse of `state.flatten`.
+"""Rebuilds a state tree from the typed JSON of a manifest, with the classes of its objects where they are there.
 
 No code from the snapshot runs, nor any that it names: see `json_types`. A class that is not there, or not of the kind
 that the node says, comes back as a plain equivalent, and `Rebuilder.notes` says so.

@@ -1,4 +1,4 @@
-"""A run's repository: its record, its snapshots, and which data they need.
+"""The repository of a run: its record, its snapshots, the catalog that sums them up, and which data they need.
 
 The catalog: what many manifests say, in one object. A cache that is never believed over the listing.
 

@@ -341,14 +341,14 @@ def page(found: RunReport) -> str:
             [one for one in found.snapshots if one.gap is not None],
             lambda one: (across.at(one.created - begin), apart.at(one.gap or 0.0)),
         ),
-        paths=[_path(one, found.snapshots, begin, across, up) for one in found.lives],
+        paths=[_path(one, found.snapshots, begin, across, up, first=one is found.lives[0]) for one in found.lives],
         failures=[
             (
                 across.at(one.end - begin),
                 up.at(one.step or 0),
                 one,
                 across.at(later.start - begin),
-                up.at(later.resumed or 0),
+                up.at(one.step or 0 if later.resumed is None else later.resumed),
             )
             for one, later in pairwise(found.lives)
             if one.failed
@@ -381,9 +381,9 @@ def _marks(snapshots: Sequence[SnapshotMark], place: Any) -> list[tuple[float, f
     return list(found.values())
 
 
-def _path(life: Life, snapshots: Sequence[SnapshotMark], begin: float, across: Axis, up: Axis) -> str:
-    """The line of one process, as points of SVG."""
-    points = [(life.start, life.resumed or 0)]
+def _path(life: Life, snapshots: Sequence[SnapshotMark], begin: float, across: Axis, up: Axis, *, first: bool) -> str:
+    """The line of one process, as points of SVG, from where it is known to have been."""
+    points = [(life.start, life.resumed or 0)] if first or life.resumed is not None else []
     points += [(one.created, one.step) for one in snapshots if life.start <= one.created <= life.end]
     points += [(life.end, life.step)] if life.step is not None else []
     pixels = dict.fromkeys((across.at(when - begin), up.at(step)) for when, step in points)

@@ -72,6 +72,25 @@ def test_the_page_is_one_file(ckpt: Ckpt, killed: Path, tmp_path: Path) -> None:
     assert re.search(r"50 steps</td><td>the overhead budget<", text)
 
 
+def test_where_a_process_began_is_not_drawn_as_zero(ckpt: Ckpt, run_folder: RunFolder, tmp_path: Path) -> None:
+    """Retention has removed what it left, so nothing says which step it went on from."""
+    run_folder.add(200, ARRAYS, created=CREATED + 120.0, line=Line("a" * 32))
+    record(
+        run_folder.path,
+        Attempt("node1", "a", CREATED, 140.0, FAILED, step=230),
+        Attempt("node2", "b", CREATED + 200.0, 130.0, CLOSED, step=400),
+    )
+    page = tmp_path / "page.html"
+    ckpt("report", run_folder.path, "--html", page)
+    one, two = ([point.split(",")[1] for point in line.split()] for line in _lines(page))
+    assert one[0] not in two, "at the height of step 0"
+    assert len(two) == 1, "its end is known"
+
+
+def _lines(page: Path) -> list[str]:
+    return re.findall(r'<polyline[^>]* points="([^"]*)"', page.read_text())
+
+
 def test_what_a_store_says_is_text(ckpt: Ckpt, killed: Path, tmp_path: Path) -> None:
     """Names of machines and of parts of a state come from the store: the page runs none of them."""
     evil = "<script>alert(1)</script>"

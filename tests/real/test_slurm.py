@@ -1,4 +1,4 @@
-"""The recipe of docs/launchers.md on a real Slurm of one machine: end of the time, kills, `scancel`."""
+"""The recipe of docs/launchers.md on a real Slurm of one machine: end of the time, a killed trainer, `scancel`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.recipes.lives import PATIENCE_SECONDS, REPOSITORY, SCRIPT, lines, pid, trained, unbroken, until
+from tests.recipes.lives import REPOSITORY, SCRIPT, lines, pid, trained, unbroken, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -31,7 +30,7 @@ SlurmdSpoolDir={folder}/spool
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/{track}
+ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
@@ -100,19 +99,17 @@ def _munge(folder: Path) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=["linuxproc", "cgroup"])
-def slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Its daemons, on free ports, with one of its ways to know the processes of a step."""
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Its daemons, on free ports."""
     missing = [name for name in DAEMONS if not Path("/usr/sbin", name).exists()]
     if missing or os.getuid():
         pytest.skip(f"{', '.join(missing) or 'root'} is missing: see tests/real/README.md")
-    if request.param == "cgroup" and not os.access("/sys/fs/cgroup/freezer", os.W_OK):
-        pytest.skip("no control groups of version 1")
     folder = tmp_path_factory.mktemp("slurm")
     with ExitStack() as ports:
         bound = [ports.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
     host = socket.gethostname().partition(".")[0]
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, ports=bound, folder=folder, track=request.param))
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, ports=bound, folder=folder))
     (folder / "munge.key").touch(mode=0o600)
     (folder / "munge.key").write_bytes(os.urandom(64))
     (folder / "state").mkdir()
@@ -162,19 +159,3 @@ def test_a_cancelled_job_is_saved_and_not_queued_again(slurm: Slurm, tmp_path: P
     until(lambda: lines(folder)[-1] == "exit 143", log)
     until(lambda: slurm.state(f"{array}_1") == "CANCELLED", log)
     assert f"SIGTERM: step {len(lines(folder)) - 2} is durable" in log.read_text()
-
-
-def test_a_writer_does_not_outlive_its_step(slurm: Slurm, tmp_path: Path) -> None:
-    """Stopped, it does not end by itself: Slurm kills it when its trainer is gone."""
-    log = tmp_path / "out"
-    log.touch()
-    array = slurm.submit(tmp_path, "--array=1 --time=10")
-    folder = tmp_path / f"{array}.1"
-    until(lambda: len(lines(folder)) > 4, log)
-    writers = psutil.Process(pid(folder)).children()
-    for writer in writers:
-        writer.suspend()
-    os.kill(pid(folder), signal.SIGKILL)
-    _, left = psutil.wait_procs(writers, PATIENCE_SECONDS)
-    slurm.ask("scancel", array)
-    assert writers and not left, log.read_text()

@@ -537,6 +537,8 @@ def some(snapshots: list[Saved], share: int) -> list[Saved]:
 @pytest.mark.parametrize(("loop", "share"), cases(EXACT))
 def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -> None:
     """From each boundary, under another seed, three generations deep; and the run itself is that without tracking."""
+    if loop in (slices, slices_and_counts) and not hasattr(itertools.islice, "__setstate__"):
+        pytest.skip("from Python 3.14 on a slice does not tell where it stands: it is named, and not put back")
     reference = live(loop, None).outcome
     assert live(loop, every_boundary(tmp_path / "run")).outcome == reference
     snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]

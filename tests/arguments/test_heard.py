@@ -13,7 +13,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import SnapshotFailedError
 from ckpt_engine.observe.events import SnapshotFailed
 from ckpt_engine.observe.log import FanOutSink
-from ckpt_engine.snapshot.copying import _Copy
+from ckpt_engine.snapshot.copying import CopyByAddress
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.writer.launch import ThreadWriter
 from tests.support.heard import Heard
@@ -36,7 +36,7 @@ def full(*_: Any, **__: Any) -> Any:
 FAULTS = {
     "while it is handed over": (ThreadWriter, "_send", broken),
     "while it is encoded": (ThreadWriter, "_send", recursion),
-    "while it is copied": (_Copy, "run", broken),
+    "while it is copied": (CopyByAddress, "run", broken),
     "while it is written": (Disk, "write", full),
 }
 
@@ -59,7 +59,7 @@ def test_a_failure_after_the_call_is_heard_once(
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
             patch.setattr(*fault)
             handle = ckpt.save(state, step=2, lazy=everything)
-            if fault[0] is _Copy:
+            if fault[0] is CopyByAddress:
                 with pytest.raises(Exception, match="staging failed"):
                     ckpt.before_update()
             with pytest.raises(SnapshotFailedError):

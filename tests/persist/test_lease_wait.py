@@ -28,7 +28,7 @@ def test_a_second_writer_says_at_once_whom_it_waits_for(kind: Any, processes: Wr
     assert isinstance(notice, Notice) and notice.level == "WARNING"
     for word in (
         f"process {other} on {socket.gethostname()} since ",
-        "at most 0.5 s",
+        "at most 500 ms",
         f"`ckpt stop file://{processes.root}`",
         "another folder",
     ):

@@ -53,7 +53,7 @@ class Machine:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_quickstart_from_the_wheel_is_resumed(role: str, tmp_path: Path, wheels: Path) -> None:
-    """Its three commands, one after the other: installed, killed, and resumed in the same epoch."""
+    """Its three commands, one after the other: installed, killed, resumed. The machine decides in which epoch."""
     machine = Machine(tmp_path, wheels)
     (commands,) = re.findall(r"```\n(.*?)```", section(role), re.DOTALL)
     install, killed, again = commands.splitlines()
@@ -65,7 +65,7 @@ def test_a_quickstart_from_the_wheel_is_resumed(role: str, tmp_path: Path, wheel
     assert "starting fresh" in first.log.read_text()
     second = machine.life(again)
     until(lambda: second.process.poll() is not None or "resumed at step" in second.log.read_text(), second.log)
-    assert re.search(r"resumed at step [1-9][\d,]*, epoch 0 ", second.log.read_text()), second.log.read_text()
+    assert re.search(r"resumed at step [1-9][\d,]*, epoch \d+ ", second.log.read_text()), second.log.read_text()
 
 
 def test_the_notebook_from_the_wheel_is_resumed(tmp_path: Path, wheels: Path) -> None:

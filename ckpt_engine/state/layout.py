@@ -208,7 +208,7 @@ class Planner:
             layout, header, trees, sources, nbytes, gpus, tuple(runs), tuple(apart), tuple(schemas.values())
         )
         views = any(d.storage_bytes is not None for d in drafts)
-        metas = [(a.dtype, a.shape, a.stride(), a.requires_grad) for a in arrays]
+        metas = [(a.dtype, a.shape, a.stride(), a.requires_grad, a.is_neg()) for a in arrays]
         addresses = _told([a.data_ptr() for a in arrays], copied)
         shared = _shared(addresses)
         devices = [drafting.device_of(a) for a in arrays]
@@ -255,7 +255,7 @@ class _Known:
     """What the current plan was made for.
 
     Args:
-        metas: (dtype, shape, stride, requires_grad) of every array.
+        metas: (dtype, shape, stride, requires_grad, is_neg) of every array.
         addresses: of every array; 0 of private copies.
         copied: indices of private copies.
         shared: which arrays have the same address, see `_shared`.
@@ -292,13 +292,14 @@ class _Known:
         if len(arrays) != len(self.metas):
             return False
         # One by one: a list of 10,000 fresh tuples would set off the garbage collector at every snapshot.
-        for array, (dtype, shape, stride, requires_grad) in zip(arrays, self.metas, strict=True):
+        for array, (dtype, shape, stride, requires_grad, is_neg) in zip(arrays, self.metas, strict=True):
             if (
                 array.dtype is not dtype
                 or array.shape != shape
                 or array.layout is not torch.strided
                 or array.stride() != stride
                 or array.requires_grad is not requires_grad
+                or array.is_neg() is not is_neg
             ):
                 return False
             addresses.append(array.data_ptr())

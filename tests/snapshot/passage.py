@@ -65,7 +65,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return a.numel() == 0 or torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+        return a.numel() == 0 or torch.equal(*(t.resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):

@@ -33,8 +33,9 @@ def test_new_tensors_in_the_same_places_keep_the_plan() -> None:
         lambda s: s.update(new=1),
         lambda s: s.update(text=b"y" * 101),
         lambda s: s.update(n=[3]),
+        lambda s: s.update(logged=torch.tensor(1 + 2j).conj().imag),
     ],
-    ids=["untied", "tied to a view", "shape", "dtype", "key", "bytes", "kind"],
+    ids=["untied", "tied to a view", "shape", "dtype", "key", "bytes", "kind", "negative view"],
 )
 def test_a_changed_structure_gets_a_new_plan_and_comes_back_right(change) -> None:
     """Sharing, shapes, dtypes, keys and lengths belong to the structure."""
@@ -43,6 +44,15 @@ def test_a_changed_structure_gets_a_new_plan_and_comes_back_right(change) -> Non
     first = planner.capture(state)
     change(state)
     assert planner.capture(state).plan is not first.plan
+    assert same(through_arena(state, planner), state)
+
+
+def test_a_small_tensor_of_very_many_that_becomes_a_negative_view_comes_back_right() -> None:
+    """Its bytes are not its values, so that it cannot stay in its pack."""
+    planner = Planner(Flattener())
+    state = {"many": {str(n): torch.tensor(float(n)) for n in range(5000)}}
+    assert same(through_arena(state, planner), state)
+    state["many"]["7"] = torch.tensor(1 + 2j).conj().imag
     assert same(through_arena(state, planner), state)
 
 

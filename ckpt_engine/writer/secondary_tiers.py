@@ -156,8 +156,8 @@ class SecondaryTiers:
             return not late or ((self._finishing or not needed) and all(late))
 
         began = time.monotonic()
-        self._wait(enough, began + min(SURVEY_SECONDS, TELL_SECONDS))
-        if say and not enough() and SURVEY_SECONDS > TELL_SECONDS:
+        self._wait(enough, began + TELL_SECONDS)
+        if say and not enough():
             urls = ", ".join(one.storage.url for one in found if not one.over)
             text = f"waiting for {urls} to say which run this is, up to {SURVEY_SECONDS:.0f} s"
             self._emit(Notice("WARNING", f"{text}: {self._nearest.url} is empty"))

@@ -214,6 +214,9 @@ def _where_else(root: str) -> str:
     above = [folder for folder in Path(root).expanduser().resolve().parents[:2] if (folder / RECORD).is_file()]
     if above:
         return f"it belongs to a run: `ckpt ls {above[0]}`"
+    folder, mark, snapshot = root.partition("#")
+    if mark:
+        return f"only `ckpt diff` takes ROOT#SNAPSHOT; for others they are two arguments: {folder} {snapshot}"
     if not (below := runs_below(root)):
         return "check the path; a run starts with its first snapshot"
     more = f" and {len(below) - 1} more" if len(below) > 1 else ""

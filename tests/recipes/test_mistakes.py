@@ -382,6 +382,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "run/snapshots",
         "`ckpt ls .*/run`",
     ),
+    "a root and a snapshot as one": (ckpt("show {run}#4"), "no run", "run", "two arguments: .*/run 4"),
     "the verb of another program": (ckpt("list {run}"), "No such command", "list", "Did you mean 'ls'"),
     "to see all runs": (ckpt("runs {run}"), "No such command", "runs", "Did you mean 'ls'"),
     "to watch": (ckpt("watch {run}"), "No such command", "watch", "Did you mean 'top'"),

@@ -67,8 +67,10 @@ def _pause(seconds: float) -> None:
 def kill_some(run: Run, draw: random.Random, kills: int, lost: Lost) -> None:
     """Kill so many trainers of a run, or fewer if it is done before; then let one finish."""
     before: Life | None = None
-    for _ in range(kills):
+    for number in range(kills):
         life = run.live(slow_after=20)
+        if number == 0:
+            life.wait_for_steps(4)  # a snapshot is in memory, so that one is resumed from whatever is drawn
         die(life, draw)
         assert run.trainers.join() in (-9, 0), life.log()
         if before is not None and life.resumed is not None:

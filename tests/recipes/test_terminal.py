@@ -44,7 +44,7 @@ def watch(command: list[object], folder: Path) -> tuple[str, int]:
 
 def short(text: str) -> str:
     """A quickstart that ends by itself, soon."""
-    return text.replace("1_000_000", "3_200").replace("100_000", "800")
+    return text.replace("1_000_000", "64_000").replace("100_000", "800")
 
 
 def plain(shown: str) -> list[str]:

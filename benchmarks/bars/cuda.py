@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,6 +17,7 @@ import torch
 
 from benchmarks.engine import save_timed
 from benchmarks.measure import interleave
+from benchmarks.memory_saver import LINGER_SECONDS
 from benchmarks.peers import DcpAsync, Peer, TorchSave
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series, ratios
@@ -41,6 +46,8 @@ STEP_COPIES = 3.0
 """Length of a step of training in pinned copies of the smaller state."""
 STEP_SECONDS = 0.5
 """Length of a step with the larger state."""
+CHILD_SECONDS = 300.0
+ROOT = Path(__file__).resolve().parents[2]
 NONE, LAZY, EAGER, PINNED = "no snapshot", "engine lazy", "engine eager", "hand-made pinned copy"
 
 
@@ -173,14 +180,9 @@ def _every_step(folder: Path, where: torch.device, size: Size, bench: Bench) -> 
         taken = interleave(candidates, max(3, size.rounds // 2), tick=bench.say)
         crossings = [engine.crossing(training.next_step()) for _ in range(3)]
         copies = [pinned.save(0) for _ in range(3)]
-        bench.say("restoring")
-        backs, loads = [], []
-        for _ in range(3):
-            backs.append(pinned.back())
-            began = time.perf_counter()
-            checkpointer.load(into=state)
-            synchronize()
-            loads.append(time.perf_counter() - began)
+    bench.say("restoring from the writer of a trainer that was killed")
+    backs = [pinned.back() for _ in range(3)]
+    loads = _loads_from_memory(folder / "killed", state, size, bench.scale, where)
     percent = tuple(100 * (a / b - 1) for a, b in zip(taken[LAZY], taken[NONE], strict=True))
     checks = [
         Check(f"{label}: a snapshot in memory every {STEP_SECONDS:g} s", "%", "at most", EVERY_LIMIT_PERCENT, percent),
@@ -199,6 +201,39 @@ def _every_step(folder: Path, where: torch.device, size: Size, bench: Bench) -> 
         Series(f"{label}: restoring from memory", "GB/s", tuple(nbytes / s / 1e9 for s in loads)),
         Series(f"{label}: copy to the device", "GB/s", tuple(nbytes / s / 1e9 for s in backs)),
     ]
+
+
+def _loads_from_memory(folder: Path, state: State, size: Size, scale: Scale, where: torch.device) -> list[float]:
+    """Seconds until the state that the writer of a killed trainer keeps is on the device, every byte verified."""
+    command = [sys.executable, "-m", "benchmarks.bars.cuda", str(folder), scale.value]
+    status = subprocess.run(command, cwd=ROOT, timeout=CHILD_SECONDS, check=False).returncode
+    if status != -signal.SIGKILL:
+        raise RuntimeError(f"the trainer to be killed ended with status {status}")
+    loads = []
+    with Checkpointer(tiers=["memory", str(folder)], linger=LINGER_SECONDS) as checkpointer:
+        for _ in range(3):
+            for tensor in tensors(state):
+                tensor.zero_()
+            synchronize()
+            began = time.perf_counter()
+            checkpointer.load(into=state)
+            synchronize()
+            loads.append(time.perf_counter() - began)
+            if checkpointer.loaded is None or not checkpointer.loaded.from_memory:
+                raise RuntimeError("the state did not come from memory")
+        expected = mixed_state(size, where)
+        if not all(torch.equal(a, b) for a, b in zip(tensors(state), tensors(expected), strict=True)):
+            raise RuntimeError("the state that came back is not the one that was saved")
+        checkpointer.engine.start()  # ends the writer that lingers
+    return loads
+
+
+def _die(folder: str, scale: str) -> None:
+    """Keep the larger state in memory, and get killed."""
+    checkpointer = Checkpointer(tiers=["memory", folder], linger=LINGER_SECONDS)
+    state = mixed_state(SIZES[Scale(scale)], device())
+    checkpointer.save(state, step=1, durable=False).wait(CHILD_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _many(folder: Path, where: torch.device, size: Size, bench: Bench) -> Measured:
@@ -344,9 +379,14 @@ class Training:
         self._counter = iter(range(1, 1_000_000))
         self.stalls: dict[str, list[float]] = {}
         self.fences: dict[str, list[float]] = {}
-        self._products = 16
+        # Two lengths, because a step takes the time of its update too.
+        few, many = 16, 64
+        self._products = few
         self.timed(1)
-        self._products = max(1, min(20_000, round(seconds / (self.timed(2) / 32))))
+        short = self.timed(4) / 4
+        self._products = many
+        product = max(1e-7, (self.timed(4) / 4 - short) / (many - few))
+        self._products = max(1, min(20_000, few + round((seconds - short) / product)))
 
     def next_step(self) -> int:
         return next(self._counter)
@@ -392,3 +432,7 @@ def synchronize() -> None:
     """Wait until the device has nothing to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _die(*sys.argv[1:])

@@ -29,6 +29,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,8 +81,12 @@ class Runtime(PageLocks, Protocol):
         """Return when `event` has happened. Lets go of the GIL and of the core."""
         ...
 
-    def copy(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queue copies in `stream`; either side of a pair may be host memory, which should be page-locked."""
+    def within(self, stream: Any) -> AbstractContextManager[object]:
+        """Inside the `with` block `stream` is the current one of its device."""
+        ...
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queue copies in the current stream; either side of a pair may be host memory, which should be page-locked."""
         ...
 
     def empty(self, stream: Any, device: torch.device, nbytes: int) -> torch.Tensor:
@@ -125,8 +130,11 @@ class Cuda:
         with torch.cuda.device(event.device):
             event.synchronize()
 
-    def copy(self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad(), torch.cuda.stream(stream):
+    def within(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
             if targets[0].is_cuda and sources[0].is_cuda:
                 torch._foreach_copy_(list(targets), list(sources))
                 return
@@ -205,7 +213,7 @@ class Flight:
     Attributes:
         complete: set when every byte is in the arena, or never will be.
         error: what stopped a copy, or None; final once `complete`.
-        read: by device, when the lazy tensors have been read.
+        read: by device, when all tensors have been read.
         ends: when everything queued has been done.
     """
 
@@ -306,8 +314,11 @@ class DeviceCopies:
                 self._key = plan
             for device in self._active:
                 lane = self._lanes[device]
-                self.runtime.hold(lane.stream, self.runtime.mark(self.runtime.current(device)))
-                self._queue(device, lane, load, flight)
+                training = self.runtime.current(device)
+                self.runtime.hold(lane.stream, self.runtime.mark(training))
+                # Once for all copies: choosing a stream takes the host longer than queueing a copy in it.
+                with self.runtime.within(lane.stream):
+                    flight.read[device] = self._queue(lane, load, training)
         except RuntimeError as err:
             flight.error = err
             self._key = None
@@ -365,31 +376,36 @@ class DeviceCopies:
                 lane.buffer = self.runtime.empty(lane.stream, device, room)
             lane.steps = [_Step(t, _groups(t, lane.buffer, load) if t.packed else ()) for t in way]
 
-    def _queue(self, device: torch.device, lane: _Lane, load: Load, flight: Flight) -> None:
+    def _queue(self, lane: _Lane, load: Load, training: Any) -> Any:
+        """Queue all copies of a device in the current stream, its lane's; the event after the last read."""
         runtime = self.runtime
         slot = _bytes_of(load.views[0])
         eager = sum(1 for step in lane.steps if not step.transfer.lazy)
+        read: Any = None
         for number, step in enumerate(lane.steps, 1):
             transfer = step.transfer
             start = transfer.start
             for group in step.groups:
-                runtime.copy(lane.stream, group.targets, group.sources(load.tensors))
+                runtime.copy(group.targets, group.sources(load.tensors))
             if transfer.packed:
                 source = lane.buffer[start % _ALIGN :]
-                self._mark_read(number, eager, device, lane, flight)
+                read = self._mark_read(number, eager, lane, training)
             else:
                 source = load.tensors[transfer.parts[0].index].detach().view(-1).view(torch.uint8)
             cuts = list(split(start, start + transfer.nbytes))
-            runtime.copy(lane.stream, [slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
+            runtime.copy([slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
             if not transfer.packed:
-                self._mark_read(number, eager, device, lane, flight)
+                read = self._mark_read(number, eager, lane, training)
+        return read
 
-    def _mark_read(self, number: int, eager: int, device: torch.device, lane: _Lane, flight: Flight) -> None:
-        """The tensors of step `number` have been read at this point of the stream; the first `eager` ones are eager."""
+    def _mark_read(self, number: int, eager: int, lane: _Lane, training: Any) -> Any:
+        """Step `number` has been read at this point of the stream; the event, where `training` waits for it."""
+        if number != eager and number != len(lane.steps):
+            return None
+        read = self.runtime.mark(lane.stream)
         if number == eager:
-            self.runtime.hold(self.runtime.current(device), self.runtime.mark(lane.stream))
-        elif number == len(lane.steps):
-            flight.read[device] = self.runtime.mark(lane.stream)
+            self.runtime.hold(training, read)
+        return read
 
 
 def _in_order(tensor: torch.Tensor) -> bool:

@@ -44,7 +44,8 @@ def assert_exact(loop: str, folder: Path, *arguments: str) -> None:
     assert status == 0, said
     first = resumed["losses"][0][0]
     assert 1 < first <= 18, "it did not resume"
-    assert resumed["losses"] == [loss for loss in whole["losses"] if loss[0] >= first]
+    # By position, because a step that the scaler skips has the number of the one before.
+    assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
     assert resumed["end"] == whole["end"]
 
 

@@ -57,6 +57,7 @@ class FakeDevices:
         self.idle_until_waited_for = False
         self._lockable = lockable
         self._current = dict(self.main)
+        self._within: Stream | None = None
         self._homes: dict[int, torch.device] = {}
         self._sides: set[int] = set()
         self._eager = False
@@ -133,7 +134,17 @@ class FakeDevices:
             if not self._moved.wait_for(lambda: event.happened, WAIT_SECONDS):
                 raise AssertionError("nobody pumps")
 
-    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        before, self._within = self._within, stream
+        try:
+            yield
+        finally:
+            self._within = before
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        stream = self._within
+        assert stream is not None, "copies are queued in a chosen stream"
         if self.fail_next_copy:
             self.fail_next_copy = False
             raise RuntimeError("CUDA error: a copy was refused")

@@ -521,8 +521,8 @@ class _Strip:
             cuts = list(split(first, first + target.numel()))
             device = home(runtime, targets[name])
             devices[device] = None
-            with runtime.within(runtime.current(device)):
-                runtime.copy([target[a - first : b - first] for a, b in cuts], [self._bytes[a:b] for a, b in cuts])
+            with runtime.copies(runtime.current(device)) as copy:
+                copy([target[a - first : b - first] for a, b in cuts], [self._bytes[a:b] for a, b in cuts])
         self._sent = {device: runtime.mark(runtime.current(device)) for device in devices}
 
     def wait(self) -> None:

@@ -29,7 +29,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ from ckpt_engine.observe.events import Event, Notice
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
 _SUCCESS = 0
+
+
+Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""Queues copies to the first from the second; either side of a pair may be host memory, which should be page-locked."""
 
 
 class PageLocks(Protocol):
@@ -81,12 +85,8 @@ class Runtime(PageLocks, Protocol):
         """Return when `event` has happened. Lets go of the GIL and of the core."""
         ...
 
-    def within(self, stream: Any) -> AbstractContextManager[object]:
-        """Inside the `with` block `stream` is the current one of its device."""
-        ...
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queue copies in the current stream; either side of a pair may be host memory, which should be page-locked."""
+    def copies(self, stream: Any) -> AbstractContextManager[Copy]:
+        """Inside the `with` block `stream` is the current one of its device, and what it gives queues copies there."""
         ...
 
     def empty(self, stream: Any, device: torch.device, nbytes: int) -> torch.Tensor:
@@ -130,16 +130,17 @@ class Cuda:
         with torch.cuda.device(event.device):
             event.synchronize()
 
-    def within(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def copies(self, stream: torch.cuda.Stream) -> Iterator[Copy]:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            yield self._copy
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            if targets[0].is_cuda and sources[0].is_cuda:
-                torch._foreach_copy_(list(targets), list(sources))
-                return
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        if targets[0].is_cuda and sources[0].is_cuda:
+            torch._foreach_copy_(list(targets), list(sources))
+            return
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
     def empty(self, stream: torch.cuda.Stream, device: torch.device, nbytes: int) -> torch.Tensor:
         # It is used again by later snapshots, of which some may be taken in inference mode and some not.
@@ -317,8 +318,8 @@ class DeviceCopies:
                 training = self.runtime.current(device)
                 self.runtime.hold(lane.stream, self.runtime.mark(training))
                 # Once for all copies: choosing a stream takes the host longer than queueing a copy in it.
-                with self.runtime.within(lane.stream):
-                    flight.read[device] = self._queue(lane, load, training)
+                with self.runtime.copies(lane.stream) as copy:
+                    flight.read[device] = self._queue(lane, load, training, copy)
         except RuntimeError as err:
             flight.error = err
             self._key = None
@@ -376,9 +377,8 @@ class DeviceCopies:
                 lane.buffer = self.runtime.empty(lane.stream, device, room)
             lane.steps = [_Step(t, _groups(t, lane.buffer, load) if t.packed else ()) for t in way]
 
-    def _queue(self, lane: _Lane, load: Load, training: Any) -> Any:
-        """Queue all copies of a device in the current stream, its lane's; the event after the last read."""
-        runtime = self.runtime
+    def _queue(self, lane: _Lane, load: Load, training: Any, copy: Copy) -> Any:
+        """Queue all copies of a device; the event after the last read."""
         slot = _bytes_of(load.views[0])
         eager = sum(1 for step in lane.steps if not step.transfer.lazy)
         read: Any = None
@@ -386,14 +386,14 @@ class DeviceCopies:
             transfer = step.transfer
             start = transfer.start
             for group in step.groups:
-                runtime.copy(group.targets, group.sources(load.tensors))
+                copy(group.targets, group.sources(load.tensors))
             if transfer.packed:
                 source = lane.buffer[start % _ALIGN :]
                 read = self._mark_read(number, eager, lane, training)
             else:
                 source = load.tensors[transfer.parts[0].index].detach().view(-1).view(torch.uint8)
             cuts = list(split(start, start + transfer.nbytes))
-            runtime.copy([slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
+            copy([slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
             if not transfer.packed:
                 read = self._mark_read(number, eager, lane, training)
         return read

@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 
+from ckpt_engine.snapshot.cuda import Copy
 from ckpt_engine.state import entries
 
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
@@ -57,7 +59,6 @@ class FakeDevices:
         self.idle_until_waited_for = False
         self._lockable = lockable
         self._current = dict(self.main)
-        self._within: Stream | None = None
         self._homes: dict[int, torch.device] = {}
         self._sides: set[int] = set()
         self._eager = False
@@ -135,16 +136,10 @@ class FakeDevices:
                 raise AssertionError("nobody pumps")
 
     @contextmanager
-    def within(self, stream: Stream) -> Iterator[None]:
-        before, self._within = self._within, stream
-        try:
-            yield
-        finally:
-            self._within = before
+    def copies(self, stream: Stream) -> Iterator[Copy]:
+        yield partial(self._copy, stream)
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        stream = self._within
-        assert stream is not None, "copies are queued in a chosen stream"
+    def _copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         if self.fail_next_copy:
             self.fail_next_copy = False
             raise RuntimeError("CUDA error: a copy was refused")

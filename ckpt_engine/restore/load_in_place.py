@@ -8,11 +8,10 @@ it is counted. Host tensors are read directly, device tensors through page-locke
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -24,7 +23,7 @@ from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES, stream_into
+from ckpt_engine.restore.read import READ_BYTES, Move, private_memory, stream_into
 from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime, home, split
 from ckpt_engine.state.compatibility import require_match, tensor_shapes
 from ckpt_engine.state.flatten import MAX_DEPTH, show_path
@@ -436,9 +435,9 @@ def _spans(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
     return spans
 
 
-LANDING_BYTES = 256 << 20
-"""Host memory per strip, of which there are two; more only for a tensor that is larger."""
 _ALIGN = 64
+_STRIP_UNIT = 2 << 20
+"""Pieces of one request may take some more bytes than it has, to be aligned."""
 
 
 def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], runtime: Runtime = CUDA) -> None:
@@ -455,83 +454,93 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
     if not away:
         return
-    rooms = [_room(target) for target in away.values()]
-    room = min(max(LANDING_BYTES, *rooms), sum(rooms))
-    batches = list(_batches(away, room))
-    strips: list[_Strip] = []
+    landing = _PageLocked(away, runtime)
     try:
-        for number, names in enumerate(batches):
-            if number < 2:
-                strips.append(_Strip(room, runtime, home(runtime, away[names[0]])))
-            strip = strips[number % 2]
-            strip.wait()
-            landed = strip.views({name: away[name] for name in names})
-            stream_into(sources, manifest, landed)
-            strip.send(landed, away)
+        stream_into(sources, manifest, away, landing=landing)
     finally:
-        for strip in strips:
-            strip.close()
-
-
-def _room(target: torch.Tensor) -> int:
-    return -(-target.numel() * target.element_size() // _ALIGN) * _ALIGN
-
-
-def _batches(targets: Mapping[str, torch.Tensor], room: int) -> Iterator[Sequence[str]]:
-    """Names of tensors that have room in a strip together."""
-    batch: list[str] = []
-    used = 0
-    for name, target in targets.items():
-        if batch and used + _room(target) > room:
-            yield batch
-            batch, used = [], 0
-        batch.append(name)
-        used += _room(target)
-    yield batch
+        landing.close()
 
 
 class _Strip:
-    """Host memory that verified bytes land in, and from where they go on to a device."""
+    """Page-locked host memory from where a device copies."""
 
     def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
-        self._bytes = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        memory = private_memory(nbytes)
+        host_memory.advise(memory)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.sent: list[Any] = []
+        """Happen when what was sent from it has arrived."""
         self._runtime = runtime
-        self._sent: dict[torch.device, Any] = {}
-        host_memory.populate(self._bytes.data_ptr(), nbytes)
+        host_memory.populate(self.bytes.data_ptr(), nbytes)
         # Where it cannot be page-locked the copies are slower, and nothing else changes.
-        self._pinned = Pinned(self._bytes.data_ptr(), nbytes, runtime)
+        self._pinned = Pinned(self.bytes.data_ptr(), nbytes, runtime)
         self._pinned.pin(device)
-
-    def views(self, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Host tensors of the shapes and dtypes of `targets`, one behind the other."""
-        found, at = {}, 0
-        for name, target in targets.items():
-            nbytes = target.numel() * target.element_size()
-            found[name] = self._bytes[at : at + nbytes].view(target.dtype).view(target.shape)
-            at += _room(target)
-        return found
-
-    def send(self, landed: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-        """Queue the copies behind what is queued in the current streams."""
-        runtime = self._runtime
-        devices: dict[torch.device, None] = {}
-        for name, source in landed.items():
-            target = targets[name].detach().view(-1).view(torch.uint8)
-            first = int(source.storage_offset()) * source.element_size()
-            cuts = list(split(first, first + target.numel()))
-            device = home(runtime, targets[name])
-            devices[device] = None
-            with runtime.copies(runtime.current(device)) as copy:
-                copy([target[a - first : b - first] for a, b in cuts], [self._bytes[a:b] for a, b in cuts])
-        self._sent = {device: runtime.mark(runtime.current(device)) for device in devices}
 
     def wait(self) -> None:
         """Return when everything sent has arrived."""
-        for event in self._sent.values():
+        for event in self.sent:
             self._runtime.wait(event)
-        self._sent = {}
+        self.sent = []
 
     def close(self) -> None:
         """Give the memory back, after what was sent has arrived."""
         self.wait()
         self._pinned.unpin()
+
+
+class _PageLocked:
+    """A `Landing` of two strips for each thread: one is filled while a device copies from the other.
+
+    Copies are queued behind what is queued in the streams that are current where this is made.
+    """
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._targets = {name: target.detach().view(-1).view(torch.uint8) for name, target in targets.items()}
+        self._homes = {name: home(runtime, target) for name, target in targets.items()}
+        self._streams = {device: runtime.current(device) for device in self._homes.values()}
+        self._own = threading.local()
+        self._strips: list[_Strip] = []
+
+    def take(self, moves: Sequence[Move]) -> list[Move]:
+        """See `Landing`."""
+        starts = list(accumulate((-(-move.piece.raw_nbytes // _ALIGN) * _ALIGN for move in moves), initial=0))
+        self._own.strip = strip = self._next(starts[-1], self._homes[moves[0].entry])
+        first = strip.bytes.data_ptr()
+        return [replace(move, address=first + start) for move, start in zip(moves, starts, strict=False)]
+
+    def send(self, moves: Sequence[Move]) -> None:
+        """See `Landing`."""
+        strip: _Strip = self._own.strip
+        first = strip.bytes.data_ptr()
+        for device, stream in self._streams.items():
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for move in moves:
+                if self._homes[move.entry] == device:
+                    target, start = self._targets[move.entry], move.address - first
+                    for a, b in split(start, start + move.piece.raw_nbytes):
+                        pairs.append((target[a - start + move.start : b - start + move.start], strip.bytes[a:b]))
+            if pairs:
+                with self._runtime.copies(stream) as copy:
+                    copy(*zip(*pairs, strict=True))
+                    strip.sent.append(self._runtime.mark(stream))
+
+    def _next(self, nbytes: int, device: torch.device) -> _Strip:
+        """The strip of this thread that was sent before its last one, or a new one; nothing is under way from it."""
+        own: list[_Strip] = self._own.__dict__.setdefault("strips", [])
+        strip = own.pop(0) if len(own) == 2 else None
+        if strip is not None:
+            strip.wait()
+        if strip is None or strip.bytes.numel() < nbytes:
+            if strip is not None:
+                strip.close()
+                self._strips.remove(strip)
+            strip = _Strip(-(-max(nbytes, READ_BYTES) // _STRIP_UNIT) * _STRIP_UNIT, self._runtime, device)
+            self._strips.append(strip)
+        own.append(strip)
+        return strip
+
+    def close(self) -> None:
+        """Wait for what was sent, and give the memory back. No thread may use it any more."""
+        for strip in self._strips:
+            strip.close()

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 import torch
 
@@ -64,7 +65,7 @@ def require_room(manifest: Manifest, names: Iterable[str]) -> None:
         )
 
 
-def _memory(nbytes: int) -> mmap.mmap:
+def private_memory(nbytes: int) -> mmap.mmap:
     """Private: of shared memory the pages are small, and reading around the page cache takes twice as long."""
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -125,7 +126,7 @@ class _Image:
             raise CorruptError(f"the manifest names bytes up to {last} of {name}, which has {nbytes}")
         self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
         # Untouched memory costs nothing, so gaps between wanted pieces are simply not read.
-        self._memory = _memory(last - self._base)
+        self._memory = private_memory(last - self._base)
         host_memory.advise(self._memory)
         self._bytes = memoryview(self._memory)
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -170,7 +171,7 @@ def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
         raise CorruptError(f"the manifest has {nbytes} bytes for {entry.dtype} of shape {entry.shape}")
     skew = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset % mmap.PAGESIZE
     skew -= skew % dtype.itemsize
-    memory = _memory(skew + nbytes)
+    memory = private_memory(skew + nbytes)
     host_memory.advise(memory)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=skew).view(entry.shape)
 
@@ -190,16 +191,34 @@ READ_BYTES = 16 << 20
 """Bytes per request; of whole files requests start at multiples of it, so that the page cache can be bypassed."""
 
 
+class Landing(Protocol):
+    """Host memory in which pieces are made whose place is on a device. Several threads at once."""
+
+    def take(self, moves: Sequence[Move]) -> list[Move]:
+        """The same pieces with addresses in host memory, which are the thread's own until its next call."""
+        ...
+
+    def send(self, moves: Sequence[Move]) -> None:
+        """They are whole and verified there: queue their copies to where they belong."""
+        ...
+
+
 def stream_into(
-    sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], *, fresh: bool = False
+    sources: Sources,
+    manifest: Manifest,
+    targets: Mapping[str, torch.Tensor],
+    *,
+    fresh: bool = False,
+    landing: Landing | None = None,
 ) -> None:
-    """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
+    """Fill `targets` (contiguous tensors by entry name) with their entries.
 
     Every piece is verified before its bytes are copied; encoded ones are decoded in place, and fresh memory is read
     into. If an error is raised, other pieces may have been copied, and what damaged ones were read into is undefined.
 
     Args:
         fresh: the memory of the targets has never been touched.
+        landing: of targets on devices; None: they are in host memory.
 
     Raises:
         CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
@@ -210,7 +229,7 @@ def stream_into(
     if not moves:
         return
     plain = [move for move in moves if move.piece.base is None]
-    filler, memory, rooms = _Filler(sources, manifest, fresh), Memory(), Rooms()
+    filler, memory, rooms = _Filler(sources, manifest, fresh, landing), Memory(), Rooms()
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
@@ -252,13 +271,14 @@ class _Filler:
     """Reads pieces of one snapshot into where they belong, verified. Several threads at once.
 
     Args:
-        fresh: the memory has never been touched.
+        fresh, landing: as for `stream_into`.
     """
 
-    def __init__(self, sources: Sources, manifest: Manifest, fresh: bool) -> None:
+    def __init__(self, sources: Sources, manifest: Manifest, fresh: bool, landing: Landing | None) -> None:
         self._sources = sources
         self._manifest = manifest
         self._fresh = fresh
+        self._landing = landing
         self._decoder = sources.decoder(manifest)
         self._buffers = threading.local()
 
@@ -284,7 +304,8 @@ class _Filler:
         if data is None:
             data = self._buffer(stop - start)
             self._sources.read(file.name, start, data)
-        for move in span:
+        places = span if self._landing is None else self._landing.take(span)
+        for move in places:
             piece = move.piece
             stored = data[piece.offset - start :][: piece.nbytes]
             if digest(stored) != piece.digest:
@@ -294,14 +315,19 @@ class _Filler:
             if self._fresh:
                 host_memory.populate(move.address, piece.raw_nbytes)
             _place(self._decoder, move, stored)
+        if self._landing is not None:
+            self._landing.send(places)
 
     def fill_together(self, move: Move, batch: Batch, decoder: Decoder, memory: Memory) -> None:
         """One that is made of a chain, once all of its batch is read."""
         batch.wait()
+        place = move if self._landing is None else self._landing.take([move])[0]
         if self._fresh:
-            host_memory.populate(move.address, move.piece.raw_nbytes)
-        decoder.read(move.entry, move.start, move.piece, _memory_of(move))
+            host_memory.populate(place.address, place.piece.raw_nbytes)
+        decoder.read(place.entry, place.start, place.piece, _memory_of(place))
         batch.done(memory)
+        if self._landing is not None:
+            self._landing.send([place])
 
     def read_base(self, _: str, piece: Piece, out: memoryview) -> None:
         """Unverified, around the page cache, which takes whole pages of the file and of memory."""
@@ -320,7 +346,7 @@ class _Filler:
         """Of this thread."""
         kept: mmap.mmap | None = getattr(self._buffers, use, None)
         if kept is None or len(kept) < nbytes:
-            kept = _memory(max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            kept = private_memory(max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
             host_memory.advise(kept)
             host_memory.populate(address_of(memoryview(kept)), len(kept))
             setattr(self._buffers, use, kept)
@@ -384,7 +410,7 @@ class Memory(Rooms):
     """As they are, with pages that are present and big: buffers that are read into around the page cache."""
 
     def _new(self, nbytes: int) -> mmap.mmap:
-        made = _memory(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
+        made = private_memory(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
         host_memory.advise(made)
         host_memory.populate(address_of(memoryview(made)), len(made))
         return made

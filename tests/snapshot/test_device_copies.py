@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event as EngineEvent
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.restore import load_in_place
+from ckpt_engine.restore import load_in_place, read
 from ckpt_engine.snapshot import cuda
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.cuda import DeviceCopies
@@ -36,7 +36,9 @@ def _small() -> Iterator[None]:
         patch.setattr(cuda, "BUFFER_BYTES", BUFFER)
         patch.setattr(cuda, "DIRECT_BYTES", DIRECT)
         patch.setattr(cuda, "PIECE_BYTES", PIECE)
-        patch.setattr(load_in_place, "LANDING_BYTES", 3000)
+        for module in (read, load_in_place):
+            patch.setattr(module, "READ_BYTES", 3000)
+        patch.setattr(load_in_place, "_STRIP_UNIT", 64)
         yield
 
 
@@ -385,6 +387,7 @@ def test_the_next_snapshot_waits_until_the_one_before_has_landed(
 
 def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """No strip is used again before it was copied from, and all has arrived when `load` returns."""
+    monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 1)  # one thread has two strips
     state = {f"t{i}": torch.rand(100 + 37 * i) for i in range(12)}
     with Checkpointer(str(tmp_path), writer="thread") as ckpt:
         ckpt.save(state, step=1).wait(30.0)

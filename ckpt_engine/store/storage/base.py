@@ -7,6 +7,7 @@ storages around another storage, which pass on what they do not change, or limit
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import Meter, PartialFile
 
-READS_ON_MACHINE = 4
+READS_ON_MACHINE = max(4, min(16, len(os.sched_getaffinity(0))))
+"""Digests of one core keep up with no bus."""
 READS_FROM_SERVER = 16
 """Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
 

@@ -119,8 +119,8 @@ class Staging:
         }
         sources = plan.sources
         left = [index for index in plan.apart if index not in compared]
-        if plan.devices:
-            left = self._board(copier.devices, capture, left)
+        if plan.aboard:
+            self._board(copier.devices, capture)
         pairs = [(self._views[index], sources[index].tensor(capture.arrays)) for index in left]
         lazy = [(view, t.detach()) for index, (view, t) in zip(left, pairs, strict=True) if sources[index].lazy]
         eager = [pair for index, pair in zip(left, pairs, strict=True) if not sources[index].lazy] if lazy else pairs
@@ -211,23 +211,18 @@ class Staging:
         """Whether it is complete, and the fence was kept."""
         return self._fenced and self.complete
 
-    def _board(self, devices: DeviceCopies, capture: CapturedState, indices: Sequence[int]) -> list[int]:
-        """Prepare the flight of the device tensors; the sources of others are left."""
-        sources, on_device = capture.plan.sources, devices.runtime.device
-        left: list[int] = []
-        own: list[int] = []
-        for index in indices:
-            (left if on_device(capture.arrays[sources[index].array]) is None else own).append(index)
-        if own:
-            tensors = [sources[index].tensors(capture.arrays) for index in own]
-            load = Load(
-                [self._views[index] for index in own],
-                list(itertools.chain.from_iterable(tensors)),
-                list(map(len, tensors)),
-                [sources[index].lazy for index in own],
-            )
-            self._flight = Flight(devices.runtime, load, self._settle)
-        return left
+    def _board(self, devices: DeviceCopies, capture: CapturedState) -> None:
+        """Prepare the flight of the device tensors."""
+        plan = capture.plan
+        own = [plan.sources[index] for index in plan.aboard]
+        tensors = [source.tensors(capture.arrays) for source in own]
+        load = Load(
+            [self._views[index] for index in plan.aboard],
+            list(itertools.chain.from_iterable(tensors)),
+            list(map(len, tensors)),
+            [source.lazy for source in own],
+        )
+        self._flight = Flight(devices.runtime, load, self._settle)
 
     def _settle(self) -> None:
         for part in self._parts():

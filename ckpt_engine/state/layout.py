@@ -101,8 +101,9 @@ class StatePlan:
     Args:
         trees: the skeletons by component; one that is as in the plan before is the same object.
         devices: GPUs that some of the sources are on.
+        aboard: indices of those sources.
         runs: what is copied together.
-        apart: indices of the sources that are in no run.
+        apart: indices of the other sources that are in no run.
         schemas: arrays beside those of the state: what packed components look like.
     """
 
@@ -112,6 +113,7 @@ class StatePlan:
     sources: tuple[EntrySource, ...]
     nbytes: int
     devices: tuple[torch.device, ...]
+    aboard: tuple[int, ...] = ()
     runs: tuple[AddressRun, ...] = ()
     apart: tuple[int, ...] = ()
     schemas: tuple[torch.Tensor, ...] = ()
@@ -203,10 +205,11 @@ class Planner:
         trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
         nbytes = sum(e.nbytes for e in layout.entries)
         gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
+        every = [*arrays, *schemas.values()]
+        aboard = tuple(i for i, one in enumerate(sources) if drafting.device_of(every[one.array]).type == "cuda")
         runs, apart = _runs(layout, sources, arrays)
-        plan = StatePlan(
-            layout, header, trees, sources, nbytes, gpus, tuple(runs), tuple(apart), tuple(schemas.values())
-        )
+        apart = tuple(sorted(set(apart).difference(aboard)))
+        plan = StatePlan(layout, header, trees, sources, nbytes, gpus, aboard, runs, apart, tuple(schemas.values()))
         views = any(d.storage_bytes is not None for d in drafts)
         metas = [(a.dtype, a.shape, a.stride(), a.requires_grad, a.is_neg()) for a in arrays]
         addresses = _told([a.data_ptr() for a in arrays], copied)

@@ -169,6 +169,7 @@ def test_without_the_waits_snapshots_are_torn(
     """What the tests above would say of an engine that forgets them."""
     with Checkpointer(tmp_path) as ckpt:
         state = new_state()
+        overwrite(new_state())  # the first use of a kernel waits for the device, and nothing would be torn
         ckpt.save(state, step=1).wait(SECONDS)
         side, hold = side_stream(ckpt), Cuda.hold
 

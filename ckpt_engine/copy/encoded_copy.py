@@ -1,4 +1,4 @@
-"""Stores a planned snapshot at a place, from another place or from the arena, in the codec of that place.
+"""Stores a planned snapshot at a place in its codec, from another place or from the arena, which it verifies.
 
 It works in parts of bounded size: while one part is sent the next one is encoded. The name of a part follows from what
 it holds, so that an interrupted copy finds what it has sent, and a part that another snapshot needs is never written

@@ -1,4 +1,4 @@
-"""One running epoch of a loader: what is known about it, and the iterator that keeps that up to date.
+"""One running epoch of a loader: what is known of it, and the iterator that follows it or fetches batches again.
 
 `ShippingCollate` and `RoleInit` stand in for the loader's `collate_fn` and `worker_init_fn` while an iterator is
 built. Both travel to the workers (by fork or pickle), so they hold nothing but the user's functions and plain bytes.

@@ -1,4 +1,4 @@
-"""How far apart snapshots are best, for all levels at once: from costs and failure rates, a pure optimum.
+"""How far apart snapshots are best, and how close they can be, for all levels: from costs and failure rates.
 
 Symbols of the literature, in seconds: `cost` (δ, o) blocks training at each snapshot, `mtbf` (M) is the mean time
 between failures, τ the interval, L the time until a snapshot is safe, R detection, restart and load. Source for one

@@ -1,4 +1,4 @@
-"""What a writer says about its tiers: values, and the file that `ckpt status` reads."""
+"""What a writer says about its tiers: when it reports that one fails, and the file that `ckpt status` reads."""
 
 from __future__ import annotations
 

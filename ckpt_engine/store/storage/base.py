@@ -1,4 +1,4 @@
-"""The storage seam: a flat namespace of immutable objects under one root.
+"""The storage seam: immutable objects under one root, and what a storage can do, such as reads at once.
 
 What a file system and an object store can both promise, and no more: there is no rename, no append, no folder. And
 storages around another storage, which pass on what they do not change, or limit its bandwidth.

@@ -18,11 +18,10 @@ import torch
 
 from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, map_shared
-from ckpt_engine.copy.job import Layout
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime
-from ckpt_engine.state.layout import WITHOUT_COPY, StatePlan
+from ckpt_engine.state.layout import WITHOUT_COPY, AddressRun, StatePlan
 
 _PREFAULT_BYTES = 8 << 20
 _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
@@ -32,8 +31,9 @@ _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would wast
 class _Bound:
     """Views of a slot for one plan."""
 
-    layout: Layout
+    plan: StatePlan
     views: list[torch.Tensor]
+    runs: dict[AddressRun, list[torch.Tensor]]
 
 
 class SharedSlot:
@@ -72,7 +72,8 @@ class SharedSlot:
     @property
     def memory(self) -> SlotMemory:
         """How to fill it now."""
-        return SlotMemory(self.fd, self._bytes.data_ptr(), self.is_cold)
+        runs = self._bound.runs if self._bound is not None else {}
+        return SlotMemory(self.fd, self._bytes.data_ptr(), self.is_cold, runs)
 
     def prefault(self, go_on: Callable[[], bool] = lambda: True) -> bool:
         """Touch every page so that staging never pays for page faults. Any thread; releases the GIL.
@@ -117,15 +118,22 @@ class SharedSlot:
 
     def views(self, plan: StatePlan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
-        if self._bound is None or self._bound.layout is not plan.layout:
+        if self._bound is None or self._bound.plan is not plan:
             self._bytes[: len(plan.header)] = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
-            views = []
-            for entry in plan.layout.entries:
-                raw = self._bytes[entry.offset : entry.offset + entry.nbytes]
-                dtype = getattr(torch, entry.dtype)
-                views.append(raw.view(torch.uint8 if dtype in WITHOUT_COPY else dtype).view(entry.shape))
-            self._bound = _Bound(plan.layout, views)
+            views = [self._view(e.offset, e.nbytes, getattr(torch, e.dtype), e.shape) for e in plan.layout.entries]
+            runs = {run: list(self._run_views(run)) for run in plan.runs if run.forms}
+            self._bound = _Bound(plan, views, runs)
         return self._bound.views
+
+    def _run_views(self, run: AddressRun) -> Iterator[torch.Tensor]:
+        offset = run.offset
+        for (dtype, shape), nbytes in zip(run.forms, run.nbytes.tolist(), strict=True):
+            yield self._view(offset, nbytes, dtype, shape)
+            offset += nbytes
+
+    def _view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        raw = self._bytes[offset : offset + nbytes]
+        return raw.view(torch.uint8 if dtype in WITHOUT_COPY else dtype).view(shape)
 
     def close(self) -> None:
         """Give the memory back; the mapping goes when the last view does. No copy may be under way."""

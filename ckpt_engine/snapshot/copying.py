@@ -13,7 +13,7 @@ import ctypes
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +40,6 @@ _pwritev = ctypes.CDLL(None, use_errno=True).pwritev
 _pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _pwritev.restype = ctypes.c_ssize_t
 _MOST_VECTORS = 1024  # in one call
-_MOVED_BYTES = 8 << 10
-"""Of larger arrays a call each costs less than the kernel's look at each page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +51,13 @@ class SlotMemory:
         address: where it is mapped.
         cold: most of its pages are not there yet. Writing to its file makes the pages and fills them in one go: no page
             fault, no page that is cleared first.
+        runs: views of the arrays of those runs that have their forms.
     """
 
     fd: int
     address: int
     cold: bool
+    runs: Mapping[AddressRun, list[torch.Tensor]]
 
     def write(self, target: int, source: int, nbytes: int) -> None:
         """Copy to an address in it through its file; without the GIL.
@@ -103,7 +103,7 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyByAddress:
-    """A run of arrays. The kernel gathers small ones, in a quarter of the time that torch takes.
+    """A run of arrays. The kernel gathers them: where they are small in a quarter of the time that torch takes.
 
     Args:
         slot: where they go.
@@ -120,12 +120,6 @@ class CopyByAddress:
     def run(self) -> None:
         offset, sizes = self.arrays.offset, self.arrays.nbytes
         vectors = np.stack([self.addresses[self.arrays.arrays], sizes], axis=1)
-        if not self.slot.cold and sizes.mean() >= _MOVED_BYTES:
-            target = self.slot.address + offset
-            for address, nbytes in vectors.tolist():
-                ctypes.memmove(target, address, nbytes)
-                target += nbytes
-            return
         for at in range(0, len(vectors), _MOST_VECTORS):
             part = vectors[at : at + _MOST_VECTORS]
             nbytes = int(part[:, 1].sum())
@@ -225,6 +219,22 @@ class CopyTasks:
             pass
         if not self.complete.wait(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
+
+
+def run_task(
+    run: AddressRun, slot: SlotMemory, capture: CapturedState, addresses: np.ndarray[Any, np.dtype[np.uint64]]
+) -> Task:
+    """The copy of a run.
+
+    Args:
+        addresses: of the arrays of the snapshot.
+    """
+    views = slot.runs.get(run)
+    if slot.cold or views is None:
+        return CopyByAddress(slot, run, addresses, capture.arrays)
+    tensors = [capture.arrays[index] for index in run.arrays.tolist()]
+    # Behind training a tensor may get other memory, and what it had has to stay.
+    return _Copy(views, [tensor.detach() for tensor in tensors] if run.lazy else tensors)
 
 
 def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemory) -> list[Task]:

@@ -34,10 +34,10 @@ from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
     Claims,
-    CopyByAddress,
     CopyTasks,
     SlotMemory,
     compares,
+    run_task,
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
@@ -132,7 +132,7 @@ class Staging:
         now, later = tasks_of(eager, self._slot), tasks_of(lazy, self._slot)
         addresses, run_bytes = np.array(capture.addresses, np.uint64), 0
         for run in plan.runs:
-            (later if run.lazy else now).append(CopyByAddress(self._slot, run, addresses, capture.arrays))
+            (later if run.lazy else now).append(run_task(run, self._slot, capture, addresses))
             run_bytes += 0 if run.lazy else int(run.nbytes.sum())
         self.eager = CopyTasks([*now, *[task for task in tasks if not task.claim.hinted]])
         self.lazy = CopyTasks(later)

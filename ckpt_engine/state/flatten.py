@@ -11,8 +11,9 @@ import fnmatch
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,11 @@ from ckpt_engine.errors import StateError, UnstorableLeafError
 from ckpt_engine.state import sharding
 from ckpt_engine.state.json_types import encode_bytes, encode_float, encode_scalar, open_container, problem_of
 from ckpt_engine.store.tree import TreePath
+
+try:
+    from torch._C._dynamo.guards import TensorGuards  # not public: what it tells is probed, see `_are_told`
+except ImportError:
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 T = TypeVar("T")
 
@@ -52,6 +58,61 @@ class Scan:
     arrays: list[torch.Tensor]
     values: list[Any]
     copied: list[int]
+
+
+class Forms:
+    """Of all arrays of a state: class, dtype, device, layout, shape, strides, gradient, and whether a view negates.
+
+    Compared in one call, which takes a tenth of the time that the questions take one by one. Where torch does not give
+    that call, or it misses something, no arrays have them: then each snapshot is planned, which is slower.
+    """
+
+    def __init__(self, arrays: Sequence[torch.Tensor]) -> None:
+        objects = list(map(id, arrays))
+        self._same = first_of(objects) if len(set(objects)) < len(objects) else None
+        distinct = dict(zip(objects, arrays, strict=True)).values()
+        self._guards = _guards(distinct) if _are_told() else None
+
+    def fit(self, arrays: Sequence[torch.Tensor]) -> bool:
+        """Whether these have them, in their order."""
+        if self._same is not None:  # the call refuses an object that comes twice
+            objects = list(map(id, arrays))
+            if first_of(objects) != self._same:
+                return False
+            arrays = list(dict(zip(objects, arrays, strict=True)).values())
+        return self._guards is not None and bool(self._guards.check(*arrays))
+
+
+def first_of(numbers: Sequence[int]) -> list[int]:
+    """For each the index of the first one that is equal; of zeros their own."""
+    first: dict[int, int] = {}
+    return [first.setdefault(number, i) if number else i for i, number in enumerate(numbers)]
+
+
+def _guards(arrays: Iterable[torch.Tensor]) -> TensorGuards:
+    return TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+@cache
+def _are_told() -> bool:
+    """Whether torch tells of each way in which the form of a tensor can differ."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            one = torch.zeros(2, 2)
+            others = [
+                torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False),
+                torch.zeros(2, 2, dtype=torch.int32),
+                torch.zeros(2, 2, device="meta"),
+                torch.zeros(2, 2).to_sparse(),
+                torch.zeros(2, 3),
+                torch.zeros(2, 2).t(),
+                torch.zeros(2, 2).requires_grad_(),
+                torch._neg_view(torch.zeros(2, 2)),
+            ]
+            guards = _guards([one, one.clone()])
+            return guards.check(one.clone(), one) and not any(guards.check(one, other) for other in others)
+    except Exception:  # noqa: BLE001 - whatever another version does with a name that is not public
+        return False
 
 
 @dataclass(frozen=True, slots=True)

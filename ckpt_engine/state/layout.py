@@ -19,7 +19,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.state import entries as drafting
 from ckpt_engine.state import entries as shares
 from ckpt_engine.state.entries import EntryDraft, PackMembers
-from ckpt_engine.state.flatten import ArrayLeaf, Flattener, LazyPredicate, Scan, bytes_tensor
+from ckpt_engine.state.flatten import ArrayLeaf, Flattener, Forms, LazyPredicate, Scan, bytes_tensor, first_of
 from ckpt_engine.store import packs
 from ckpt_engine.store.container import DTYPES, container_form, data_header
 from ckpt_engine.store.manifest import PACKED
@@ -86,12 +86,14 @@ class AddressRun:
         lazy: as the sources that it stands for.
         arrays: index among those of a snapshot, of each.
         nbytes: of each.
+        forms: dtype and shape of each, where views to copy them into are worth their making.
     """
 
     offset: int
     lazy: bool
     arrays: np.ndarray[Any, np.dtype[np.int64]]
     nbytes: np.ndarray[Any, np.dtype[np.uint64]]
+    forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +213,11 @@ class Planner:
         apart = tuple(sorted(set(apart).difference(aboard)))
         plan = StatePlan(layout, header, trees, sources, nbytes, gpus, aboard, runs, apart, tuple(schemas.values()))
         views = any(d.storage_bytes is not None for d in drafts)
-        metas = [(a.dtype, a.shape, a.stride(), a.requires_grad, a.is_neg()) for a in arrays]
         addresses = _told([a.data_ptr() for a in arrays], copied)
-        shared = _shared(addresses)
+        shared = first_of(addresses)
         devices = [drafting.device_of(a) for a in arrays]
         signatures = {k: s.signature for k, s in scans.items()}
-        return _Known(plan, signatures, metas, addresses, copied, lazy, shared, views, devices)
+        return _Known(plan, signatures, Forms(arrays), addresses, copied, lazy, shared, views, devices)
 
     def _lay_out(self, drafts: Sequence[EntryDraft]) -> tuple[Layout, bytes, tuple[EntrySource, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
@@ -258,17 +259,17 @@ class _Known:
     """What the current plan was made for.
 
     Args:
-        metas: (dtype, shape, stride, requires_grad, is_neg) of every array.
+        forms: of the arrays.
         addresses: of every array; 0 of private copies.
         copied: indices of private copies.
-        shared: which arrays have the same address, see `_shared`.
+        shared: which arrays have the same address, see `first_of`.
         views: some arrays overlap without having the same address.
         devices: of every array.
     """
 
     plan: StatePlan
     signatures: Mapping[str, list[Any]]
-    metas: list[tuple[Any, ...]]
+    forms: Forms
     addresses: list[int]
     copied: set[int]
     lazy: LazyPredicate | None
@@ -292,20 +293,9 @@ class _Known:
             return False
         if any(scan.signature != self.signatures[key] for key, scan in scans.items()):
             return False
-        if len(arrays) != len(self.metas):
+        if len(arrays) != len(self.addresses) or not self.forms.fit(arrays):
             return False
-        # One by one: a list of 10,000 fresh tuples would set off the garbage collector at every snapshot.
-        for array, (dtype, shape, stride, requires_grad, is_neg) in zip(arrays, self.metas, strict=True):
-            if (
-                array.dtype is not dtype
-                or array.shape != shape
-                or array.layout is not torch.strided
-                or array.stride() != stride
-                or array.requires_grad is not requires_grad
-                or array.is_neg() is not is_neg
-            ):
-                return False
-            addresses.append(array.data_ptr())
+        addresses += map(torch.Tensor.data_ptr, arrays)
         # A private copy has a new address every time, which means nothing.
         told = _told(addresses, self.copied) if self.copied else addresses
         if told == self.addresses:
@@ -313,7 +303,7 @@ class _Known:
         if any(drafting.device_of(array) != device for array, device in zip(arrays, self.devices, strict=True)):
             return False
         # Gradients, metrics and logged values are new objects at every step: what matters is who shares with whom.
-        return not self.views and _shared(told) == self.shared
+        return not self.views and first_of(told) == self.shared
 
 
 def _source(draft: EntryDraft) -> EntrySource:
@@ -345,10 +335,17 @@ def _runs(
             # Of so many bytes that all threads have some, and so few arrays that none has most.
             stop = max(at + 1, int(np.searchsorted(ends, start + _RUN_BYTES, "right")))
             stop = min(stop, at + _RUN_ARRAYS, len(members))
-            offset = layout.entries[indices[0]].offset + start
-            runs.append(AddressRun(offset, sources[indices[0]].lazy, members[at:stop], nbytes[at:stop]))
+            offset, run = layout.entries[indices[0]].offset + start, members[at:stop]
+            forms = _forms([arrays[index] for index in run], int(nbytes[at:stop].mean()))
+            runs.append(AddressRun(offset, sources[indices[0]].lazy, run, nbytes[at:stop], forms))
             at, start = stop, int(ends[stop - 1])
     return tuple(runs), tuple(apart)
+
+
+def _forms(arrays: Sequence[torch.Tensor], mean_bytes: int) -> Sequence[tuple[torch.dtype, torch.Size]]:
+    """As `AddressRun.forms`. Copying small ones through the kernel takes less than a view of each."""
+    alone = mean_bytes >= _VIEWED_BYTES and all(a.numel() <= _ALONE and a.dtype not in WITHOUT_COPY for a in arrays)
+    return [(array.dtype, array.shape) for array in arrays] if alone else ()
 
 
 def _has_address(source: EntrySource, nbytes: int, arrays: Sequence[torch.Tensor]) -> bool:
@@ -371,18 +368,15 @@ def _told(addresses: list[int], copied: set[int]) -> list[int]:
     return [0 if i in copied else address for i, address in enumerate(addresses)]
 
 
-def _shared(addresses: Sequence[int]) -> list[int]:
-    """For every array the index of the first one at its address; its own index if it has none."""
-    first: dict[int, int] = {}
-    return [first.setdefault(address, i) if address else i for i, address in enumerate(addresses)]
-
-
 def _crossing(draft: EntryDraft) -> tuple[str, bool]:
     return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
 
 
 SMALL_BYTES = 64 << 10
 """Larger arrays are entries of their own: what describes them is little beside their bytes."""
+_VIEWED_BYTES = 8 << 10
+_ALONE = 32 << 10
+"""Elements that torch copies without its thread team."""
 _RUN_BYTES = 16 << 20
 _RUN_ARRAYS = 16 << 10
 LEAST_ARRAYS = 4096

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from ckpt_engine.state import flatten
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
 from tests.snapshot.passage import same, through_arena
 
 
 def tied_state() -> dict:
-    weight = torch.ones(4)
-    return {"a": weight, "b": weight, "logged": torch.tensor(1.0), "n": 3, "text": b"x" * 100}
+    weight, nothing = torch.ones(4), torch.empty(0, 3)
+    return {
+        "a": weight,
+        "b": weight,
+        "logged": torch.tensor(1.0),
+        "n": 3,
+        "text": b"x" * 100,
+        "square": torch.nn.Parameter(torch.arange(4.0).view(2, 2)),
+        "none": [nothing, nothing, torch.empty(0, 5)],
+    }
 
 
 def test_new_tensors_in_the_same_places_keep_the_plan() -> None:
@@ -34,8 +45,15 @@ def test_new_tensors_in_the_same_places_keep_the_plan() -> None:
         lambda s: s.update(text=b"y" * 101),
         lambda s: s.update(n=[3]),
         lambda s: s.update(logged=torch.tensor(1 + 2j).conj().imag),
+        lambda s: setattr(s["square"], "data", s["square"].data.t()),
+        lambda s: s["square"].requires_grad_(False),
+        lambda s: s.update(none=[s["none"][0], s["none"][2], s["none"][2]]),
+        lambda s: s.update(logged=torch.nn.Parameter(torch.tensor(1.0))),
     ],
-    ids=["untied", "tied to a view", "shape", "dtype", "key", "bytes", "kind", "negative view"],
+    ids=[
+        *("untied", "tied to a view", "shape", "dtype", "key", "bytes", "kind", "negative view"),
+        *("strides of the same memory", "gradient", "one object in other places", "class"),
+    ],
 )
 def test_a_changed_structure_gets_a_new_plan_and_comes_back_right(change) -> None:
     """Sharing, shapes, dtypes, keys and lengths belong to the structure."""
@@ -45,6 +63,30 @@ def test_a_changed_structure_gets_a_new_plan_and_comes_back_right(change) -> Non
     change(state)
     assert planner.capture(state).plan is not first.plan
     assert same(through_arena(state, planner), state)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_whether_gradients_are_counted_does_not_hide_a_change(mode) -> None:
+    """A snapshot may be taken in any mode; a parameter that is frozen in it is stored as a frozen one."""
+    planner = Planner(Flattener())
+    state = {"w": torch.nn.Parameter(torch.ones(4))}
+    with mode():
+        first = planner.capture(state)
+        assert planner.capture(state).plan is first.plan
+        state["w"].requires_grad_(False)
+        assert planner.capture(state).plan is not first.plan
+
+
+def test_a_torch_that_does_not_tell_of_changes_costs_a_plan_for_each_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with is not public, and may be gone or tell something else."""
+    monkeypatch.setattr(flatten, "_are_told", flatten._are_told.__wrapped__)
+    for missing in (None, lambda *_, **__: SimpleNamespace(check=lambda *_: True)):
+        monkeypatch.setattr(flatten, "TensorGuards", missing)
+        planner, state = Planner(Flattener()), tied_state()
+        first = planner.capture(state)
+        assert planner.capture(state).plan is not first.plan
+        state["a"] = torch.ones(5)
+        assert same(through_arena(state, planner), state)
 
 
 def test_a_small_tensor_of_very_many_that_becomes_a_negative_view_comes_back_right() -> None:

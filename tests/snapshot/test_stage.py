@@ -17,6 +17,7 @@ from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import CopyTasks
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.state import layout
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
 from ckpt_engine.store.tree import TreePath
@@ -146,12 +147,14 @@ def test_without_the_fence_the_debug_mode_names_the_torn_tensor() -> None:
         staging.fence()
 
 
-def test_small_tensors_live_until_they_are_copied() -> None:
-    """They are copied by address behind training, which may drop them at once; later nothing keeps them."""
-    state = {f"w{i}": torch.full((100,), float(i)) for i in range(50)}
-    alive = [weakref.ref(tensor) for tensor in state.values()]
+@pytest.mark.parametrize("elements", [100, 5000], ids=["by address", "into views"])
+def test_small_tensors_live_until_they_are_copied(elements: int) -> None:
+    """They are copied behind training, which may drop their memory at once; later nothing keeps them."""
+    state = {f"w{i}": torch.full((elements,), float(i)) for i in range(50)}
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in state.values()]
     capture = Planner(Flattener()).capture(state, everything)
     slot = SharedSlot(0, slot_bytes(capture.plan))
+    slot.prefault()
     views = slot.views(capture.plan)
     staging = Staging(capture, views, lambda _: None, slot=slot.memory)
     staging.begin(Copier(0))
@@ -160,6 +163,30 @@ def test_small_tensors_live_until_they_are_copied() -> None:
     staging.fence()
     assert sorted(float(view[0]) for view in views) == [float(i) for i in range(50)]
     assert not any(one() is not None for one in alive)
+
+
+@pytest.mark.parametrize("lazy", [None, everything], ids=["eager", "lazy"])
+@pytest.mark.parametrize("least", [10, 10_000], ids=["packed", "apart"])
+def test_small_tensors_in_a_slot_of_before_are_those_of_now(
+    monkeypatch: pytest.MonkeyPatch, least: int, lazy: Callable[[TreePath], bool] | None
+) -> None:
+    """Other shapes and other orders of the same bytes have no use for the views that a slot was filled by."""
+    monkeypatch.setattr(layout, "LEAST_ARRAYS", least)
+    planner, slot = Planner(Flattener()), None
+    for shapes in [((64, 60), (5000,)), ((64, 60), (5000,)), ((60, 64), (50, 100)), ((5000,), (1, 3840))]:
+        for dtype in (torch.float32, torch.float64):
+            state = {f"w{i}": torch.randn(shapes[i % 2], dtype=dtype) for i in range(40)}
+            state |= {f"n{i}": torch.randint(9, (9000,)) for i in range(3)}
+            capture = planner.capture(state, lazy)
+            if slot is None:
+                slot = SharedSlot(0, 2 * slot_bytes(capture.plan))
+                slot.prefault()
+            views = slot.views(capture.plan)
+            staging = Staging(capture, views, lambda _: None, slot=slot.memory)
+            staging.begin(Copier(0))
+            staging.fence()
+            expected = [source.tensor(capture.arrays).view(-1) for source in capture.plan.sources]
+            assert all(torch.equal(view.view(-1), e) for view, e in zip(views, expected, strict=True))
 
 
 def test_only_declared_leaves_are_lazy() -> None:

@@ -11,7 +11,8 @@ import fnmatch
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -80,7 +81,8 @@ class Forms:
             if first_of(objects) != self._same:
                 return False
             arrays = list(dict(zip(objects, arrays, strict=True)).values())
-        return self._guards is not None and bool(self._guards.check(*arrays))
+        with _any_mode():
+            return self._guards is not None and bool(self._guards.check(*arrays))
 
 
 def first_of(numbers: Sequence[int]) -> list[int]:
@@ -89,8 +91,16 @@ def first_of(numbers: Sequence[int]) -> list[int]:
     return [first.setdefault(number, i) if number else i for i, number in enumerate(numbers)]
 
 
+@contextmanager
+def _any_mode() -> Iterator[None]:
+    """Inside, what is asked of tensors has one answer, whatever mode the caller computes in."""
+    with torch.inference_mode(False), torch._C._DisableAutocast():
+        yield
+
+
 def _guards(arrays: Iterable[torch.Tensor]) -> TensorGuards:
-    return TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    with _any_mode():
+        return TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 @cache
@@ -110,7 +120,8 @@ def _are_told() -> bool:
                 torch._neg_view(torch.zeros(2, 2)),
             ]
             guards = _guards([one, one.clone()])
-            return guards.check(one.clone(), one) and not any(guards.check(one, other) for other in others)
+            with _any_mode():
+                return guards.check(one.clone(), one) and not any(guards.check(one, other) for other in others)
     except Exception:  # noqa: BLE001 - whatever another version does with a name that is not public
         return False
 

@@ -77,6 +77,18 @@ def test_whether_gradients_are_counted_does_not_hide_a_change(mode) -> None:
         assert planner.capture(state).plan is not first.plan
 
 
+def test_one_plan_serves_whatever_mode_a_snapshot_is_taken_in() -> None:
+    """Planning 10,000 tensors again because a loop has autocast around it would cost it as long as training a step."""
+    planner, state = Planner(Flattener()), {"w": torch.nn.Parameter(torch.ones(4)), "t": torch.ones(2, 3)}
+    first = planner.capture(state)
+    for mode in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            assert planner.capture(state).plan is first.plan
+            again = Planner(Flattener())
+            inside = again.capture(state)
+        assert again.capture(state).plan is inside.plan
+
+
 def test_a_torch_that_does_not_tell_of_changes_costs_a_plan_for_each_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared with is not public, and may be gone or tell something else."""
     monkeypatch.setattr(flatten, "_are_told", flatten._are_told.__wrapped__)

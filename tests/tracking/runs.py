@@ -217,6 +217,10 @@ class Outcome:
     digest: dict[str, str]
 
 
+WAITED_FOR = (1, 4, 5)
+"""Every so many steps: between other snapshots the loop does not wait."""
+
+
 def every_boundary(root: Path, **options: Any) -> dict[str, Any]:
     """Options that leave a snapshot of every boundary in `root`."""
     return {
@@ -276,7 +280,7 @@ def train_plain(case: Case, options: Mapping[str, Any] | None, *, seed: int = 0,
 
 def durable(ckpt: Checkpointer | None) -> None:
     """Wait for the last snapshot, so that none is skipped because the writer is busy."""
-    if ckpt is not None and ckpt.config.every_n_steps == 1:
+    if ckpt is not None and ckpt.config.every_n_steps in WAITED_FOR:
         ckpt.before_update()
         assert ckpt.wait(30)
     elif ckpt is not None and ckpt.config.memory is not None:

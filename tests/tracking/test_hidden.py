@@ -74,6 +74,11 @@ class Killed(Exception):
     """The process dies here."""
 
 
+def for_a_death_at(step: int | None) -> dict[str, Any]:
+    """Options: a snapshot right before the death, which is all that the next process needs."""
+    return {"every_n_steps": step or 10**9, "writer": "thread"}
+
+
 def train(folder: Path, seed: int, die_at: int | None, **options: Any) -> list[str]:
     """One process: the losses of its steps as text, with their step."""
     seed_everything(seed)
@@ -82,7 +87,7 @@ def train(folder: Path, seed: int, die_at: int | None, **options: Any) -> list[s
     loader = DataLoader(Noisy(), batch_size=2, shuffle=True, collate_fn=collate())
     losses = []
     try:
-        with Checkpointer(folder, every_n_steps=1, writer="thread", **options) as ckpt:
+        with Checkpointer(folder, **for_a_death_at(die_at), **options) as ckpt:
             tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
             for _ in range(tracker.epoch, EPOCHS):
                 for x, y in loader:
@@ -169,7 +174,7 @@ def patient(folder: Path, seed: int, die_at: int | None) -> list[str]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     loader = DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     losses = []
-    with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt, contextlib.suppress(Killed):
+    with Checkpointer(folder, **for_a_death_at(die_at)) as ckpt, contextlib.suppress(Killed):
         tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
         patience = Patience()
         for _ in range(tracker.epoch, EPOCHS):
@@ -306,7 +311,7 @@ def carrying(folder: Path, seed: int, die_at: int | None, way: str) -> list[str]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     loader = DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     losses = []
-    with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt, contextlib.suppress(Killed):
+    with Checkpointer(folder, **for_a_death_at(die_at)) as ckpt, contextlib.suppress(Killed):
         tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
         carried = WAYS[way]()
         for _ in range(tracker.epoch, EPOCHS):
@@ -348,7 +353,7 @@ def targeting(folder: Path, seed: int, die_at: int | None) -> list[str]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     loader = DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     losses = []
-    with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt, contextlib.suppress(Killed):
+    with Checkpointer(folder, **for_a_death_at(die_at)) as ckpt, contextlib.suppress(Killed):
         tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
         target = copy.deepcopy(net)
         for _ in range(tracker.epoch, EPOCHS):
@@ -469,7 +474,7 @@ def train_against_a_critic(
     second = torch.optim.Adam(critic.parameters(), lr=0.05)
     loader = DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2, shuffle=True)
     losses = []
-    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+    with contextlib.suppress(Killed), Checkpointer(folder, **for_a_death_at(die_at)) as ckpt:
         tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader, **{"second": second} if tracks else {})
         for _ in range(tracker.epoch, EPOCHS):
             for (x,) in loader:
@@ -518,7 +523,7 @@ def train_with_a_buffer(folder: Path, seed: int, die_at: int | None = None, *, c
     carry = Carry(buffer=[])
     buffer: list[Any] = []
     losses = []
-    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+    with contextlib.suppress(Killed), Checkpointer(folder, **for_a_death_at(die_at)) as ckpt:
         tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader, **{"carry": carry} if carries else {})
         buffer = carry.buffer if carries else buffer
         for _ in range(tracker.epoch, EPOCHS):
@@ -568,7 +573,7 @@ def write_and_train(folder: Path, life: int, die_at: int | None) -> list[int]:
     net, diary = nn.Linear(3, 1), Diary([])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2)
-    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+    with contextlib.suppress(Killed), Checkpointer(folder, **for_a_death_at(die_at)) as ckpt:
         tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
         for _ in range(tracker.epoch, EPOCHS):
             for (x,) in loader:

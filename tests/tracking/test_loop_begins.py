@@ -29,7 +29,7 @@ class Script:
         self.die_at = die_at
         self.net = torch.nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
-        self.ckpt = Checkpointer(folder, every_n_steps=1, writer="thread")
+        self.ckpt = Checkpointer(folder, every_n_steps=10**9 if die_at is None else 1, writer="thread")
         self.done: list[str] = []
 
     def track(self, **more: Any) -> Any:

@@ -540,9 +540,10 @@ def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -
     if loop in (slices, slices_and_counts) and not hasattr(itertools.islice, "__setstate__"):
         pytest.skip("from Python 3.14 on a slice does not tell where it stands: it is named, and not put back")
     reference = live(loop, None).outcome
-    assert live(loop, every_boundary(tmp_path / "run")).outcome == reference
+    options = every_boundary(tmp_path / "run", every_n_steps=5 if share == 1 else 1)
+    assert live(loop, options).outcome == reference
     snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
-    assert len(snapshots) >= 4
+    assert snapshots
     for number, snapshot in enumerate(some(snapshots, share)):
         for where, life in generations(
             loop, reference, tmp_path / "run", snapshot, tmp_path / str(number), min(share, 3)

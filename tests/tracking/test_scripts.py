@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer
 from tests.support.digests import seed_everything
-from tests.tracking.test_hidden import Killed, report
+from tests.tracking.test_hidden import Killed, for_a_death_at, report
 
 
 class Rows(Dataset[Any]):
@@ -52,7 +52,7 @@ class Script:
 
     def track_loader(self, loader: DataLoader[Any]) -> Any:
         self.loader = loader
-        self.ckpt = Checkpointer(self.folder, every_n_steps=1, writer="thread")
+        self.ckpt = Checkpointer(self.folder, **for_a_death_at(self.die_at))
         self.run = self.ckpt.track(net=self.net, optimizer=self.optimizer, loader=self.loader)
         return self.run
 
@@ -340,7 +340,7 @@ def numbers_its_batches_in_workers(script: Script) -> None:
 
 
 def tracked(script: Script, **loaders: DataLoader[Any]) -> None:
-    script.ckpt = Checkpointer(script.folder, every_n_steps=1, writer="thread")
+    script.ckpt = Checkpointer(script.folder, **for_a_death_at(script.die_at))
     script.run = script.ckpt.track(net=script.net, optimizer=script.optimizer, **loaders)
 
 

@@ -19,7 +19,7 @@ from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.store import names
 from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts
 
-DAYS = 10
+DAYS = 5
 SECONDS = DAYS * 86400.0
 WITHIN = 0.002
 RESTART = Restart({PROCESS: 25.0, MACHINE: 400.0, SITE: 400.0}, startup=90.0, restore=40.0)

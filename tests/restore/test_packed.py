@@ -17,14 +17,24 @@ from ckpt_engine.cli.main import commands
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.snapshot.arena import SharedSlot, slot_bytes
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.state import layout
 from ckpt_engine.state.flatten import Flattener
-from ckpt_engine.state.layout import LEAST_ARRAYS, Planner
+from ckpt_engine.state.layout import Planner
 from ckpt_engine.store import packs
 from ckpt_engine.store.manifest import Entry, Piece
 from tests.snapshot.passage import same
 
+FEWER = 256
+"""From so many arrays on a component is packed here."""
 
-def _state(tensors: int = LEAST_ARRAYS, step: int = 0) -> dict[str, Any]:
+
+@pytest.fixture(autouse=True)
+def packed_from_fewer_arrays_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layout.LEAST_ARRAYS > FEWER
+    monkeypatch.setattr(layout, "LEAST_ARRAYS", FEWER)
+
+
+def _state(tensors: int = FEWER, step: int = 0) -> dict[str, Any]:
     numbers = torch.arange(float(tensors)) + step
     moments = {n: {"step": torch.tensor(float(step)), "exp_avg": number.view(1)} for n, number in enumerate(numbers)}
     return {
@@ -91,7 +101,7 @@ def test_a_structure_that_changes_has_another_schema(tmp_path: Path) -> None:
     first, second = _state(), _state(step=1)
     second["model"]["renamed"] = second["model"].pop("layers.0.weight")
     second["optimizer"]["param_groups"][0]["lr"] = {"a": None}
-    third = _state(LEAST_ARRAYS - 2, step=2)  # too few to be packed
+    third = _state(FEWER - 2, step=2)  # too few to be packed
     _save(tmp_path / "run", first, second, third, keep={"last": 9})
     with Checkpointer(tmp_path / "run") as ckpt:
         assert all(same(ckpt.load(step=one["step"]), one) for one in (first, second, third))
@@ -120,7 +130,7 @@ def test_a_pack_is_of_one_instant(is_lazy: bool) -> None:
 @pytest.mark.parametrize("elements", [3, 2304], ids=["small", "larger"])
 def test_a_pack_is_copied_in_pieces(elements: int, is_cold: bool) -> None:
     """Each array comes to its place, whatever moves it, and threads share a pack of many bytes."""
-    weights = torch.randn(LEAST_ARRAYS, elements)
+    weights = torch.randn(4096, elements)
     capture = Planner(Flattener()).capture({"model": {str(n): row.clone() for n, row in enumerate(weights)}})
     slot, copier = SharedSlot(0, slot_bytes(capture.plan)), Copier()
     if not is_cold:
@@ -160,7 +170,7 @@ def test_commands_show_the_leaves_of_a_packed_component(tmp_path: Path) -> None:
 
 def test_retention_keeps_the_file_of_a_schema(tmp_path: Path) -> None:
     """Of twelve snapshots one is kept: it is whole, and what no snapshot needs is gone."""
-    root, tensors = tmp_path / "run", 20_000
+    root, tensors = tmp_path / "run", 2_000
     state = {"model": {f"layers.{n}.weight": torch.randn(5) for n in range(tensors)}, "step": 0}
     with Checkpointer(root, keep={"last": 1}) as ckpt:
         for step in range(12):

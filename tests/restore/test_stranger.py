@@ -7,11 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.state.layout import LEAST_ARRAYS
+from ckpt_engine.state import layout
 from tests.snapshot.passage import same
 
 
@@ -81,10 +82,13 @@ def test_a_snapshot_is_readable_with_json_and_safetensors_alone(tmp_path: Path) 
     assert back["best"] == math.inf and back["at"] == (3, [None])
 
 
-def test_packed_components_are_readable_with_json_and_safetensors_alone(tmp_path: Path) -> None:
+def test_packed_components_are_readable_with_json_and_safetensors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The format page is enough to read a component of very many tensors."""
-    weights = {f"layers.{n}": torch.randn(n % 3 + 1, 2) for n in range(LEAST_ARRAYS)}
-    moments = {n: {"step": torch.tensor(float(n)), "exp_avg": torch.randn(2).bfloat16()} for n in range(LEAST_ARRAYS)}
+    monkeypatch.setattr(layout, "LEAST_ARRAYS", 300)
+    weights = {f"layers.{n}": torch.randn(n % 3 + 1, 2) for n in range(300)}
+    moments = {n: {"step": torch.tensor(float(n)), "exp_avg": torch.randn(2).bfloat16()} for n in range(300)}
     state = {"model": weights, "optimizer": {"state": moments, "lr": math.inf, "large": torch.randn(200, 200)}, "n": 1}
     with Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(state, step=1).wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import signal
 import sys
@@ -44,6 +45,7 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")
         _seeds_note_no_stack()
+        _loggers_of_torch_propagate()
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None:
         registry.entry_points = cache(registry.entry_points)
@@ -59,6 +61,13 @@ def _seeds_note_no_stack() -> None:
     for name in ("torch.cuda", "torch.xpu", "torch.mtia"):
         if hasattr(sys.modules.get(name), "traceback"):
             sys.modules[name].traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
+
+
+def _loggers_of_torch_propagate() -> None:
+    """pytest gives its handlers to each logger that does not, six times for each test: 57 of torch take 1 ms."""
+    for name, one in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(one, logging.Logger):
+            one.propagate = True
 
 
 def _freeze() -> None:

@@ -33,14 +33,12 @@ def watched(storage: Storage) -> Storage:
 
 @pytest.mark.parametrize("kind", ["folder", "plain"])
 class TestWrapped(StorageContract):
-    @pytest.fixture(params=["limited", "watched", "both", "twice", "source", "faulty"])
+    @pytest.fixture(params=["limited", "twice", "source", "faulty"])
     def storage(self, request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> Storage:
         local = LocalStorage(tmp_path / "root")
         own: Storage = local if kind == "folder" else Plain(local)
         wrappers = {
             "limited": lambda: limited(own),
-            "watched": lambda: watched(own),
-            "both": lambda: watched(limited(own)),
             "twice": lambda: watched(watched(limited(own))),
             "source": lambda: WatchedSource(own, CallProgress()).storage,
             "faulty": lambda: watched(limited(Faulty(tmp_path / "root", Weather()))),

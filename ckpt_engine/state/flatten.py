@@ -41,6 +41,7 @@ _MAX_NESTING = 300
 _SHORT = 1 << 63
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _VALUE = object()
+_TOGETHER = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +72,33 @@ class Forms:
     def __init__(self, arrays: Sequence[torch.Tensor]) -> None:
         objects = list(map(id, arrays))
         self._same = first_of(objects) if len(set(objects)) < len(objects) else None
-        distinct = dict(zip(objects, arrays, strict=True)).values()
-        self._guards = _guards(distinct) if _are_told() else None
+        distinct = list(dict(zip(objects, arrays, strict=True)).values())
+        self._count = len(distinct)
+        starts = range(0, len(distinct), _TOGETHER)
+        self._guards = [_guards(distinct[at : at + _TOGETHER]) for at in starts] if _are_told() else None
 
-    def fit(self, arrays: Sequence[torch.Tensor]) -> bool:
-        """Whether these have them, in their order."""
+    def addresses(self, arrays: Sequence[torch.Tensor]) -> list[int] | None:
+        """Those of these arrays, if they have these forms in their order."""
+        objects, distinct = list[int](), arrays
         if self._same is not None:  # the call refuses an object that comes twice
             objects = list(map(id, arrays))
             if first_of(objects) != self._same:
-                return False
-            arrays = list(dict(zip(objects, arrays, strict=True)).values())
+                return None
+            distinct = list(dict(zip(objects, arrays, strict=True)).values())
+        if self._guards is None or len(distinct) != self._count:
+            return None
+        found: list[int] = []
         with _any_mode():
-            return self._guards is not None and bool(self._guards.check(*arrays))
+            # Few at once, so that the processor still has them at hand when they are asked for their addresses.
+            for at, guards in zip(range(0, self._count, _TOGETHER), self._guards, strict=True):
+                part = distinct[at : at + _TOGETHER]
+                if not guards.check(*part):
+                    return None
+                found += map(torch.Tensor.data_ptr, part)
+        if self._same is None:
+            return found
+        by_object = dict(zip(map(id, distinct), found, strict=True))
+        return [by_object[one] for one in objects]
 
 
 def first_of(numbers: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -167,15 +167,16 @@ class Planner:
         if self._session is not None:
             components = self._session.arranged(components)
         scans = {key: self._flattener.scan(node, (key,) if key else ()) for key, node in components.items()}
-        arrays = [array for scan in scans.values() for array in scan.arrays]
+        arrays = list(chain.from_iterable(scan.arrays for scan in scans.values()))
         known = self._known
-        addresses: list[int] = []
-        if known is None or not known.fits(scans, arrays, lazy, addresses):
+        addresses = None if known is None else known.fit(scans, arrays, lazy)
+        if known is None or addresses is None:
             with uncollected():
                 known = self._known = self._replan(components, scans, arrays, lazy)
             addresses = [array.data_ptr() for array in arrays]
         values = {key: scan.values for key, scan in scans.items()}
-        return CapturedState(known.plan, [*arrays, *known.plan.schemas], values, addresses)
+        arrays += known.plan.schemas
+        return CapturedState(known.plan, arrays, values, addresses)
 
     def _replan(
         self,
@@ -277,33 +278,25 @@ class _Known:
     views: bool
     devices: list[torch.device]
 
-    def fits(
-        self,
-        scans: Mapping[str, Scan],
-        arrays: Sequence[torch.Tensor],
-        lazy: LazyPredicate | None,
-        addresses: list[int],
-    ) -> bool:
-        """Whether the plan serves this snapshot too; addresses only matter where tensors share memory.
-
-        Args:
-            addresses: takes those of the arrays.
-        """
+    def fit(
+        self, scans: Mapping[str, Scan], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None
+    ) -> list[int] | None:
+        """The addresses of the arrays, which only matter where some share memory; None: the plan serves others."""
         if lazy is not self.lazy or list(scans) != list(self.signatures):
-            return False
+            return None
         if any(scan.signature != self.signatures[key] for key, scan in scans.items()):
-            return False
-        if len(arrays) != len(self.addresses) or not self.forms.fit(arrays):
-            return False
-        addresses += map(torch.Tensor.data_ptr, arrays)
+            return None
+        addresses = self.forms.addresses(arrays)
+        if addresses is None:
+            return None
         # A private copy has a new address every time, which means nothing.
         told = _told(addresses, self.copied) if self.copied else addresses
         if told == self.addresses:
-            return True
+            return addresses
         if any(drafting.device_of(array) != device for array, device in zip(arrays, self.devices, strict=True)):
-            return False
+            return None
         # Gradients, metrics and logged values are new objects at every step: what matters is who shares with whom.
-        return not self.views and first_of(told) == self.shared
+        return addresses if not self.views and first_of(told) == self.shared else None
 
 
 def _source(draft: EntryDraft) -> EntrySource:

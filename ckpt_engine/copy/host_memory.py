@@ -273,13 +273,11 @@ _ORDER = 9  # 2^9 small pages
 _BUDDY = Path("/proc/buddyinfo")
 
 
-def advise(memory: mmap.mmap) -> bool:
-    """Ask for huge pages for `memory` if there are free ones for twice its size; whether it did."""
-    size = len(memory)
-    if size < HUGE_BYTES or free_huge_bytes() < 2 * size:
-        return False
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return True
+def advise(memory: mmap.mmap) -> None:
+    """Ask for huge pages for as much of `memory`, from its start on, as half of those that are free have room for."""
+    nbytes = min(len(memory), free_huge_bytes() // 2)
+    if nbytes >= HUGE_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, nbytes)
 
 
 def free_huge_bytes(buddy: Path = _BUDDY) -> int:

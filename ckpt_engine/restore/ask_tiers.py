@@ -33,6 +33,8 @@ SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 RECENT_SECONDS = 0.5
 """A place that has given a sign since then gets on."""
+AT_WORK = 4
+"""Threads beside those that read from a storage."""
 _LOOK_SECONDS = 0.1
 """For a place that is not watched for signs."""
 
@@ -403,18 +405,26 @@ class Sources:
         self._storages = list(storages)
         self.repairs: list[Repair] = []
         self._dead: set[int] = set()
+        self._turns = threading.BoundedSemaphore(self._storages[0].capabilities.reads_at_once)
 
     @property
     def threads(self) -> int:
-        """How many requests at once suit the preferred storage."""
-        return self._storages[0].capabilities.reads_at_once
+        """How many read from here: some verify, decode and wait for a turn while others read."""
+        return self._storages[0].capabilities.reads_at_once + AT_WORK
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` from the first storage that can; one that fails otherwise than by what it has is not asked again.
 
+        As many read at once as suits the first. If all did, all would have their bytes at the same time, and while all
+        decode them nothing would be read.
+
         Raises:
             CkptError: that of the first storage, if none can.
         """
+        with self._turns:
+            self._read(name, start, out)
+
+    def _read(self, name: str, start: int, out: memoryview) -> None:
         first: CkptError | None = None
         for number, storage in enumerate(self._storages):
             if number in self._dead and number < len(self._storages) - 1:

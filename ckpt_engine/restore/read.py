@@ -2,7 +2,7 @@
 
 Arrays that lie in pieces, or are encoded, are put together by `read`.
 
-Read entries into live memory through small buffers: no fresh memory, and nothing unverified is copied there.
+Read entries into live memory: large pieces straight to where they belong, small ones together through a buffer.
 
 Encoded pieces are decoded where they belong, over their bases.
 
@@ -213,8 +213,7 @@ def stream_into(
 ) -> None:
     """Fill `targets` (contiguous tensors by entry name) with their entries.
 
-    Every piece is verified before its bytes are copied; encoded ones are decoded in place, and fresh memory is read
-    into. If an error is raised, other pieces may have been copied, and what damaged ones were read into is undefined.
+    Every piece is verified. If an error is raised, what is in the targets is undefined.
 
     Args:
         fresh: the memory of the targets has never been touched.
@@ -240,7 +239,7 @@ def stream_into(
             pool.submit(filler.fill_span, span)
             for span in _spans([move for move in plain if not filler.is_direct(move)])
         ]
-        for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
+        for batch in batches(manifest, _together([move for move in moves if move.piece.base is not None])):
             # Work begins in this order, so that no thread waits for what no other has begun with.
             for one in batch.ranges:
                 one.data = pool.submit(one.read, sources, manifest, memory)
@@ -284,12 +283,13 @@ class _Filler:
 
     def is_direct(self, move: Move) -> bool:
         """Whether it is read to where it belongs without a buffer."""
-        return self._fresh and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
+        return self._landing is None and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
 
     def fill_raw(self, move: Move) -> None:
         """One that `is_direct`."""
         piece, out = move.piece, _memory_of(move)
-        host_memory.populate(move.address, piece.nbytes)
+        if self._fresh:
+            host_memory.populate(move.address, piece.nbytes)
         self.read_base(move.entry, piece, out)
         if digest(out) != piece.digest:
             self._sources.repair(move.entry, self._manifest.files[piece.file].name, piece, out)
@@ -297,9 +297,10 @@ class _Filler:
     def fill_span(self, span: Sequence[Move]) -> None:
         """Neighbours in a file, in one request."""
         first, last = span[0].piece, span[-1].piece
-        start = first.offset // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages may go around the page cache
-        stop = last.offset + last.nbytes
         file = self._manifest.files[first.file]
+        start = first.offset // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages go around the page cache at once
+        end = last.offset + last.nbytes
+        stop = max(end, min(file.nbytes, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE))
         data = self._sources.view(file.name, start, stop - start)
         if data is None:
             data = self._buffer(stop - start)
@@ -330,26 +331,16 @@ class _Filler:
             self._landing.send([place])
 
     def read_base(self, _: str, piece: Piece, out: memoryview) -> None:
-        """Unverified, around the page cache, which takes whole pages of the file and of memory."""
-        name, skew = self._manifest.files[piece.file].name, piece.offset % mmap.PAGESIZE
-        if (address_of(out) - piece.offset) % mmap.PAGESIZE == 0:
-            head = min(-skew % mmap.PAGESIZE, piece.nbytes)
-            if head:
-                self._sources.read(name, piece.offset, out[:head])
-            self._sources.read(name, piece.offset + head, out[head:])
-            return
-        data = self._buffer(skew + piece.nbytes, "base")
-        self._sources.read(name, piece.offset - skew, data)
-        ctypes.memmove(address_of(out), address_of(data[skew:]), piece.nbytes)
+        """Unverified."""
+        self._sources.read(self._manifest.files[piece.file].name, piece.offset, out)
 
-    def _buffer(self, nbytes: int, use: str = "span") -> memoryview:
+    def _buffer(self, nbytes: int) -> memoryview:
         """Of this thread."""
-        kept: mmap.mmap | None = getattr(self._buffers, use, None)
+        kept: mmap.mmap | None = getattr(self._buffers, "kept", None)
         if kept is None or len(kept) < nbytes:
-            kept = private_memory(max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            kept = self._buffers.kept = private_memory(-(-nbytes // DIRECT_MIN_BYTES) * DIRECT_MIN_BYTES)
             host_memory.advise(kept)
             host_memory.populate(address_of(memoryview(kept)), len(kept))
-            setattr(self._buffers, use, kept)
         # Views are never released by hand: frames of an error that was caught may still hold parts of them.
         return memoryview(kept)[:nbytes]
 
@@ -366,6 +357,16 @@ def _memory_of(move: Move) -> memoryview:
     return memoryview((ctypes.c_char * move.piece.raw_nbytes).from_address(move.address)).cast("B")
 
 
+def _together(moves: Sequence[Move]) -> list[Move]:
+    """Pieces of a group behind each other: what is decoded and not asked for soon is given up, and decoded again."""
+    return sorted(moves, key=lambda move: (move.piece.group, move.start if move.piece.group else 0))
+
+
+def _are_mates(move: Move, other: Move) -> bool:
+    """Whether they are of one group, whose pieces come out together."""
+    return move.piece.group == other.piece.group != () and move.start == other.start
+
+
 def _spans(moves: Sequence[Move]) -> list[list[Move]]:
     """Neighbouring pieces joined to requests of at most `READ_BYTES`, for at most as many bytes of their entries.
 
@@ -379,9 +380,8 @@ def _spans(moves: Sequence[Move]) -> list[list[Move]]:
             joined = move.piece.offset + move.piece.nbytes - first.offset
             raw_nbytes += move.piece.raw_nbytes
             is_next = move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes
-            # Pieces of a group come out together: other threads would only wait for the one that decodes them.
-            together = move.piece.group == last.group != () and move.start == spans[-1][-1].start
-            if is_next and joined <= READ_BYTES and (raw_nbytes <= READ_BYTES or together):
+            # Other threads would only wait for the one that decodes a group.
+            if is_next and joined <= READ_BYTES and (raw_nbytes <= READ_BYTES or _are_mates(move, spans[-1][-1])):
                 spans[-1].append(move)
                 continue
         spans.append([move])
@@ -491,7 +491,7 @@ def batches(manifest: Manifest, moves: Sequence[Move]) -> Iterator[Batch]:
     for move in moves:
         chain = chain_of(manifest, move.entry, move.start, move.piece)[:-1]
         more = sum(piece.nbytes for piece in chain)
-        if batch.moves and nbytes + more > BATCH_BYTES:
+        if batch.moves and nbytes + more > BATCH_BYTES and not _are_mates(move, batch.moves[-1]):
             batch.plan(deltas)
             yield batch
             batch, deltas, nbytes = Batch(), [], 0

@@ -22,7 +22,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import names
-from ckpt_engine.store.decode import Decoder, needed_for
+from ckpt_engine.store.decode import Decoder, Groups, needed_for
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -172,6 +172,25 @@ def test_one_of_a_group_is_read_by_itself(near: Near, tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(ask, name) for name in [*manifest.entries] * 4]:
             done.result(60)
+
+
+def test_a_group_is_decoded_once_however_little_is_in_memory(
+    near: Near, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pieces come out together and are put together one behind another: no group is decoded for each of them."""
+    applied: list[tuple[object, ...]] = []
+    real = Groups._apply
+
+    def counted(self: Groups, level: str | None, start: int, piece: Piece, outs: Any, bases: Any) -> None:
+        applied.append((level, piece.group, start))
+        real(self, level, start, piece, outs, bases)
+
+    far = Far(near, tmp_path, 1, 2, 3)
+    monkeypatch.setattr(Groups, "_apply", counted)
+    monkeypatch.setattr("ckpt_engine.restore.read.BATCH_BYTES", 1)
+    found = load([far.repository], step=3)
+    assert found is not None and same(found.state, near.states[3])
+    assert len(applied) == len(set(applied)) == 4, "two groups, two steps"
 
 
 def test_damage_in_a_group_is_noticed_and_an_older_snapshot_is_taken(near: Near, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ckpt_engine.observe.events import Event, TierDegraded
 from ckpt_engine.observe.log import LogSink, level_of
 from ckpt_engine.restore import ask_tiers, choose
 from ckpt_engine.restore import load as restore
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
@@ -190,6 +191,36 @@ def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monk
     assert near.asked == 6
     assert found.repairs
     assert "the cable is out" in found.repairs[0].why
+
+
+class Crowded(LocalStorage):
+    """A place that counts how many read from it at once; each waits a little for one too many."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.lock, self.too_many = threading.Lock(), threading.Event()
+        self.now = self.most = 0
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            if self.now > 2:
+                self.too_many.set()
+        self.too_many.wait(0.05)
+        super().get_into(name, start, out)
+        with self.lock:
+            self.now -= 1
+
+
+def test_others_read_while_some_decode(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many read at once as suits the place, and there are threads besides that verify and decode meanwhile."""
+    monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
+    monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 2)
+    near = Crowded(run / "near")
+    found = restore.load([Repository(near)])
+    assert found is not None and same(found.state, state(3))
+    assert near.most == 2 and Sources([near]).threads > 2
 
 
 def test_a_place_that_does_not_answer_is_said(run: Path) -> None:

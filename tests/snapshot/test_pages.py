@@ -6,7 +6,10 @@ import ctypes
 import mmap
 from pathlib import Path
 
-from ckpt_engine.copy.host_memory import free_huge_bytes, populate
+import pytest
+
+from ckpt_engine.copy import host_memory
+from ckpt_engine.copy.host_memory import HUGE_BYTES, advise, free_huge_bytes, populate
 
 SAMPLE = """Node 0, zone      DMA      1      1      1      1      1      1      1      0      1      1      3
 Node 0, zone   Normal   1816    951    500    301    179    102     60     31     16      7      2
@@ -31,3 +34,20 @@ def test_populating_keeps_what_was_there(tmp_path: Path) -> None:
     memory[5000] = 7
     populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 4500, 100_000)
     assert memory[5000] == 7 and memory[4500] == 0
+
+
+@pytest.mark.parametrize(("free", "asked"), [(64, 8), (8, 4), (1, 0)])
+def test_as_much_is_asked_for_as_half_of_the_free_ones(free: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state for which there are not enough has huge pages in its first part: reads into them are twice as fast."""
+
+    class Memory(mmap.mmap):
+        asked = 0
+
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            assert (option, start) == (mmap.MADV_HUGEPAGE, 0)
+            self.asked = length
+
+    memory = Memory(-1, 8 * HUGE_BYTES)
+    monkeypatch.setattr(host_memory, "free_huge_bytes", lambda: free * HUGE_BYTES)
+    advise(memory)
+    assert memory.asked == asked * HUGE_BYTES

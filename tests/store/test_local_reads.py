@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,13 @@ class _ReadLog:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.asked = 0
         self._real = os.preadv
         monkeypatch.setattr(disk.os, "preadv", self._preadv)
 
     def _preadv(self, fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
         direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        self.asked += bool(flags)
         got = self._real(fd, buffers, at, flags)
         self.calls.append(("cached" if flags else "direct" if direct else "buffered", got))
         return got
@@ -63,7 +66,7 @@ def evictable(tmp_path: Path) -> None:
 def test_cold_data_is_read_around_the_page_cache_in_large_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole pages in large slices, the tail through the cache; and no descriptor is left open."""
+    """Whole pages in large slices, then the tail; and no descriptor is left open."""
     monkeypatch.setattr(disk, "SLICE_BYTES", 1 << 20)
     storage = LocalStorage(tmp_path)
     storage.put("data/x", [BIG])
@@ -73,7 +76,7 @@ def test_cold_data_is_read_around_the_page_cache_in_large_calls(
     storage.get_into("data/x", 0, out)
     assert opened_below(tmp_path) == []
     assert bytes(out) == BIG
-    assert log.calls == [("direct", 1 << 20)] * 3 + [("buffered", 4)]
+    assert log.calls == [("direct", 1 << 20)] * 3 + [("direct", 4)]
 
 
 @pytest.mark.usefixtures("evictable")
@@ -88,3 +91,23 @@ def test_warm_data_is_copied_from_the_page_cache(tmp_path: Path, monkeypatch: py
     storage.get_into("data/x", 0, out)
     assert bytes(out) == BIG
     assert "direct" not in {kind for kind, _ in log.calls}
+
+
+@pytest.mark.usefixtures("evictable")
+@pytest.mark.parametrize(("start", "skew"), [(0, 64), (4096, 64), (5000, 5000 % 4096), (5000, 64), (1, 0)])
+def test_cold_data_goes_around_the_page_cache_wherever_it_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, skew: int
+) -> None:
+    """Live tensors begin anywhere: the cache is asked once, and at each end a page at most is read besides."""
+    monkeypatch.setattr(disk, "BOUNCE_BYTES", 1 << 20)
+    monkeypatch.setattr(disk, "_rooms", threading.local())
+    storage = LocalStorage(tmp_path)
+    storage.put("data/x", [BIG])
+    _evict(tmp_path / "data" / "x")
+    out = aligned(bytes(BIG.nbytes + 4096))[skew:][: BIG.nbytes - start - 100]
+    log = _ReadLog(monkeypatch)
+    storage.get_into("data/x", start, out)
+    assert bytes(out) == BIG[start:][: out.nbytes]
+    assert {kind for kind, _ in log.calls} == {"direct"}, "a question that the cache cannot answer is no call here"
+    assert out.nbytes <= sum(got for _, got in log.calls) <= out.nbytes + 2 * 4096
+    assert log.asked == 1

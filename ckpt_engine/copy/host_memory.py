@@ -275,8 +275,7 @@ _BUDDY = Path("/proc/buddyinfo")
 
 def advise(memory: mmap.mmap) -> None:
     """Ask for huge pages for as much of `memory`, from its start on, as half of those that are free have room for."""
-    nbytes = min(len(memory), free_huge_bytes() // 2)
-    if nbytes >= HUGE_BYTES:
+    if len(memory) >= HUGE_BYTES and (nbytes := min(len(memory), free_huge_bytes() // 2)) >= HUGE_BYTES:
         memory.madvise(mmap.MADV_HUGEPAGE, 0, nbytes)
 
 

@@ -421,25 +421,22 @@ class Sources:
         Raises:
             CkptError: that of the first storage, if none can.
         """
-        with self._turns:
-            self._read(name, start, out)
-
-    def _read(self, name: str, start: int, out: memoryview) -> None:
         first: CkptError | None = None
-        for number, storage in enumerate(self._storages):
-            if number in self._dead and number < len(self._storages) - 1:
-                continue
-            try:
-                storage.get_into(name, start, out)
-            except CkptError as err:
-                first = first or _without_frames(err)
-                if not isinstance(err, FormatError | StorageMissingError):
-                    self._dead.add(number)
-                continue
-            if number and (first is not None or self._dead):
-                why = first.message if first is not None else "it failed before"
-                self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, storage.url, why))
-            return
+        with self._turns:
+            for number, storage in enumerate(self._storages):
+                if number in self._dead and number < len(self._storages) - 1:
+                    continue
+                try:
+                    storage.get_into(name, start, out)
+                except CkptError as err:
+                    first = first or _without_frames(err)
+                    if not isinstance(err, FormatError | StorageMissingError):
+                        self._dead.add(number)
+                    continue
+                if number and (first is not None or self._dead):
+                    why = first.message if first is not None else "it failed before"
+                    self.repairs.append(Repair(None, name, out.nbytes, self._storages[0].url, storage.url, why))
+                return
         assert first is not None
         raise first
 

@@ -19,8 +19,12 @@ import pytest
 
 from tests.support import huge_pages, interpreters
 
-LONGEST = ("examples/test_demo", "lightning/", "cli/test_verify_", "tracking/", "data/", "accelerate/", "recipes/")
-"""Files that take long begin first, so that no worker is left with one at the end."""
+LONGEST = (
+    *("examples/test_demo", "store/test_object_storage_obstore", "lightning/", "store/test_object_storage_faults"),
+    *("tracking/", "transformers_ranks/", "data/", "ranks/test_diverging", "accelerate/", "recipes/", "cli/"),
+    *("memory/", "restore/", "preempt/"),
+)
+"""Files that take long begin first, waiting ones beside computing ones: no worker is left with one at the end."""
 _INDEX = struct.Struct("=H")
 
 

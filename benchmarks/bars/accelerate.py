@@ -30,7 +30,7 @@ SHARE_LIMIT = 0.4
 
 LOOPS = {
     Scale.FULL: (Sizes(8_000_000, 64, 50, 9), Sizes(8_000_000, 4, 50, 9), 5),
-    Scale.QUICK: (Sizes(8_000_000, 64, 30, 9), Sizes(8_000_000, 4, 30, 9), 2),
+    Scale.QUICK: (Sizes(8_000_000, 64, 50, 9), Sizes(8_000_000, 4, 50, 9), 2),
     Scale.TINY: (Sizes(20_000, 4, 30, 12), Sizes(20_000, 2, 30, 12), 1),
 }
 """Loop with Accelerate, training with transformers, rounds."""

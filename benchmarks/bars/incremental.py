@@ -20,7 +20,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event, SnapshotCommitted
 
 TITLE = "Incremental: adapters beside frozen weights, and tables of which few rows change"
-ADAPTER_LIMIT, TABLE_LIMIT, RESTORE_LIMIT, STALL_LIMIT = 1.05, 2.0, 1.5, 0.05
+ADAPTER_LIMIT, TABLE_LIMIT, RESTORE_LIMIT, STALL_LIMIT = 1.05, 2.0, 1.3, 0.05
 WIDTH = 128
 UNPROVEN = 3
 """The first snapshot is copied, and two are compared before training goes on: their stall is not that of later ones."""

@@ -20,8 +20,8 @@ from benchmarks.workloads import State, gpt2_state, state_bytes, tensors
 from ckpt_engine import Checkpointer
 
 TITLE = "Restore: reading a snapshot back, every byte verified"
-COLD_LIMIT = 0.80
-WARM_LIMIT = 0.50
+COLD_LIMIT = 0.85
+WARM_LIMIT = 0.80
 MEMORY_LIMIT = 1.10
 
 

@@ -414,7 +414,9 @@ def write_arrays(
     rows = [(a.name, *container.container_form(a.dtype, a.shape, a.nbytes), a.nbytes) for a in selection.arrays]
     metadata = {"format": "pt", **selection.tied}
     metadata |= {
-        f"ckpt-engine.{a.name}": f"{a.dtype} {list(a.shape)}" for a in selection.arrays if a.dtype not in container.DTYPES
+        f"ckpt-engine.{a.name}": f"{a.dtype} {list(a.shape)}"
+        for a in selection.arrays
+        if a.dtype not in container.DTYPES
     }
     out.write(container.build_header(rows, metadata))
     loss = Loss()

@@ -49,7 +49,7 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> Any:
     buffer lives.
 
     Args:
-        writable: else it is for reading only, and mapped at once.
+        writable: else it is for reading only.
 
     Raises:
         OSError: the system refuses.
@@ -58,9 +58,8 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> Any:
     base = _call_mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     start = -(-base // HUGE_BYTES) * HUGE_BYTES
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    flags = mmap.MAP_SHARED | _FIXED | (0 if writable else mmap.MAP_POPULATE)
     try:
-        _call_mmap(start, nbytes, protection, flags, fd)
+        _call_mmap(start, nbytes, protection, mmap.MAP_SHARED | _FIXED, fd)
     except OSError:
         _LIBC.munmap(base, room)
         raise
@@ -84,14 +83,15 @@ def shared_bytes(fd: int, nbytes: int, *, writable: bool) -> memoryview:
 
 
 def collapse(address: int, nbytes: int) -> bool:
-    """Make shared memory present in huge pages; whether it worked. Any thread; releases the GIL.
+    """Make shared memory present, most of it in huge pages; whether there are any. Any thread; releases the GIL.
 
     Args:
         address, nbytes: multiples of `HUGE_BYTES`. What is there stays.
     """
     for position in range(address, address + nbytes, HUGE_BYTES):
         _LIBC.madvise(position, mmap.PAGESIZE, _POPULATE_WRITE)  # only memory that is there is collapsed
-    return int(_LIBC.madvise(address, nbytes, _COLLAPSE)) == 0
+    # Of a part the kernel may say "not now" (its pages are still on the way to a list): the others are collapsed.
+    return int(_LIBC.madvise(address, nbytes, _COLLAPSE)) == 0 or ctypes.get_errno() == errno.EAGAIN
 
 
 def _call_mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:

@@ -94,9 +94,7 @@ class SharedSlot:
             if self._closed or not go_on():
                 return False
             size = min(_PREFAULT_BYTES, self.nbytes - start)
-            if self._huge and collapse(base + start, size):
-                continue
-            self._huge = False
+            self._huge = self._huge and collapse(base + start, size)
             host_memory.populate(base + start, size)
         self.is_cold = False
         return True

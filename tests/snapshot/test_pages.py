@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.host_memory import HUGE_BYTES, advise, free_huge_bytes, populate
+from ckpt_engine.snapshot import arena
 
 SAMPLE = """Node 0, zone      DMA      1      1      1      1      1      1      1      0      1      1      3
 Node 0, zone   Normal   1816    951    500    301    179    102     60     31     16      7      2
@@ -51,3 +53,28 @@ def test_as_much_is_asked_for_as_half_of_the_free_ones(free: int, asked: int, mo
     monkeypatch.setattr(host_memory, "free_huge_bytes", lambda: free * HUGE_BYTES)
     advise(memory)
     assert memory.asked == asked * HUGE_BYTES
+
+
+@pytest.mark.parametrize(("code", "asked"), [(errno.EAGAIN, 3), (errno.EINVAL, 1)])
+def test_a_slot_goes_on_to_ask_for_huge_pages_after_a_part_has_none_for_now(
+    code: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a slot has huge pages is no matter of luck; a kernel that knows of none is asked once."""
+    real, collapsed = host_memory._LIBC, []
+
+    class Libc:
+        mmap, munmap = real.mmap, real.munmap
+
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            if advice != host_memory._COLLAPSE:
+                return real.madvise(address, nbytes, advice)
+            collapsed.append(address)
+            ctypes.set_errno(code)
+            return -1 if len(collapsed) == 1 else 0
+
+    monkeypatch.setattr(host_memory, "_LIBC", Libc())
+    monkeypatch.setattr(arena, "_HUGE_FROM_BYTES", 1)
+    slot = arena.SharedSlot(0, 3 * arena._PREFAULT_BYTES)
+    assert slot.prefault() and not slot.is_cold
+    slot.close()
+    assert len(collapsed) == asked

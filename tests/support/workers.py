@@ -29,11 +29,11 @@ _INDEX = struct.Struct("=H")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=_number, default=0, help="run in so many processes; auto: three for each core")
+    parser.addoption("--workers", type=_number, default=0, help="run in so many processes; auto: two for each core")
 
 
 def _number(given: str) -> int:
-    return 3 * (os.cpu_count() or 1) if given == "auto" else int(given)
+    return 2 * (os.cpu_count() or 1) if given == "auto" else int(given)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -39,6 +39,7 @@ from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.observe.events import Event, Notice
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: without it memory that is mapped for reading only is refused
 _SUCCESS = 0
 
 
@@ -49,8 +50,12 @@ Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 class PageLocks(Protocol):
     """Host memory that devices copy to and from at their full rate."""
 
-    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
-        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
+    def register(self, device: torch.device, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
+        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL.
+
+        Args:
+            read_only: devices only read it.
+        """
         ...
 
     def unregister(self, device: torch.device, address: int) -> str | None:
@@ -147,9 +152,10 @@ class Cuda:
         with torch.inference_mode(False), torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
+    def register(self, device: torch.device, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
+        flags = _PORTABLE | _READ_ONLY if read_only else _PORTABLE
         with torch.cuda.device(device):
-            return self._problem(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+            return self._problem(_cudart().cudaHostRegister(address, nbytes, flags))
 
     def unregister(self, device: torch.device, address: int) -> str | None:
         with torch.cuda.device(device):
@@ -214,6 +220,7 @@ class Flight:
     Attributes:
         complete: set when every byte is in the arena, or never will be.
         error: what stopped a copy, or None; final once `complete`.
+        queued: set when all copies are queued, or never will be; `read` and `ends` are final then.
         read: by device, when all tensors have been read.
         ends: when everything queued has been done.
     """
@@ -221,6 +228,7 @@ class Flight:
     def __init__(self, runtime: Runtime, load: Load, on_complete: Callable[[], None]) -> None:
         self.complete = threading.Event()
         self.error: BaseException | None = None
+        self.queued = threading.Event()
         self.read: dict[torch.device, Any] = {}
         self.ends: list[Any] = []
         self._runtime = runtime
@@ -229,7 +237,15 @@ class Flight:
         self.load: Load = load
 
     def fence(self) -> None:
-        """What the calling thread queues from now on waits, on the device, until the lazy tensors have been read."""
+        """What the calling thread queues from now on waits, on the device, until the lazy tensors have been read.
+
+        Where the copies are too many to be queued at once, the caller waits until the device has come to the last ones.
+
+        Raises:
+            WaitTimeoutError: it does not.
+        """
+        if not self.queued.wait(DRIVER_TIMEOUT_SECONDS):
+            raise WaitTimeoutError("the device does not get on with the copies of the snapshot")
         for device, event in self.read.items():
             self._runtime.hold(self._runtime.current(device), event)
 
@@ -277,11 +293,17 @@ class _Step:
 
 @dataclass(slots=True)
 class _Lane:
-    """What is kept for one device: a stream, memory to pack in, and the way of the last plan."""
+    """What is kept for one device: a stream, memory to pack in, and the way of the last plan.
+
+    Args:
+        eager: what is to be read before training goes on.
+        lazy: the rest, in parts that are queued at once.
+    """
 
     stream: Any
     buffer: torch.Tensor
-    steps: Sequence[_Step] = ()
+    eager: Sequence[_Step] = ()
+    lazy: Sequence[Sequence[_Step]] = ()
 
 
 class DeviceCopies:
@@ -317,17 +339,15 @@ class DeviceCopies:
                 lane = self._lanes[device]
                 training = self.runtime.current(device)
                 self.runtime.hold(lane.stream, self.runtime.mark(training))
-                # Once for all copies: choosing a stream takes the host longer than queueing a copy in it.
-                with self.runtime.copies(lane.stream) as copy:
-                    flight.read[device] = self._queue(lane, load, training, copy)
+                if lane.eager:
+                    flight.read[device] = self._queue(lane, lane.eager, load)
+                    self.runtime.hold(training, flight.read[device])
+                if lane.lazy:
+                    flight.read[device] = self._queue(lane, lane.lazy[0], load)
         except RuntimeError as err:
-            flight.error = err
-            self._key = None
-        try:
-            # After an error too: what was queued still writes into the slot.
-            flight.ends = [self.runtime.mark(lane.stream) for lane in self._lanes.values()]
-        except RuntimeError as err:
-            flight.error = flight.error or err
+            self._fail(flight, err)
+        if flight.error is not None or all(len(self._lanes[device].lazy) <= 1 for device in self._active):
+            self._end(flight)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="ckpt-device", daemon=True)
             self._thread.start()
@@ -352,8 +372,38 @@ class DeviceCopies:
 
     def _watch(self) -> None:
         while (flight := self._flights.get()) is not None:
+            if not flight.queued.is_set():
+                self._go_on(flight)
             flight.land()
             del flight  # the tensors of a snapshot are not kept alive by a thread that waits for the next one
+
+    def _go_on(self, flight: Flight) -> None:
+        """Queue what `start` has left, each part when the device has done the one before the last."""
+        before = dict[torch.device, Any]()
+        try:
+            for number in range(1, max(len(self._lanes[device].lazy) for device in self._active)):
+                for device in self._active:
+                    lane = self._lanes[device]
+                    if number < len(lane.lazy):
+                        if device in before:
+                            self.runtime.wait(before[device])
+                        before[device] = flight.read[device]
+                        flight.read[device] = self._queue(lane, lane.lazy[number], flight.load)
+        except RuntimeError as err:
+            self._fail(flight, err)
+        self._end(flight)
+
+    def _fail(self, flight: Flight, error: RuntimeError) -> None:
+        flight.error = flight.error or error
+        self._key = None
+
+    def _end(self, flight: Flight) -> None:
+        """No more is queued. After an error, too, what was queued still writes into the slot."""
+        try:
+            flight.ends = [self.runtime.mark(lane.stream) for lane in self._lanes.values()]
+        except RuntimeError as err:
+            self._fail(flight, err)
+        flight.queued.set()
 
     def _plan(self, load: Load) -> None:
         items: dict[torch.device, list[DeviceTensor]] = {}
@@ -372,40 +422,42 @@ class DeviceCopies:
                 stream = self.runtime.side(device)
                 lane = self._lanes[device] = _Lane(stream, self.runtime.empty(stream, device, room))
             elif lane.buffer.numel() < room:
-                lane.steps = ()  # its views go before the larger one is made
+                lane.eager = lane.lazy = ()  # its views go before the larger one is made
                 lane.buffer = lane.buffer[:0]
                 lane.buffer = self.runtime.empty(lane.stream, device, room)
-            lane.steps = [_Step(t, _groups(t, lane.buffer, load) if t.packed else ()) for t in way]
+            steps = [_Step(t, _groups(t, lane.buffer, load) if t.packed else ()) for t in way]
+            lane.eager = [step for step in steps if not step.transfer.lazy]
+            lane.lazy = list(_in_parts([step for step in steps if step.transfer.lazy]))
 
-    def _queue(self, lane: _Lane, load: Load, training: Any, copy: Copy) -> Any:
-        """Queue all copies of a device; the event after the last read."""
+    def _queue(self, lane: _Lane, steps: Sequence[_Step], load: Load) -> Any:
+        """Queue the copies of these steps; the event after the last read."""
         slot = _bytes_of(load.views[0])
-        eager = sum(1 for step in lane.steps if not step.transfer.lazy)
         read: Any = None
-        for number, step in enumerate(lane.steps, 1):
-            transfer = step.transfer
-            start = transfer.start
-            for group in step.groups:
-                copy(group.targets, group.sources(load.tensors))
-            if transfer.packed:
-                source = lane.buffer[start % _ALIGN :]
-                read = self._mark_read(number, eager, lane, training)
-            else:
-                source = load.tensors[transfer.parts[0].index].detach().view(-1).view(torch.uint8)
-            cuts = list(split(start, start + transfer.nbytes))
-            copy([slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
-            if not transfer.packed:
-                read = self._mark_read(number, eager, lane, training)
-        return read
+        # Once for all copies: choosing a stream takes the host longer than queueing a copy in it.
+        with self.runtime.copies(lane.stream) as copy:
+            for step in steps:
+                transfer = step.transfer
+                start = transfer.start
+                for group in step.groups:
+                    copy(group.targets, group.sources(load.tensors))
+                if transfer.packed:
+                    source = lane.buffer[start % _ALIGN :]
+                    read = self.runtime.mark(lane.stream) if step is steps[-1] else None
+                else:
+                    source = load.tensors[transfer.parts[0].index].detach().view(-1).view(torch.uint8)
+                cuts = list(split(start, start + transfer.nbytes))
+                copy([slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
+            return self.runtime.mark(lane.stream) if read is None else read
 
-    def _mark_read(self, number: int, eager: int, lane: _Lane, training: Any) -> Any:
-        """Step `number` has been read at this point of the stream; the event, where `training` waits for it."""
-        if number != eager and number != len(lane.steps):
-            return None
-        read = self.runtime.mark(lane.stream)
-        if number == eager:
-            self.runtime.hold(training, read)
-        return read
+
+def _in_parts(steps: Sequence[_Step]) -> Iterator[Sequence[_Step]]:
+    """In their order, so that two parts together are what a stream takes without making the host wait."""
+    first, count = 0, 0
+    for number, step in enumerate(steps):
+        count += len(step.groups) + len(list(split(step.transfer.start, step.transfer.start + step.transfer.nbytes)))
+        if count >= PART_COPIES or number == len(steps) - 1:
+            yield steps[first : number + 1]
+            first, count = number + 1, 0
 
 
 def _in_order(tensor: torch.Tensor) -> bool:
@@ -442,6 +494,9 @@ def _target(part: TensorRows, raw: torch.Tensor, load: Load) -> torch.Tensor:
     return raw.view(tensor.dtype).view(shape)
 
 
+PART_COPIES = 256
+"""Copies that are queued at once. About 1,000 of a stream can be waiting: the thread that queues one more waits for the
+device, and training, which the same thread queues, runs dry."""
 BUFFER_BYTES = 64 << 20
 """Device memory for packing; more only for a tensor that is not contiguous and has a longer row."""
 DIRECT_BYTES = 16 << 20
@@ -547,7 +602,7 @@ def _whole(item: DeviceTensor) -> TensorRows:
 
 
 PIECE_BYTES = 64 << 20
-PIN_TIMEOUT_SECONDS = 600.0
+DRIVER_TIMEOUT_SECONDS = 600.0
 
 
 class Pinned:
@@ -582,7 +637,7 @@ class Pinned:
             # thread that launches anything.
             thread = threading.Thread(target=self._run, args=(device, go_on), name="ckpt-pin", daemon=True)
             thread.start()
-            thread.join(PIN_TIMEOUT_SECONDS)
+            thread.join(DRIVER_TIMEOUT_SECONDS)
             if thread.is_alive():
                 raise WaitTimeoutError("page-locking the arena does not get on")
         return self._problem

@@ -45,6 +45,9 @@ class FakeDevices:
         seed: of the order in which streams get on.
         drops: kinds of waits that are forgotten: `instant`, `eager`, `fence`; what a broken engine would do.
         lockable: pieces of host memory that can be page-locked.
+
+    Attributes:
+        most_copies: that have been waiting in one stream.
     """
 
     def __init__(self, seed: int = 0, drops: Sequence[str] = (), lockable: int = 1 << 30) -> None:
@@ -57,6 +60,7 @@ class FakeDevices:
         self.allocated: dict[torch.device, int] = dict.fromkeys(DEVICES, 0)
         self.fail_next_copy = False
         self.idle_until_waited_for = False
+        self.most_copies = 0
         self._lockable = lockable
         self._current = dict(self.main)
         self._homes: dict[int, torch.device] = {}
@@ -147,19 +151,21 @@ class FakeDevices:
         for host in (tensor for tensor in (*targets, *sources) if self.home(tensor) is None):
             self._require_one_piece(host)
 
-        def run() -> None:
-            with torch.no_grad():
-                for target, source in pairs:
-                    target.copy_(source)
-
         with self._lock:
-            stream.work.append(run)
+            stream.work.append(partial(self._run, pairs))
+            waiting = sum(len(work.args[0]) for work in stream.work if isinstance(work, partial))
+            self.most_copies = max(self.most_copies, waiting)
+
+    def _run(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
 
     def empty(self, stream: Stream, device: torch.device, nbytes: int) -> torch.Tensor:
         self.allocated[device] += nbytes
         return self.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8), device)
 
-    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
+    def register(self, device: torch.device, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
         if len(self.registered) >= self._lockable:
             return "out of memory"
         self.registered[address] = nbytes

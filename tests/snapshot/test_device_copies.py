@@ -196,6 +196,35 @@ def test_small_tensors_of_one_entry_cross_as_they_are_when_the_device_gets_there
         assert torn_in(devices, [[seed, 10, 40]] * 2, lazy=lazy) == []
 
 
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 30), pumps=PUMPS, lazy=st.booleans())
+def test_no_order_tears_a_snapshot_whose_copies_are_queued_in_parts(
+    seed: int, pumps: list[list[int]], lazy: bool
+) -> None:
+    """The later parts are queued behind training; the fence waits until the last one is."""
+    devices = FakeDevices(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "PART_COPIES", 3)
+        with pumped(devices):
+            assert torn_in(devices, pumps, lazy=lazy) == []
+
+
+def test_few_copies_wait_in_a_stream_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that has too many makes the thread that queues the next one wait, and that thread is training's."""
+    monkeypatch.setattr(cuda, "PART_COPIES", 5)
+    devices = FakeDevices()
+    devices.idle_until_waited_for = True
+    training = Training(devices, monkeypatch)
+    capture = training.planner.capture({f"{i}": devices.put(torch.rand(DIRECT)) for i in range(100)}, lambda _: True)
+    slot = SharedSlot(0, slot_bytes(capture.plan), devices)
+    staging = Staging(capture, slot.views(capture.plan), lambda _: None, slot=slot.memory)
+    staging.begin(training.copier)
+    staging.fence()
+    assert staging.wait(30.0)
+    assert 0 < devices.most_copies <= 2 * (5 + 1)
+    training.close()
+
+
 def test_the_device_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer for packing per device, no larger than the limit or the longest row that is not in order."""
     devices = FakeDevices()

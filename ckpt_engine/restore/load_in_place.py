@@ -11,20 +11,20 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
-from ckpt_engine.copy import host_memory
 from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES, Move, private_memory, stream_into
-from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime, home, split
+from ckpt_engine.restore.read import READ_BYTES, stream_into
+from ckpt_engine.restore.to_devices import PageLocked
+from ckpt_engine.snapshot.cuda import CUDA, Runtime
 from ckpt_engine.state.compatibility import require_match, tensor_shapes
 from ckpt_engine.state.flatten import MAX_DEPTH, show_path
 from ckpt_engine.state.json_types import dtype_of
@@ -435,11 +435,6 @@ def _spans(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
     return spans
 
 
-_ALIGN = 64
-_STRIP_UNIT = 2 << 20
-"""Pieces of one request may take some more bytes than it has, to be aligned."""
-
-
 def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], runtime: Runtime = CUDA) -> None:
     """Fill `targets` (contiguous tensors by entry name) with their entries; on return all of them are complete.
 
@@ -454,93 +449,9 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
     if not away:
         return
-    landing = _PageLocked(away, runtime)
+    landing = PageLocked(away, runtime)
     try:
         stream_into(sources, manifest, away, landing=landing)
+        landing.finish()
     finally:
         landing.close()
-
-
-class _Strip:
-    """Page-locked host memory from where a device copies."""
-
-    def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
-        memory = private_memory(nbytes)
-        host_memory.advise(memory)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.sent: list[Any] = []
-        """Happen when what was sent from it has arrived."""
-        self._runtime = runtime
-        host_memory.populate(self.bytes.data_ptr(), nbytes)
-        # Where it cannot be page-locked the copies are slower, and nothing else changes.
-        self._pinned = Pinned(self.bytes.data_ptr(), nbytes, runtime)
-        self._pinned.pin(device)
-
-    def wait(self) -> None:
-        """Return when everything sent has arrived."""
-        for event in self.sent:
-            self._runtime.wait(event)
-        self.sent = []
-
-    def close(self) -> None:
-        """Give the memory back, after what was sent has arrived."""
-        self.wait()
-        self._pinned.unpin()
-
-
-class _PageLocked:
-    """A `Landing` of two strips for each thread: one is filled while a device copies from the other.
-
-    Copies are queued behind what is queued in the streams that are current where this is made.
-    """
-
-    def __init__(self, targets: Mapping[str, torch.Tensor], runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._targets = {name: target.detach().view(-1).view(torch.uint8) for name, target in targets.items()}
-        self._homes = {name: home(runtime, target) for name, target in targets.items()}
-        self._streams = {device: runtime.current(device) for device in self._homes.values()}
-        self._own = threading.local()
-        self._strips: list[_Strip] = []
-
-    def take(self, moves: Sequence[Move]) -> list[Move]:
-        """See `Landing`."""
-        starts = list(accumulate((-(-move.piece.raw_nbytes // _ALIGN) * _ALIGN for move in moves), initial=0))
-        self._own.strip = strip = self._next(starts[-1], self._homes[moves[0].entry])
-        first = strip.bytes.data_ptr()
-        return [replace(move, address=first + start) for move, start in zip(moves, starts, strict=False)]
-
-    def send(self, moves: Sequence[Move]) -> None:
-        """See `Landing`."""
-        strip: _Strip = self._own.strip
-        first = strip.bytes.data_ptr()
-        for device, stream in self._streams.items():
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for move in moves:
-                if self._homes[move.entry] == device:
-                    target, start = self._targets[move.entry], move.address - first
-                    for a, b in split(start, start + move.piece.raw_nbytes):
-                        pairs.append((target[a - start + move.start : b - start + move.start], strip.bytes[a:b]))
-            if pairs:
-                with self._runtime.copies(stream) as copy:
-                    copy(*zip(*pairs, strict=True))
-                    strip.sent.append(self._runtime.mark(stream))
-
-    def _next(self, nbytes: int, device: torch.device) -> _Strip:
-        """The strip of this thread that was sent before its last one, or a new one; nothing is under way from it."""
-        own: list[_Strip] = self._own.__dict__.setdefault("strips", [])
-        strip = own.pop(0) if len(own) == 2 else None
-        if strip is not None:
-            strip.wait()
-        if strip is None or strip.bytes.numel() < nbytes:
-            if strip is not None:
-                strip.close()
-                self._strips.remove(strip)
-            strip = _Strip(-(-max(nbytes, READ_BYTES) // _STRIP_UNIT) * _STRIP_UNIT, self._runtime, device)
-            self._strips.append(strip)
-        own.append(strip)
-        return strip
-
-    def close(self) -> None:
-        """Wait for what was sent, and give the memory back. No thread may use it any more."""
-        for strip in self._strips:
-            strip.close()

@@ -499,7 +499,7 @@ PART_COPIES = 256
 device, and training, which the same thread queues, runs dry."""
 BUFFER_BYTES = 64 << 20
 """Device memory for packing; more only for a tensor that is not contiguous and has a longer row."""
-DIRECT_BYTES = 16 << 20
+DIRECT_BYTES = 4 << 20
 """From here on a contiguous lazy tensor goes as it is."""
 
 

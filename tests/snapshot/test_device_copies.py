@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event as EngineEvent
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.restore import load_in_place, read
+from ckpt_engine.restore import load_in_place, read, to_devices
 from ckpt_engine.snapshot import cuda
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.cuda import DeviceCopies
@@ -36,9 +36,10 @@ def _small() -> Iterator[None]:
         patch.setattr(cuda, "BUFFER_BYTES", BUFFER)
         patch.setattr(cuda, "DIRECT_BYTES", DIRECT)
         patch.setattr(cuda, "PIECE_BYTES", PIECE)
-        for module in (read, load_in_place):
+        patch.setattr(to_devices, "PIECE_BYTES", PIECE)
+        for module in (read, load_in_place, to_devices):
             patch.setattr(module, "READ_BYTES", 3000)
-        patch.setattr(load_in_place, "_STRIP_UNIT", 64)
+        patch.setattr(to_devices, "_STRIP_UNIT", 64)
         yield
 
 

@@ -101,12 +101,12 @@ def run(bench: Bench) -> BarResult:
             "device": name,
             "smaller state": "GPT-2 with Adam on the device, fp32; step counts on the host; snapshots go to the disk",
             "larger state": "1.5 billion parameters in bf16, with fp32 weights and moments; snapshots stay in memory",
-            "training": "matrix products, then an in-place change of every tensor, one call for each dtype as optimizers "
-            "do it; nothing waits for the device",
+            "training": "matrix products, then an in-place change of every tensor, one call for each dtype, as "
+            "optimizers do it; nothing waits for the device",
             "a step": f"{STEP_COPIES:g} pinned copies of the smaller state; {STEP_SECONDS:g} s with the larger one. "
             "An update that follows sooner than the bytes can cross waits for them",
-            "cost": "time of steps with a snapshot between each two, less that of as many without in the same round, for "
-            "each snapshot; in % of a step",
+            "cost": "time of steps with a snapshot between each two, less that of as many without in the same "
+            "round, for each snapshot; in % of a step",
             "stall": "time that the call keeps the host from queueing more work",
         },
         tuple(checks),

@@ -19,7 +19,8 @@ import torch
 from ckpt_engine.copy import host_memory
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.read import READ_BYTES, Move, private_memory
-from ckpt_engine.snapshot.cuda import DRIVER_TIMEOUT_SECONDS, PIECE_BYTES, Pinned, Runtime, home, split
+from ckpt_engine.snapshot.cuda import Runtime, home
+from ckpt_engine.snapshot.page_locks import DRIVER_TIMEOUT_SECONDS, PIECE_BYTES, Pinned, split
 
 _ALIGN = 64
 _STRIP_UNIT = 2 << 20

@@ -17,8 +17,8 @@ from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
-from ckpt_engine.snapshot.cuda import teller
 from ckpt_engine.snapshot.ownership import Lineage
+from ckpt_engine.snapshot.page_locks import teller
 from ckpt_engine.snapshot.save_request import Instant, Mirroring, Numbering, Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.stage import Copier, Guard, Staging
 from ckpt_engine.snapshot.writer_link import (

@@ -26,7 +26,7 @@ from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import load_in_place, to_devices
 from ckpt_engine.restore import memory as memory_module
 from ckpt_engine.restore.memory import MemoryStorage, SharedFile
-from ckpt_engine.snapshot import cuda
+from ckpt_engine.snapshot import page_locks
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
@@ -152,7 +152,7 @@ def test_what_a_device_gets_is_verified(disk: Repository, memory: Memory, monkey
 def on_a_device(devices: FakeDevices, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A live state of zeros on a device that does nothing before it is waited for."""
     devices.idle_until_waited_for = True
-    for module in (cuda, to_devices):
+    for module in (page_locks, to_devices):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
     monkeypatch.setattr("ckpt_engine.restore.load.fill", partial(load_in_place.fill, runtime=devices))
     live = zeros()

@@ -48,13 +48,13 @@ from ckpt_engine.restore.choose import (
     none_usable,
     notes_about,
 )
-from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions, require_fit
+from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.state.compatibility import as_rank, own_trees, size_of
+from ckpt_engine.state.compatibility import as_rank, own_trees, require_fit, size_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import packs
 from ckpt_engine.store.decode import stored_pieces

@@ -10,23 +10,22 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from ckpt_engine.copy import host_memory
+from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, PIECE_BYTES, split
 from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES, stream_into
-from ckpt_engine.restore.to_devices import PageLocked
-from ckpt_engine.snapshot.cuda import CUDA, Runtime
-from ckpt_engine.state.compatibility import require_match, tensor_shapes
-from ckpt_engine.state.flatten import MAX_DEPTH, show_path
+from ckpt_engine.restore.read import READ_BYTES, Move, private_memory, stream_into
+from ckpt_engine.snapshot.cuda import CUDA, Runtime, home
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
 from ckpt_engine.state.sharding import problem as sharding_problem
@@ -34,38 +33,6 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.tree import TreePath
-
-
-def require_fit(into: Any, manifest: Manifest) -> None:
-    """Raises where the snapshot has other tensors than `into`, but for components that are None there.
-
-    Raises:
-        MismatchError: names them.
-        StateError: `into` is nested deeper than any state that can be saved.
-    """
-    # Deeper down a None may be what a fresh optimizer has, and what the snapshot has must not get lost.
-    made = {str(key) for key, value in into.items() if value is None} if isinstance(into, Mapping) else set()
-    found = {path: shape for path, shape in tensor_shapes(manifest).items() if path.split("/")[0] not in made}
-    hint = "use the state this run was started with; None takes a component as it is read: into={..., 'rng': None}"
-    require_match(_shapes(into), found, what="state", snapshot=manifest.info.id, hint=hint)
-
-
-def _shapes(
-    node: Any, path: TreePath = (), found: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the live tensors of a state, by "/"-joined path, in `found`."""
-    found = {} if found is None else found
-    if len(path) > MAX_DEPTH:
-        raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
-    if isinstance(node, torch.Tensor | FlatPart):
-        found[show_path(path) if path else ""] = tuple(node.shape)
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
-            _shapes(child, (*path, key), found)
-    elif isinstance(node, list | tuple):
-        for index, child in enumerate(node):
-            _shapes(child, (*path, index), found)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,9 +416,141 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
     if not away:
         return
-    landing = PageLocked(away, runtime)
+    landing = _PageLocked(away, runtime)
     try:
         stream_into(sources, manifest, away, landing=landing)
         landing.finish()
     finally:
         landing.close()
+
+
+_ALIGN = 64
+_STRIP_UNIT = 2 << 20
+"""Pieces of one request may take some more bytes than it has, to be aligned."""
+
+
+class _Source:
+    """Host memory from where devices copy, page-locked piece by piece.
+
+    Args:
+        memory: has the buffer protocol; stays as long as this object.
+        read_only: it belongs to another process.
+    """
+
+    def __init__(self, memory: Any, runtime: Runtime, *, read_only: bool) -> None:
+        self._memory = memory
+        # Torch warns of memory that is mapped for reading; it is only read.
+        data = memoryview(memory).cast("B")
+        self.bytes = torch.frombuffer((ctypes.c_char * len(data)).from_address(address_of(data)), dtype=torch.uint8)
+        self.sent: Future[list[Any]] | None = None
+        """Events after the last copies from it."""
+        self._runtime = runtime
+        self._read_only = read_only
+        self._locked: dict[int, torch.device] = {}
+        self._refused = False
+
+    def lock(self, device: torch.device, start: int) -> None:
+        """Page-lock the piece with this byte; where that is refused copies are slower, and nothing else changes."""
+        first = start // PIECE_BYTES * PIECE_BYTES
+        if first not in self._locked and not self._refused:
+            address, nbytes = self.bytes.data_ptr() + first, min(PIECE_BYTES, self.bytes.numel() - first)
+            self._refused = self._runtime.register(device, address, nbytes, read_only=self._read_only) is not None
+            if not self._refused:
+                self._locked[first] = device
+
+    def close(self) -> None:
+        """Unlock it. Nothing may be under way."""
+        for first, device in self._locked.items():
+            self._runtime.unregister(device, self.bytes.data_ptr() + first)
+
+
+class _PageLocked:
+    """A `Landing` for tensors of devices. `finish`, then `close`; `close` alone after an error.
+
+    One thread queues all copies, behind what is queued in the streams that are current where this is made: threads that
+    do it side by side wait for each other in the driver.
+
+    Args:
+        targets: contiguous tensors by entry name.
+    """
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._targets = {name: target.detach().view(-1).view(torch.uint8) for name, target in targets.items()}
+        self._homes = {name: home(runtime, target) for name, target in targets.items()}
+        self._streams = {device: runtime.current(device) for device in self._homes.values()}
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._strips: list[_Source] = []
+        self._lent: dict[int, _Source] = {}
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="ckpt-send")
+        self._sends: list[Future[list[Any]]] = []
+
+    def take(self, moves: Sequence[Move]) -> list[Move]:
+        """See `Landing`."""
+        starts = list(accumulate((-(-move.piece.raw_nbytes // _ALIGN) * _ALIGN for move in moves), initial=0))
+        self._own.source = strip = self._next(starts[-1])
+        first = strip.bytes.data_ptr()
+        return [replace(move, address=first + start) for move, start in zip(moves, starts, strict=False)]
+
+    def lend(self, moves: Sequence[Move], data: memoryview, start: int) -> list[Move]:
+        """See `Landing`."""
+        memory = data.obj
+        with self._lock:
+            if id(memory) not in self._lent:
+                self._lent[id(memory)] = _Source(memory, self._runtime, read_only=True)
+        self._own.source = self._lent[id(memory)]
+        first = address_of(data) - start
+        return [replace(move, address=first + move.piece.offset) for move in moves]
+
+    def send(self, moves: Sequence[Move]) -> None:
+        """See `Landing`."""
+        source: _Source = self._own.source
+        source.sent = self._sender.submit(self._send, source, moves)
+        self._sends.append(source.sent)
+
+    def _send(self, source: _Source, moves: Sequence[Move]) -> list[Any]:
+        """Queue the copies; events after them. The sender's thread."""
+        first, events = source.bytes.data_ptr(), []
+        for device, stream in self._streams.items():
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for move in moves:
+                if self._homes[move.entry] == device:
+                    target, start = self._targets[move.entry], move.address - first
+                    for a, b in split(start, start + move.piece.raw_nbytes):
+                        source.lock(device, a)
+                        pairs.append((target[a - start + move.start : b - start + move.start], source.bytes[a:b]))
+            if pairs:
+                with self._runtime.copies(stream) as copy:
+                    copy(*zip(*pairs, strict=True))
+                    events.append(self._runtime.mark(stream))
+        return events
+
+    def _next(self, nbytes: int) -> _Source:
+        """The strip of this thread that was sent before its last one, or a new one; nothing is under way from it."""
+        own: list[_Source] = self._own.__dict__.setdefault("strips", [])
+        strip = own.pop(0) if len(own) == 2 else None
+        if strip is not None and strip.sent is not None:
+            for event in strip.sent.result(DRIVER_TIMEOUT_SECONDS):
+                self._runtime.wait(event)
+        if strip is None or strip.bytes.numel() < nbytes:
+            memory = private_memory(-(-max(nbytes, READ_BYTES) // _STRIP_UNIT) * _STRIP_UNIT)
+            host_memory.advise(memory)
+            strip = _Source(memory, self._runtime, read_only=False)
+            host_memory.populate(strip.bytes.data_ptr(), strip.bytes.numel())
+            self._strips.append(strip)
+        own.append(strip)
+        return strip
+
+    def finish(self) -> None:
+        """Wait until all that was sent is queued; raises what stopped a copy."""
+        for sent in self._sends:
+            sent.result(DRIVER_TIMEOUT_SECONDS)
+
+    def close(self) -> None:
+        """Wait for what was sent, and give the memory back. No thread may use it any more."""
+        self._sender.shutdown()
+        for stream in self._streams.values():
+            self._runtime.wait(self._runtime.mark(stream))
+        for source in (*self._strips, *self._lent.values()):
+            source.close()

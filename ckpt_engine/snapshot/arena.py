@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, map_shared
+from ckpt_engine.copy.host_memory import HUGE_BYTES, Pinned, collapse, map_shared
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Runtime
-from ckpt_engine.snapshot.page_locks import Pinned
 from ckpt_engine.state.layout import WITHOUT_COPY, AddressRun, StatePlan
 
 _PREFAULT_BYTES = 8 << 20

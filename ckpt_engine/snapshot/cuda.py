@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, PageLocks, split
 from ckpt_engine.errors import WaitTimeoutError
-from ckpt_engine.snapshot.page_locks import DRIVER_TIMEOUT_SECONDS, PageLocks, split
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: without it memory that is mapped for reading only is refused

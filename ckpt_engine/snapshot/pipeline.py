@@ -18,7 +18,6 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
 from ckpt_engine.snapshot.ownership import Lineage
-from ckpt_engine.snapshot.page_locks import teller
 from ckpt_engine.snapshot.save_request import Instant, Mirroring, Numbering, Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.stage import Copier, Guard, Staging
 from ckpt_engine.snapshot.writer_link import (
@@ -85,7 +84,7 @@ class Pipeline:
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
-        self._tell_of_pinning = teller(emit)
+        self._tell_of_pinning = _teller(emit)
         self._fitted_bytes = 0
         self.memory = memory
         self._mirroring = Mirroring(session)
@@ -475,3 +474,21 @@ class Pipeline:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
             self.failures.append(error)
+
+
+def _teller(emit: Callable[[Event], object]) -> Callable[[str | None], None]:
+    """Tells the user once what is wrong with page-locking, if something is."""
+    told = False
+
+    def tell(problem: str | None) -> None:
+        nonlocal told
+        if problem is None or told:
+            return
+        told = True
+        message = (
+            f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
+            "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
+        )
+        emit(Notice("WARNING", message))
+
+    return tell

@@ -21,12 +21,12 @@ from click.testing import CliRunner
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli import status
 from ckpt_engine.cli.main import commands
+from ckpt_engine.copy import host_memory
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import load_in_place, to_devices
+from ckpt_engine.restore import load_in_place
 from ckpt_engine.restore import memory as memory_module
 from ckpt_engine.restore.memory import MemoryStorage, SharedFile
-from ckpt_engine.snapshot import page_locks
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
@@ -134,7 +134,7 @@ def test_a_device_copies_from_where_it_is(
     """Page-locked in pieces, as far as it can be, with no second copy on the host; all has arrived at the end."""
     devices = FakeDevices(lockable=lockable)
     live = on_a_device(devices, monkeypatch)
-    monkeypatch.setattr(to_devices, "private_memory", None)
+    monkeypatch.setattr(load_in_place, "private_memory", None)
     load(memory.place, disk, into=live)
     assert same(live, state(2))
     assert not devices.registered and (devices.unregistered == -(-memory.nbytes // PIECE)) is (lockable > 0)
@@ -152,7 +152,7 @@ def test_what_a_device_gets_is_verified(disk: Repository, memory: Memory, monkey
 def on_a_device(devices: FakeDevices, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A live state of zeros on a device that does nothing before it is waited for."""
     devices.idle_until_waited_for = True
-    for module in (page_locks, to_devices):
+    for module in (host_memory, load_in_place):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
     monkeypatch.setattr("ckpt_engine.restore.load.fill", partial(load_in_place.fill, runtime=devices))
     live = zeros()

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy import host_memory
 from ckpt_engine.observe.events import Event as EngineEvent
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.restore import load_in_place, read, to_devices
-from ckpt_engine.snapshot import cuda, page_locks
+from ckpt_engine.restore import load_in_place, read
+from ckpt_engine.snapshot import cuda
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.cuda import DeviceCopies
 from ckpt_engine.snapshot.stage import Copier, Staging
@@ -35,11 +36,11 @@ def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "BUFFER_BYTES", BUFFER)
         patch.setattr(cuda, "DIRECT_BYTES", DIRECT)
-        for module in (page_locks, to_devices):
+        for module in (host_memory, load_in_place):
             patch.setattr(module, "PIECE_BYTES", PIECE)
-        for module in (read, load_in_place, to_devices):
+        for module in (read, load_in_place):
             patch.setattr(module, "READ_BYTES", 3000)
-        patch.setattr(to_devices, "_STRIP_UNIT", 64)
+        patch.setattr(load_in_place, "_STRIP_UNIT", 64)
         yield
 
 

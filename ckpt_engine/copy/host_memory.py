@@ -29,13 +29,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ckpt_engine.errors import CorruptError, StateError, WaitTimeoutError
 from ckpt_engine.observe.units import size
-
-if TYPE_CHECKING:
-    import torch
 
 HUGE_BYTES = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE
@@ -320,9 +317,9 @@ def populate(address: int, nbytes: int) -> None:
 
 
 class PageLocks(Protocol):
-    """Host memory that devices copy to and from at their full rate."""
+    """Host memory that devices copy to and from at their full rate. A device is what the runtime calls one."""
 
-    def register(self, device: torch.device, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
+    def register(self, device: Any, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
         """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL.
 
         Args:
@@ -330,7 +327,7 @@ class PageLocks(Protocol):
         """
         ...
 
-    def unregister(self, device: torch.device, address: int) -> str | None:
+    def unregister(self, device: Any, address: int) -> str | None:
         """Give page-locked memory back to the system's paging; what is wrong, or None."""
         ...
 
@@ -352,11 +349,11 @@ class Pinned:
         self._address = address
         self._nbytes = nbytes
         self._locks = locks
-        self._pieces: list[tuple[torch.device, int]] = []
+        self._pieces: list[tuple[Any, int]] = []
         self._problem: str | None = None
         self._done = False
 
-    def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
+    def pin(self, device: Any, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock all of it, unless that was tried before; what is wrong, or None. Any thread; releases the GIL.
 
         Args:
@@ -383,7 +380,7 @@ class Pinned:
             # Refused only where the process's CUDA context is gone, and everything with it.
             self._locks.unregister(device, address)
 
-    def _run(self, device: torch.device, go_on: Callable[[], bool]) -> None:
+    def _run(self, device: Any, go_on: Callable[[], bool]) -> None:
         for start, stop in split(len(self._pieces) * PIECE_BYTES, self._nbytes):
             if not go_on():
                 return

@@ -319,12 +319,8 @@ def populate(address: int, nbytes: int) -> None:
 class PageLocks(Protocol):
     """Host memory that devices copy to and from at their full rate. A device is what the runtime calls one."""
 
-    def register(self, device: Any, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
-        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL.
-
-        Args:
-            read_only: devices only read it.
-        """
+    def register(self, device: Any, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
         ...
 
     def unregister(self, device: Any, address: int) -> str | None:
@@ -332,7 +328,8 @@ class PageLocks(Protocol):
         ...
 
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 256 << 20
+"""Larger pieces make other processes wait longer, smaller ones make more copies."""
 DRIVER_TIMEOUT_SECONDS = 600.0
 
 

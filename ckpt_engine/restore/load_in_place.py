@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, PIECE_BYTES, split
+from ckpt_engine.copy.host_memory import Pinned, split
 from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
@@ -402,6 +402,11 @@ def _spans(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
     return spans
 
 
+_ALIGN = 64
+_STRIP_UNIT = 2 << 20
+"""Pieces of one request may take some more bytes than it has, to be aligned."""
+
+
 def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], runtime: Runtime = CUDA) -> None:
     """Fill `targets` (contiguous tensors by entry name) with their entries; on return all of them are complete.
 
@@ -419,59 +424,41 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     landing = _PageLocked(away, runtime)
     try:
         stream_into(sources, manifest, away, landing=landing)
-        landing.finish()
     finally:
         landing.close()
 
 
-_ALIGN = 64
-_STRIP_UNIT = 2 << 20
-"""Pieces of one request may take some more bytes than it has, to be aligned."""
+class _Strip:
+    """Page-locked host memory from where a device copies."""
 
-
-class _Source:
-    """Host memory from where devices copy, page-locked piece by piece.
-
-    Args:
-        memory: has the buffer protocol; stays as long as this object.
-        read_only: it belongs to another process.
-    """
-
-    def __init__(self, memory: Any, runtime: Runtime, *, read_only: bool) -> None:
-        self._memory = memory
-        # Torch warns of memory that is mapped for reading; it is only read.
-        data = memoryview(memory).cast("B")
-        self.bytes = torch.frombuffer((ctypes.c_char * len(data)).from_address(address_of(data)), dtype=torch.uint8)
-        self.sent: Future[list[Any]] | None = None
-        """Events after the last copies from it."""
+    def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
+        memory = private_memory(nbytes)
+        host_memory.advise(memory)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.sent: list[Any] = []
+        """Happen when what was sent from it has arrived."""
         self._runtime = runtime
-        self._read_only = read_only
-        self._locked: dict[int, torch.device] = {}
-        self._refused = False
+        host_memory.populate(self.bytes.data_ptr(), nbytes)
+        # Where it cannot be page-locked the copies are slower, and nothing else changes.
+        self._pinned = Pinned(self.bytes.data_ptr(), nbytes, runtime)
+        self._pinned.pin(device)
 
-    def lock(self, device: torch.device, start: int) -> None:
-        """Page-lock the piece with this byte; where that is refused copies are slower, and nothing else changes."""
-        first = start // PIECE_BYTES * PIECE_BYTES
-        if first not in self._locked and not self._refused:
-            address, nbytes = self.bytes.data_ptr() + first, min(PIECE_BYTES, self.bytes.numel() - first)
-            self._refused = self._runtime.register(device, address, nbytes, read_only=self._read_only) is not None
-            if not self._refused:
-                self._locked[first] = device
+    def wait(self) -> None:
+        """Return when everything sent has arrived."""
+        for event in self.sent:
+            self._runtime.wait(event)
+        self.sent = []
 
     def close(self) -> None:
-        """Unlock it. Nothing may be under way."""
-        for first, device in self._locked.items():
-            self._runtime.unregister(device, self.bytes.data_ptr() + first)
+        """Give the memory back, after what was sent has arrived."""
+        self.wait()
+        self._pinned.unpin()
 
 
 class _PageLocked:
-    """A `Landing` for tensors of devices. `finish`, then `close`; `close` alone after an error.
+    """A `Landing` of two strips for each thread: one is filled while a device copies from the other.
 
-    One thread queues all copies, behind what is queued in the streams that are current where this is made: threads that
-    do it side by side wait for each other in the driver.
-
-    Args:
-        targets: contiguous tensors by entry name.
+    Copies are queued behind what is queued in the streams that are current where this is made.
     """
 
     def __init__(self, targets: Mapping[str, torch.Tensor], runtime: Runtime) -> None:
@@ -480,77 +467,47 @@ class _PageLocked:
         self._homes = {name: home(runtime, target) for name, target in targets.items()}
         self._streams = {device: runtime.current(device) for device in self._homes.values()}
         self._own = threading.local()
-        self._lock = threading.Lock()
-        self._strips: list[_Source] = []
-        self._lent: dict[int, _Source] = {}
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="ckpt-send")
-        self._sends: list[Future[list[Any]]] = []
+        self._strips: list[_Strip] = []
 
     def take(self, moves: Sequence[Move]) -> list[Move]:
         """See `Landing`."""
         starts = list(accumulate((-(-move.piece.raw_nbytes // _ALIGN) * _ALIGN for move in moves), initial=0))
-        self._own.source = strip = self._next(starts[-1])
+        self._own.strip = strip = self._next(starts[-1], self._homes[moves[0].entry])
         first = strip.bytes.data_ptr()
         return [replace(move, address=first + start) for move, start in zip(moves, starts, strict=False)]
 
-    def lend(self, moves: Sequence[Move], data: memoryview, start: int) -> list[Move]:
-        """See `Landing`."""
-        memory = data.obj
-        with self._lock:
-            if id(memory) not in self._lent:
-                self._lent[id(memory)] = _Source(memory, self._runtime, read_only=True)
-        self._own.source = self._lent[id(memory)]
-        first = address_of(data) - start
-        return [replace(move, address=first + move.piece.offset) for move in moves]
-
     def send(self, moves: Sequence[Move]) -> None:
         """See `Landing`."""
-        source: _Source = self._own.source
-        source.sent = self._sender.submit(self._send, source, moves)
-        self._sends.append(source.sent)
-
-    def _send(self, source: _Source, moves: Sequence[Move]) -> list[Any]:
-        """Queue the copies; events after them. The sender's thread."""
-        first, events = source.bytes.data_ptr(), []
+        strip: _Strip = self._own.strip
+        first = strip.bytes.data_ptr()
         for device, stream in self._streams.items():
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
             for move in moves:
                 if self._homes[move.entry] == device:
                     target, start = self._targets[move.entry], move.address - first
                     for a, b in split(start, start + move.piece.raw_nbytes):
-                        source.lock(device, a)
-                        pairs.append((target[a - start + move.start : b - start + move.start], source.bytes[a:b]))
+                        pairs.append((target[a - start + move.start : b - start + move.start], strip.bytes[a:b]))
             if pairs:
                 with self._runtime.copies(stream) as copy:
                     copy(*zip(*pairs, strict=True))
-                    events.append(self._runtime.mark(stream))
-        return events
+                    strip.sent.append(self._runtime.mark(stream))
 
-    def _next(self, nbytes: int) -> _Source:
+    def _next(self, nbytes: int, device: torch.device) -> _Strip:
         """The strip of this thread that was sent before its last one, or a new one; nothing is under way from it."""
-        own: list[_Source] = self._own.__dict__.setdefault("strips", [])
+        own: list[_Strip] = self._own.__dict__.setdefault("strips", [])
         strip = own.pop(0) if len(own) == 2 else None
-        if strip is not None and strip.sent is not None:
-            for event in strip.sent.result(DRIVER_TIMEOUT_SECONDS):
-                self._runtime.wait(event)
+        if strip is not None:
+            strip.wait()
         if strip is None or strip.bytes.numel() < nbytes:
-            memory = private_memory(-(-max(nbytes, READ_BYTES) // _STRIP_UNIT) * _STRIP_UNIT)
-            host_memory.advise(memory)
-            strip = _Source(memory, self._runtime, read_only=False)
-            host_memory.populate(strip.bytes.data_ptr(), strip.bytes.numel())
+            if strip is not None:
+                strip.close()
+                self._strips.remove(strip)
+            strip = _Strip(-(-max(nbytes, READ_BYTES) // _STRIP_UNIT) * _STRIP_UNIT, self._runtime, device)
             self._strips.append(strip)
         own.append(strip)
         return strip
 
-    def finish(self) -> None:
-        """Wait until all that was sent is queued; raises what stopped a copy."""
-        for sent in self._sends:
-            sent.result(DRIVER_TIMEOUT_SECONDS)
-
     def close(self) -> None:
         """Wait for what was sent, and give the memory back. No thread may use it any more."""
-        self._sender.shutdown()
-        for stream in self._streams.values():
-            self._runtime.wait(self._runtime.mark(stream))
-        for source in (*self._strips, *self._lent.values()):
-            source.close()
+        for strip in self._strips:
+            strip.close()

@@ -198,10 +198,6 @@ class Landing(Protocol):
         """The same pieces with addresses in host memory, which are the thread's own until its next call."""
         ...
 
-    def lend(self, moves: Sequence[Move], data: memoryview, start: int) -> list[Move]:
-        """The same pieces, all of them raw, with addresses in `data`, the bytes of the file from `start` on."""
-        ...
-
     def send(self, moves: Sequence[Move]) -> None:
         """They are whole and verified there: copy them to where they belong."""
         ...
@@ -306,11 +302,6 @@ class _Filler:
         end = last.offset + last.nbytes
         stop = max(end, min(file.nbytes, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE))
         data = self._sources.view(file.name, start, stop - start)
-        if data is not None and self._landing is not None and all(move.piece.codec == RAW for move in span):
-            lent = self._landing.lend(span, data, start)
-            if all(digest(_memory_of(move)) == move.piece.digest for move in lent):
-                self._landing.send(lent)
-                return
         if data is None:
             data = self._buffer(stop - start)
             self._sources.read(file.name, start, data)

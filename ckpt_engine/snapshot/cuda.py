@@ -30,7 +30,6 @@ from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, PageLocks, spli
 from ckpt_engine.errors import WaitTimeoutError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
-_READ_ONLY = 8  # cudaHostRegisterReadOnly: without it memory that is mapped for reading only is refused
 _SUCCESS = 0
 
 
@@ -127,10 +126,9 @@ class Cuda:
         with torch.inference_mode(False), torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def register(self, device: torch.device, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
-        flags = _PORTABLE | _READ_ONLY if read_only else _PORTABLE
+    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
         with torch.cuda.device(device):
-            return self._problem(_cudart().cudaHostRegister(address, nbytes, flags))
+            return self._problem(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
     def unregister(self, device: torch.device, address: int) -> str | None:
         with torch.cuda.device(device):
@@ -426,11 +424,11 @@ class DeviceCopies:
 
 
 def _in_parts(steps: Sequence[_Step]) -> Iterator[Sequence[_Step]]:
-    """In their order, so that two parts together are what a stream takes without making the host wait."""
+    """In their order, so that the first part and a later one are what a stream takes without making the host wait."""
     first, count = 0, 0
     for number, step in enumerate(steps):
         count += len(step.groups) + len(list(split(step.transfer.start, step.transfer.start + step.transfer.nbytes)))
-        if count >= PART_COPIES or number == len(steps) - 1:
+        if count >= (LATER_COPIES if first else FIRST_COPIES) or number == len(steps) - 1:
             yield steps[first : number + 1]
             first, count = number + 1, 0
 
@@ -469,9 +467,11 @@ def _target(part: TensorRows, raw: torch.Tensor, load: Load) -> torch.Tensor:
     return raw.view(tensor.dtype).view(shape)
 
 
-PART_COPIES = 256
-"""Copies that are queued at once. About 1,000 of a stream can be waiting: the thread that queues one more waits for the
-device, and training, which the same thread queues, runs dry."""
+FIRST_COPIES = 896
+"""About so many copies `save` queues itself. About 1,000 of a stream can be waiting: the thread that queues one more
+waits for the device, and training, which the same thread queues, runs dry."""
+LATER_COPIES = 64
+"""So many, some gigabytes, the watching thread queues at once."""
 BUFFER_BYTES = 64 << 20
 """Device memory for packing; more only for a tensor that is not contiguous and has a longer row."""
 DIRECT_BYTES = 4 << 20

@@ -10,7 +10,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from click.testing import CliRunner
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli import status
 from ckpt_engine.cli.main import commands
-from ckpt_engine.copy import host_memory
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import load_in_place
 from ckpt_engine.restore import memory as memory_module
 from ckpt_engine.restore.memory import MemoryStorage, SharedFile
 from ckpt_engine.store import names
@@ -34,10 +31,8 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import channel, control
 from ckpt_engine.writer.channel import Beat
 from tests.snapshot.passage import same
-from tests.snapshot.streams import FakeDevices
 
 N = 3_000_000
-PIECE = 1 << 20
 
 
 def state(step: int) -> dict[str, Any]:
@@ -125,40 +120,6 @@ def test_damage_is_mended_from_the_disk(disk: Repository, memory: Memory, into: 
     found = load(memory.place, disk, into=zeros() if into else None)
     assert [(r.entry, r.bad, r.good) for r in found.repairs] == [("model/big", "memory", disk.storage.url)]
     assert os.pread(memory.fd, memory.nbytes, 0) == before
-
-
-@pytest.mark.parametrize("lockable", [0, 1 << 30])
-def test_a_device_copies_from_where_it_is(
-    disk: Repository, memory: Memory, monkeypatch: pytest.MonkeyPatch, lockable: int
-) -> None:
-    """Page-locked in pieces, as far as it can be, with no second copy on the host; all has arrived at the end."""
-    devices = FakeDevices(lockable=lockable)
-    live = on_a_device(devices, monkeypatch)
-    monkeypatch.setattr(load_in_place, "private_memory", None)
-    load(memory.place, disk, into=live)
-    assert same(live, state(2))
-    assert not devices.registered and (devices.unregistered == -(-memory.nbytes // PIECE)) is (lockable > 0)
-
-
-def test_what_a_device_gets_is_verified(disk: Repository, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damage is mended from the disk before any of the piece is sent."""
-    memory.flip()
-    live = on_a_device(FakeDevices(), monkeypatch)
-    found = load(memory.place, disk, into=live)
-    assert same(live, state(2))
-    assert [(r.entry, r.bad) for r in found.repairs] == [("model/big", "memory")]
-
-
-def on_a_device(devices: FakeDevices, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A live state of zeros on a device that does nothing before it is waited for."""
-    devices.idle_until_waited_for = True
-    for module in (host_memory, load_in_place):
-        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr("ckpt_engine.restore.load.fill", partial(load_in_place.fill, runtime=devices))
-    live = zeros()
-    for tensor in live["model"].values():
-        devices.put(tensor)
-    return live
 
 
 @pytest.mark.parametrize("into", [False, True])

@@ -165,7 +165,7 @@ class FakeDevices:
         self.allocated[device] += nbytes
         return self.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8), device)
 
-    def register(self, device: torch.device, address: int, nbytes: int, *, read_only: bool = False) -> str | None:
+    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
         if len(self.registered) >= self._lockable:
             return "out of memory"
         self.registered[address] = nbytes

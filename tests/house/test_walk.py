@@ -9,6 +9,7 @@ from tests.house.walk import ROOT
 from tests.support import interpreters
 
 MOST = {
+    "durable": {"files": 45, "functions": 345, "calls": 510},
     "save": {"files": 45, "functions": 372, "calls": 603},
     "load": {"files": 31, "functions": 216, "calls": 360},
     "share": {"files": 48, "functions": 490, "calls": 4800},

@@ -1,8 +1,8 @@
 """Counts the files, functions and calls of our packages that one save and one load take: `python -m tests.house.walk`.
 
-A fresh process, a thread writer, one local tier, four tensors of 16 KiB. Counted are a snapshot until it is durable and
-all that follows, where retention removes an older one, and then a load; of two of each the one with fewer calls, as
-threads may overlap. And a save of 200 such tensors of which one has changed, so that the others are referred to.
+A fresh process, a thread writer, one local tier, four tensors of 16 KiB. Counted are a snapshot until it is durable, the
+same with all that follows, where retention removes an older one, and then a load; of two of each the one with fewer
+calls, as threads may overlap. And a save of 200 such tensors of which one has changed, so that the others are referred to.
 Prints JSON; with `--all` the calls too.
 """
 
@@ -35,9 +35,10 @@ def note(frame: FrameType, event: str, _: object) -> None:
         calls[code.co_filename, code.co_qualname, code.co_firstlineno] += 1
 
 
-def taken() -> dict[str, Any]:
-    """What was counted since the last time."""
-    watching.clear()
+def taken(*, ends: bool = True) -> dict[str, Any]:
+    """What was counted since the last time that it ended."""
+    if ends:
+        watching.clear()
     found: dict[str, Any] = {
         "files": len({file for file, _, _ in calls}),
         "functions": len(calls),
@@ -45,7 +46,8 @@ def taken() -> dict[str, Any]:
     }
     if "--all" in sys.argv:
         found["each"] = [f"{n} {Path(file).relative_to(ROOT)} {name}" for (file, name, _), n in calls.most_common()]
-    calls.clear()
+    if ends:
+        calls.clear()
     return found
 
 
@@ -60,12 +62,13 @@ def settle(run: Path, snapshots: int, files: int) -> None:
         threading.Event().wait(0.02)
 
 
-def counts(tensors: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train nothing, and save and load twice; what a save and a load take."""
+def counts(tensors: int) -> list[dict[str, Any]]:
+    """Train nothing, and save and load twice; what a save until it is durable, a whole save, and a load take."""
     import torch
 
     from ckpt_engine import Checkpointer
 
+    durable: list[dict[str, Any]] = []
     saves: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []
     state: dict[str, Any] = {"model": {f"w{n}": torch.randn(64, 64) for n in range(tensors)}, "step": 0}
@@ -75,6 +78,7 @@ def counts(tensors: int) -> tuple[dict[str, Any], dict[str, Any]]:
             if step > KEEP:
                 watching.set()
             ckpt.save(state, step=step).wait(60)
+            durable += [taken(ends=False)] if step > KEEP else []
             kept = min(step + 1, KEEP)
             settle(Path(folder), kept, kept + (tensors == MANY and step >= KEEP))
             saves += [taken()] if step > KEEP else []
@@ -82,15 +86,15 @@ def counts(tensors: int) -> tuple[dict[str, Any], dict[str, Any]]:
             watching.set()
             ckpt.load()
             loads.append(taken())
-    return min(saves, key=lambda one: one["calls"]), min(loads, key=lambda one: one["calls"])
+    return [min(found, key=lambda one: one["calls"]) for found in (durable, saves, loads)]
 
 
 def main() -> None:
     """Count and print."""
     threading.setprofile(note)
     sys.setprofile(note)
-    save, load = counts(FEW)
-    print(json.dumps({"save": save, "load": load, "share": counts(MANY)[0]}, indent=1))
+    durable, save, load = counts(FEW)
+    print(json.dumps({"durable": durable, "save": save, "load": load, "share": counts(MANY)[1]}, indent=1))
 
 
 if __name__ == "__main__":

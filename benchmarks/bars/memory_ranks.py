@@ -1,4 +1,4 @@
-"""What a snapshot in memory after every step costs two ranks and one process; and resuming from it or from disk."""
+"""What a snapshot in memory after every step costs two or four ranks and one process; and resuming from it or disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from benchmarks.values import BarResult, Check, Series, ratios
 
 TITLE = "Memory tier of ranks: a snapshot in memory after every step, and resuming from it"
 RANKS = 2
+MORE_RANKS = 4
 STEP_COPIES = 40.0
 OVERHEAD_LIMIT = 3.5
 RESTART_LIMIT = 1.0
 KINDS = ("eager", "lazy")
 ALONE = "one process"
 TOGETHER = f"{RANKS} ranks"
+MORE = f"{MORE_RANKS} ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,16 @@ SIZES = {
 
 
 def run(bench: Bench) -> BarResult:
-    """Measure loops of one process and of two ranks, interleaved; then restarts after all ranks were killed."""
+    """Measure loops of one process and of ranks, interleaved; then restarts after all ranks were killed."""
     size = SIZES[bench.scale]
     copy = ReferenceCopy(12 * size.parameters)
     step_seconds = STEP_COPIES * min(copy.run() for _ in range(10))
     with bench.scratch("memory-ranks") as folder, ExitStack() as stack:
-        bench.say(f"starting {TOGETHER}")
-        team = stack.enter_context(
-            TrainingTeam(RANKS, folder / "ranks", size.parameters, step_seconds, size.restart_bytes)
-        )
+        teams = {}
+        for name, count in ((TOGETHER, RANKS), (MORE, MORE_RANKS)):
+            bench.say(f"starting {name}")
+            team = TrainingTeam(count, folder / name, size.parameters, step_seconds, size.restart_bytes)
+            teams[name] = stack.enter_context(team)
         loop = PlainLoop(size.parameters, step_seconds)
         savers: dict[str, Saver] = {"none": NoSaver()}
         for kind in KINDS:
@@ -63,15 +66,16 @@ def run(bench: Bench) -> BarResult:
         candidates: dict[str, Callable[[], float]] = {}
         for kind, one in savers.items():
             candidates[f"{ALONE}, {kind}"] = lambda one=one: loop.train(size.iterations, one, 1)
-            candidates[f"{TOGETHER}, {kind}"] = lambda kind=kind: team.train(kind, size.iterations)
+            for name, team in teams.items():
+                candidates[f"{name}, {kind}"] = lambda team=team, kind=kind: team.train(kind, size.iterations)
         for name in candidates:
             candidates[name]()
         taken = interleave(candidates, size.rounds, tick=bench.say)
         restarts = []
         for number in range(size.restarts):
             bench.say(f"restart {number + 1}/{size.restarts}")
-            restarts.append(team.restart(f"restart-{number}"))
-        nbytes, batch = team.nbytes, loop.batch_size
+            restarts.append(teams[TOGETHER].restart(f"restart-{number}"))
+        nbytes, batch = teams[TOGETHER].nbytes, loop.batch_size
     return _result(size, taken, restarts, nbytes, batch)
 
 
@@ -80,14 +84,14 @@ def _result(
 ) -> BarResult:
     overhead = {
         f"{who}, {kind}": tuple(ratio - 1.0 for ratio in ratios(taken[f"{who}, {kind}"], taken[f"{who}, none"]))
-        for who in (ALONE, TOGETHER)
+        for who in (ALONE, TOGETHER, MORE)
         for kind in KINDS
     }
     series = [
         Series(f"overhead, {name}, every step", "%", tuple(100 * one for one in found))
         for name, found in overhead.items()
     ]
-    for who in (ALONE, TOGETHER):
+    for who in (ALONE, TOGETHER, MORE):
         each = tuple(seconds / size.iterations for seconds in taken[f"{who}, none"])
         series.append(Series(f"one step without snapshots, {who}", "s", each))
     for key, name in (
@@ -107,6 +111,7 @@ def _result(
             ALONE: f"all cores, a batch of {batch}",
             TOGETHER: f"DDP over gloo, {max(1, (os.cpu_count() or 1) // RANKS)} threads each, on this machine; each "
             "keeps half of the state; the slower one counts",
+            MORE: "likewise; each keeps a quarter of the state",
             "overhead": "wall time of the loop beyond that of the same processes without snapshots in the same round",
             "restart": f"{nbytes / 1e6:.0f} MB (GPT-2 with Adam) held for {RANKS} trainers that were killed: `load` "
             "into live tensors on both at once, every byte verified, and `start`, which waits until their writers have "
@@ -115,12 +120,13 @@ def _result(
         (
             *(
                 Check(
-                    f"{TOGETHER}, {kind}, every step: overhead",
+                    f"{who}, {kind}, every step: overhead",
                     "%",
                     "at most",
                     OVERHEAD_LIMIT,
-                    tuple(100 * one for one in overhead[f"{TOGETHER}, {kind}"]),
+                    tuple(100 * one for one in overhead[f"{who}, {kind}"]),
                 )
+                for who in (TOGETHER, MORE)
                 for kind in KINDS
             ),
             Check(
@@ -133,7 +139,7 @@ def _result(
         ),
         tuple(series),
         (
-            "Both ranks copy half of the state, so that the cores of this one machine copy as much as for one process; "
-            "with a machine for each rank it would be half.",
+            "All ranks together copy the state once, so that the cores of this one machine copy as much as for one "
+            "process; with a machine for each rank it would be its share.",
         ),
     )

@@ -16,7 +16,7 @@ from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.decode import Decoder, Fetch, Rooms
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -470,8 +470,18 @@ class Sources:
                 return
         raise CorruptError(f"{entry!r}: {what}")
 
-    def decoder(self, manifest: Manifest) -> Decoder:
-        """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired."""
+    def decoder(
+        self,
+        manifest: Manifest,
+        glance: Fetch | None = None,
+        there: Callable[[Piece], memoryview | None] = lambda _: None,
+        rooms: Rooms | None = None,
+    ) -> Decoder:
+        """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired.
+
+        Args:
+            glance, there, rooms: as for `Decoder`.
+        """
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             name = manifest.files[piece.file].name
@@ -479,7 +489,7 @@ class Sources:
             if digest(out) != piece.digest:
                 self.repair(entry, name, piece, out)
 
-        return Decoder(manifest, fetch)
+        return Decoder(manifest, fetch, glance, there, rooms)
 
 
 def _without_frames(error: CkptError) -> CkptError:

@@ -34,7 +34,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Fetch, Rooms, chain_of, is_plain
+from ckpt_engine.store.decode import Decoder, Rooms, chain_of, is_plain
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
@@ -66,7 +66,11 @@ def require_room(manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def private_memory(nbytes: int) -> mmap.mmap:
-    """Private: of shared memory the pages are small, and reading around the page cache takes twice as long."""
+    """At least so much. Private: of shared memory the pages are small, and direct reads take twice as long; and whole
+    huge pages, which the kernel then puts where they can be huge.
+    """
+    if nbytes > host_memory.HUGE_BYTES:
+        nbytes = -(-nbytes // host_memory.HUGE_BYTES) * host_memory.HUGE_BYTES
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as err:
@@ -243,7 +247,7 @@ def stream_into(
             # Work begins in this order, so that no thread waits for what no other has begun with.
             for one in batch.ranges:
                 one.data = pool.submit(one.read, sources, manifest, memory)
-            ready = batch.decoder(sources, manifest, filler.read_base, rooms)
+            ready = sources.decoder(manifest, filler.read_base, batch.stored, rooms)
             begun += [pool.submit(filler.fill_together, move, batch, ready, memory) for move in batch.moves]
         for done in begun:
             done.result()
@@ -320,8 +324,7 @@ class _Filler:
             self._landing.send(places)
 
     def fill_together(self, move: Move, batch: Batch, decoder: Decoder, memory: Memory) -> None:
-        """One that is made of a chain, once all of its batch is read."""
-        batch.wait()
+        """One that is made of a chain."""
         place = move if self._landing is None else self._landing.take([move])[0]
         if self._fresh:
             host_memory.populate(place.address, place.piece.raw_nbytes)
@@ -389,11 +392,10 @@ def _spans(moves: Sequence[Move]) -> list[list[Move]]:
     return spans
 
 
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 64 << 20
 """Of deltas that are in memory at once; twice as many while the next ones are read."""
 GAP_BYTES = 128 << 10
 """What is not needed is read, too, if it is no more: a request takes as long."""
-_ROUND_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +412,7 @@ class Memory(Rooms):
     """As they are, with pages that are present and big: buffers that are read into around the page cache."""
 
     def _new(self, nbytes: int) -> mmap.mmap:
-        made = private_memory(-(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
+        made = private_memory(max(nbytes, host_memory.HUGE_BYTES))
         host_memory.advise(made)
         host_memory.populate(address_of(memoryview(made)), len(made))
         return made
@@ -451,34 +453,21 @@ class Batch:
             last.stop = max(last.stop, piece.offset + piece.nbytes)
             self._found[piece.file, piece.offset] = last
 
-    def wait(self) -> None:
-        """Return when all of it is read; raises what reading raised."""
-        for one in self.ranges:
-            assert one.data is not None
-            one.data.result()
+    def stored(self, piece: Piece) -> memoryview | None:
+        """The bytes of one of the deltas, unverified, once they are read."""
+        there = self._found.get((piece.file, piece.offset))
+        if there is None or there.data is None:
+            return None
+        return there.data.result()[piece.offset - there.start :][: piece.nbytes]
 
     def done(self, memory: Memory) -> None:
         """A piece is put together; after the last one nothing that was read is needed."""
         if next(self._done) == len(self.moves):
             for one in self.ranges:
                 assert one.data is not None
-                memory.give(one.data.result())
+                if one.data.exception() is None:
+                    memory.give(one.data.result())
                 one.data = None
-
-    def decoder(self, sources: Sources, manifest: Manifest, base: Fetch, rooms: Rooms) -> Decoder:
-        """Decodes the pieces of this batch; what it reads is verified and repaired, but for what `base` reads."""
-
-        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
-            name, there = manifest.files[piece.file].name, self._found.get((piece.file, piece.offset))
-            if there is None or there.data is None:
-                sources.read(name, piece.offset, out)
-            else:
-                stored = there.data.result()[piece.offset - there.start :]
-                ctypes.memmove(address_of(out), address_of(stored), piece.nbytes)
-            if digest(out) != piece.digest:
-                sources.repair(entry, name, piece, out)
-
-        return Decoder(manifest, fetch, base, rooms)
 
 
 def batches(manifest: Manifest, moves: Sequence[Move]) -> Iterator[Batch]:

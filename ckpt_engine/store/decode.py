@@ -9,9 +9,9 @@ import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
-from ckpt_engine.errors import CorruptError
+from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
@@ -90,15 +90,15 @@ class Groups:
     """Decodes the groups of one snapshot; what was not asked for yet is kept for a while. Thread safe.
 
     Args:
-        fetch: reads stored bytes, verified.
+        stored: the stored bytes of a piece.
         fill_base: decodes what a piece was encoded against.
         rooms: for what is decoded on the way.
     """
 
-    def __init__(self, manifest: Manifest, fetch: Fetch, fill_base: FillBase, rooms: Rooms) -> None:
+    def __init__(self, manifest: Manifest, stored: Stored, fill_base: FillBase, rooms: Rooms) -> None:
         self._manifest = manifest
         self._rooms = rooms
-        self._fetch = fetch
+        self._stored = stored
         self._fill_base = fill_base
         self._lock = threading.Lock()
         self._busy: dict[_Key, threading.Lock] = {}
@@ -165,16 +165,13 @@ class Groups:
         if len(members) != len(codec.roles) or piece.base is None:
             raise CorruptError(f"{piece.group[0]!r}: pieces encoded together with {piece.codec!r} do not fit together")
         self._count(sum(one.raw_nbytes for one in members.values()))
-        stored = {name: self._rooms.take(one.nbytes) for name, one in members.items()}
-        try:
-            for name, one in members.items():
-                self._fetch(name, one, stored[name])
+        with ExitStack() as stack:
+            stored = {name: stack.enter_context(self._stored(name, one)) for name, one in members.items()}
             roles = dict(zip(piece.group, codec.roles, strict=True))
-            codec.decode(*({roles[name]: data for name, data in one.items()} for one in (stored, outs, bases)))
-        except CorruptError as err:
-            raise CorruptError(f"{piece.group[0]!r}: {err.message}", hint=err.hint) from err
-        finally:
-            self._rooms.give(*stored.values())
+            try:
+                codec.decode(*({roles[name]: data for name, data in one.items()} for one in (stored, outs, bases)))
+            except CorruptError as err:
+                raise CorruptError(f"{piece.group[0]!r}: {err.message}", hint=err.hint) from err
 
     def _count(self, nbytes: int) -> None:
         """Groups of other groups, and so on, could be arranged so that decoding them never ends."""
@@ -209,6 +206,8 @@ _IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
 
 Fetch = Callable[[str, Piece, memoryview], object]
 """`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
+Stored = Callable[[str, Piece], AbstractContextManager[memoryview]]
+"""`stored(entry, piece)`: the stored bytes of a piece of the entry, to be looked at meanwhile."""
 
 
 def is_plain(entry: Entry) -> bool:
@@ -299,18 +298,28 @@ class Decoder:
     Args:
         fetch: reads what has to be read on the way, verified; called in the thread that asks.
         glance: as `fetch`, but need not verify: what is made of it is compared with its own digest, and if that differs
-            it is made again of what `fetch` reads. Digesting a base besides costs as much as reading it.
+            it is made again of what `fetch` reads. Digesting what is read besides costs as much as reading it.
+        there: stored bytes that have been read already, unverified; beside `glance`.
         rooms: memory for what is made on the way, if other decoders use the same.
     """
 
     def __init__(
-        self, manifest: Manifest, fetch: Fetch, glance: Fetch | None = None, rooms: Rooms | None = None
+        self,
+        manifest: Manifest,
+        fetch: Fetch,
+        glance: Fetch | None = None,
+        there: Callable[[Piece], memoryview | None] = lambda _: None,
+        rooms: Rooms | None = None,
     ) -> None:
         self._manifest = manifest
-        self._fetch = fetch
-        self._glance = glance or fetch
         self._rooms = rooms or Rooms()
-        self._groups = Groups(manifest, fetch, self._fill_base, self._rooms)
+        self._quick: Decoder | None = None
+        self._fetch = fetch
+        self._there = there
+        if glance is not None:
+            self._quick = Decoder(manifest, glance, None, there, self._rooms)
+            self._there = lambda _: None
+        self._groups = Groups(manifest, self._stored, self._fill_base, self._rooms)
 
     def read(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         """Fill `out` with a piece of an entry, which begins at byte `start` of it.
@@ -320,22 +329,22 @@ class Decoder:
             NewerFormatError: an encoding that this version does not know.
             CkptError: whatever `fetch` raises.
         """
-        self._make(name, start, chain_of(self._manifest, name, start, piece), None, out)
+        chain, wanted = chain_of(self._manifest, name, start, piece), piece.raw_digest
+        if self._quick is not None and wanted is not None:
+            with suppress(FormatError):
+                self._quick._fill(name, start, chain, None, out)
+                if digest(out) == wanted:
+                    return
+        self._make(name, start, chain, None, out)
 
     def decode(self, name: str, start: int, piece: Piece, stored: memoryview, out: memoryview) -> None:
         """As `read`, where the stored bytes of the piece are there, verified."""
         self._make(name, start, chain_of(self._manifest, name, start, piece), stored, out)
 
     def _make(self, name: str, start: int, chain: list[Piece], stored: memoryview | None, out: memoryview) -> None:
-        wanted = chain[0].raw_digest
-        if _is_in_place(chain) and self._glance is not self._fetch:
-            with suppress(CorruptError):
-                self._fill(name, start, chain, stored, out, self._glance)
-                if digest(out) == wanted:
-                    return
-        self._fill(name, start, chain, stored, out, self._fetch)
+        self._fill(name, start, chain, stored, out)
         # Once per chain: what is under it was verified as it was stored.
-        if wanted is not None and digest(out) != wanted:
+        if chain[0].raw_digest is not None and digest(out) != chain[0].raw_digest:
             raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
 
     def _fill(
@@ -345,19 +354,17 @@ class Decoder:
         chain: list[Piece],
         stored: memoryview | None,
         out: memoryview,
-        end: Fetch,
         level: str | None = None,
     ) -> None:
         """Fill `out` with the first piece of a chain.
 
         Args:
             stored: its stored bytes; None: they have to be read.
-            end: reads the last piece of the chain.
             level: the snapshot among the bases that the first of the chain is of; None: it is one of an entry.
         """
         piece = chain[0]
         if piece.codec == RAW and stored is None:
-            (end if len(chain) == 1 else self._fetch)(name, piece, out)
+            self._fetch(name, piece, out)
             return
         if piece.group:  # others of the group need what is stored, too: it is read again
             self._groups.fill(level, name, start, piece, out)
@@ -365,29 +372,38 @@ class Decoder:
         codec = get_codec(piece.codec)
         if len(chain) == 1 and codec.needs_base:
             raise CorruptError(f"{name!r}: a piece encoded with {piece.codec!r} names no base")
-        taken: list[memoryview] = []
-        try:
+        with ExitStack() as stack:
             base: memoryview | None = None
             if len(chain) > 1:
-                base = out
-                if not _is_in_place(chain):
-                    base = self._rooms.take(piece.raw_nbytes)
-                    taken.append(base)
-                self._fill(name, start, chain[1:], None, base, end, piece.base)
-            if stored is None:
-                stored = self._rooms.take(piece.nbytes)
-                taken.append(stored)
-                self._fetch(name, piece, stored)
+                base = out if _is_in_place(chain) else stack.enter_context(self._room(piece.raw_nbytes))
+                self._fill(name, start, chain[1:], None, base, piece.base)
+            data = stack.enter_context(self._stored(name, piece)) if stored is None else stored
             try:
-                codec.decode(stored, out, base)
+                codec.decode(data, out, base)
             except CorruptError as err:
                 raise CorruptError(f"{name!r}: {err.message}") from err
+
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[memoryview]:
+        room = self._rooms.take(nbytes)
+        try:
+            yield room
         finally:
-            self._rooms.give(*taken)
+            self._rooms.give(room)
+
+    @contextmanager
+    def _stored(self, name: str, piece: Piece) -> Iterator[memoryview]:
+        found = self._there(piece)
+        if found is not None:
+            yield found
+            return
+        with self._room(piece.nbytes) as room:
+            self._fetch(name, piece, room)
+            yield room
 
     def _fill_base(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         under = chain_of(self._manifest, name, start, piece)[1:]
-        self._fill(name, start, under, None, out, self._fetch, piece.base)
+        self._fill(name, start, under, None, out, piece.base)
 
 
 def _is_in_place(chain: Sequence[Piece]) -> bool:

@@ -333,6 +333,10 @@ def _bounce() -> mmap.mmap:
     return room
 
 
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
 class _Reader:
     """Three ways to read one file; `None` or 0 says that a way is not possible here.
 
@@ -370,25 +374,28 @@ class _Reader:
         """Read whole pages around the page cache, by way of other memory where these are not pages of `part`."""
         if not self._direct_works:
             return 0
-        address, skew = ctypes.addressof(ctypes.c_char.from_buffer(part)), at % PAGE_BYTES
+        address, skew, room = _address(part), at % PAGE_BYTES, memoryview(_bounce())
+        head, whole, tail = min(len(part), BOUNCE_BYTES - skew), 0, 0
+        if (address - at) % PAGE_BYTES == 0:
+            head = min(len(part), -skew % PAGE_BYTES)
+            tail = (len(part) - head) % PAGE_BYTES
+            whole = len(part) - head - tail
+        # Behind other requests one of a page takes as long as a large one: its ends come with the rest.
+        first = -(-(skew + head) // PAGE_BYTES) * PAGE_BYTES if head else 0
+        blocks = [room[:first], part[head : head + whole], room[BOUNCE_BYTES - PAGE_BYTES :] if tail else room[:0]]
         try:
             if self._direct_fd is None:
                 self._direct_fd = open_regular(self._path, os.O_RDONLY | os.O_DIRECT)
-            if (address - at) % PAGE_BYTES:
-                wanted = len(part)
-            elif skew == 0 and len(part) >= PAGE_BYTES:
-                return os.preadv(self._direct_fd, [part[: len(part) - len(part) % PAGE_BYTES]], at)
-            else:
-                wanted = min(len(part), PAGE_BYTES - skew)
-            room = memoryview(_bounce())
-            got = os.preadv(self._direct_fd, [room[: -(-(skew + wanted) // PAGE_BYTES) * PAGE_BYTES]], at - skew)
+            got = os.preadv(self._direct_fd, [block for block in blocks if block.nbytes], at - skew) - skew
         except OSError as err:
             if err.errno != errno.EINVAL:
                 raise
             self._direct_works = False
             return 0
-        got = max(0, min(got - skew, wanted))
-        ctypes.memmove(address, ctypes.addressof(ctypes.c_char.from_buffer(room)) + skew, got)
+        got = max(0, min(got, head + whole + tail))
+        ctypes.memmove(address, _address(room) + skew, min(got, head))
+        if got > head + whole:
+            ctypes.memmove(address + head + whole, _address(blocks[2]), got - head - whole)
         return got
 
     def buffered(self, part: memoryview, at: int) -> int:

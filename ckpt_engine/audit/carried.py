@@ -1,4 +1,5 @@
-"""Local variables that a training loop carries from step to step: named, as no snapshot can have them.
+"""Local and global variables that a training loop carries from step to step, containers that grow among them: named, as
+no snapshot can have them.
 
 A variable is carried if its value of one step is read in a later one: it is *live* where the loop's body begins
 (backward liveness analysis over the function's bytecode; Aho, Sethi, Ullman, "Compilers", section 10.6). Of those only

@@ -1,4 +1,6 @@
-"""`ckpt verify-resume`: does the user's own script continue, bit for bit, after it was killed?"""
+"""`ckpt verify-resume`: does the user's own script continue, bit for bit, after it was killed? Decides which runs are
+made, and prints the answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One running epoch of a loader: what is known of it, and the iterator that follows it or fetches batches again.
+"""One running epoch of a loader: the iterator that counts what training has had of it, or fetches batches again after a
+resume.
 
 `ShippingCollate` and `RoleInit` stand in for the loader's `collate_fn` and `worker_init_fn` while an iterator is
 built. Both travel to the workers (by fork or pickle), so they hold nothing but the user's functions and plain bytes.

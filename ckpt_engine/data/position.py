@@ -1,4 +1,5 @@
-"""Where one DataLoader is: `attach` follows it, `state` says it, `load_state` puts a new process there.
+"""Where one DataLoader is: `attach` follows it, `state` says it, with the samples that workers have been given and
+training has not had; `load_state` puts a new process there.
 
 The loader's class becomes a subclass that overrides `__iter__` only, so an existing loader reports its iterations
 without other changes. Pickles and copies of it are of the original class: spawned workers, launchers and

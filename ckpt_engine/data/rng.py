@@ -1,4 +1,4 @@
-"""Capture and restore of the random streams of this process: python, numpy, torch CPU and initialised accelerators.
+"""Captures and restores the random streams of this process: python, numpy, torch CPU and initialised accelerators.
 
 The state is a plain tree of dicts, bytes, ints, floats and None, so a snapshot stores it as it is. Capturing draws
 nothing, synchronises no device and costs tens of microseconds.

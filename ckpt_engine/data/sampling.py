@@ -1,4 +1,5 @@
-"""Records where a loader's index sampler started and what it gave, and starts it again in the middle of an epoch.
+"""Records where a loader's index sampler started and which indices it gave, and starts it again in the middle of an
+epoch.
 
 `RecordingSampler` stands in for the loader's index sampler (`batch_sampler`, or `sampler` without batching) while an
 iterator is built; the iterator keeps it. To get past samples that were trained already it draws and drops their

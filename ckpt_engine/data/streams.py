@@ -1,4 +1,5 @@
-"""All that is random or counts and that samplers and data sets depend on: captured at one instant, put back.
+"""The random streams, counters and states of samplers and data sets that a loader depends on: captured at one instant,
+put back.
 
 That is: the process's global streams, the generators of the loader and its samplers (torch, python and numpy
 ones), the samplers' plain counters such as `DistributedSampler.epoch`, their `state_dict` where they have one, and the

@@ -1,4 +1,5 @@
-"""One followed loader: when its consumer asks for a batch, how many it has had, and where a snapshot may be taken.
+"""One loader that is followed: when its consumer asks for a batch, how many it has had, and where a snapshot may be
+taken.
 
 A loader may be a torch `DataLoader`, or a wrapper around one (Accelerate, Lightning Fabric). The consumer iterates the
 wrapper; the position is that of the `DataLoader` inside. `obstacle_of` names the boundaries that a resumed script does

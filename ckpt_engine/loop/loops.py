@@ -1,4 +1,6 @@
-"""The loop around its tracker: what it reads, how it ends, and whether it goes on as the saved one did."""
+"""The passes of a script over its loaders, several of each among them: which are active, how they end, and which are
+passed through after a resume.
+"""
 
 from __future__ import annotations
 

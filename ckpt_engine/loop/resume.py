@@ -1,4 +1,5 @@
-"""Resumes a loop: the objects at once, the position and what the script sets up again right before the first batch.
+"""Resumes a loop: the objects at once, the position and what the script sets up again right before the first batch;
+then publishes the report, as a line, an event and a file.
 
 `ReportDraft` collects what was restored and what was not; `publish` logs it and writes it beside the snapshots.
 """

@@ -1,4 +1,6 @@
-"""How a loop asks its loaders: from where, through which iterators, and how far ahead of training."""
+"""Where in the script a loop asks its loaders, through which iterators, and how far ahead of training; whether a
+resumed script does the same.
+"""
 
 from __future__ import annotations
 

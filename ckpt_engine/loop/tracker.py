@@ -1,4 +1,6 @@
-"""The snapshots of one loop: takes them at fetch boundaries when they are due, and resumes from the newest one."""
+"""What `track` starts: takes the snapshots of a user's own loop at fetch boundaries when they are due, and resumes from
+the newest one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The numbers of a run: what its time goes into, what snapshots cost, what is durable where, what work is at risk."""
+"""The numbers of a run that its board, its loggers and the handling of a stop rely on: times, costs, what is durable
+where, what work is at risk.
+"""
 
 from __future__ import annotations
 

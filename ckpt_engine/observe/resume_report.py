@@ -1,4 +1,6 @@
-"""The resume report: what a run came back with, what it did not, and which snapshots were passed over."""
+"""The resume report as values and text: what a run came back with, what it did not, and which snapshots were passed
+over.
+"""
 
 from __future__ import annotations
 

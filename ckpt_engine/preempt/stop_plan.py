@@ -1,4 +1,4 @@
-"""What of a run becomes durable before its time is over, and how others see that.
+"""Decides what of a run becomes durable before its time is over, and shows it to others (the board, Prometheus).
 
 One writer writes snapshots to the nearest tier one after the other; each further tier copies them from there. So a
 snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written. `plan_stop`

@@ -1,4 +1,4 @@
-"""Choose what to resume from: the newest snapshot that is whole, over all places that have a copy, or a part."""
+"""Chooses what to resume from: the newest snapshot that is whole, over all places that have a copy, or a part."""
 
 from __future__ import annotations
 

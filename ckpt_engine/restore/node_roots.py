@@ -1,4 +1,5 @@
-"""The folders of several nodes as one place, while their ranks load together: each node has a part of every snapshot.
+"""The folders of several nodes as one place, while their ranks load together: each node has a part of every snapshot,
+and the others ask it over the network, again where a connection breaks.
 
 Their partial manifests are one, and so are their data files. The leader of each folder lends its objects, read-only.
 

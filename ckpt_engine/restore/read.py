@@ -1,4 +1,4 @@
-"""Read the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way.
+"""Reads the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way.
 
 Arrays that lie in pieces, or are encoded, are put together by `read`.
 

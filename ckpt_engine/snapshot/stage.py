@@ -1,4 +1,4 @@
-"""Stage one snapshot into an arena slot: eagerly before training goes on, or lazily behind a fence.
+"""Stages one snapshot into an arena slot: eagerly before training goes on, or lazily behind a fence.
 
 Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what does not change before the next update
 on a background thread while forward and backward run. `fence` waits for the rest and helps with it.

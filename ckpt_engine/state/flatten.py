@@ -1,4 +1,5 @@
-"""Flatten a state tree into arrays, values and a skeleton, reusing the skeleton while the structure stays the same.
+"""Walks a state: arrays, values, and a skeleton of what each container is and has beside its items; the skeleton is
+used again while the structure stays the same.
 
 Two passes share one traversal order. `scan` is the fast one, run at every snapshot: it collects the live arrays, the
 encoded values of the other leaves, and a signature of the structure. Only when the signature differs from the cached

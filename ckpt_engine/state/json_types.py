@@ -1,9 +1,8 @@
-"""Typed JSON nodes for Python objects that JSON does not know (docs/format.md, "Tree").
+"""One Python object as typed JSON that JSON itself does not know (docs/format.md, "Tree"), and the classes and dtypes
+that a snapshot names, found without running their code.
 
 Scalars become one JSON node (`encode_scalar`); containers give their children and a function that wraps the encoded
 children again (`open_container`). Decoding is in `ckpt_engine.state.rebuild`.
-
-Finds the classes and dtypes that a snapshot names, and makes objects of them, without running any code of theirs.
 
 A snapshot is not trusted, and what lies in the modules of this process may do anything when it is merely looked at:
 `getattr` on a module may import, on a metaclass or a descriptor may run a program. So a class is taken only as it lies

@@ -1,4 +1,4 @@
-"""Plan where every array of a state goes in the container, and keep the plan while the structure stays the same.
+"""Plans where every array of a state goes in the container, and keeps the plan while the structure stays the same.
 
 Where a component has very many small arrays these are packed, and described in a schema (docs/format.md).
 """

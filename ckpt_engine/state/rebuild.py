@@ -1,4 +1,5 @@
-"""Rebuilds a state tree from the typed JSON of a manifest, with the classes of its objects where they are there.
+"""Makes a state again from the typed JSON of a manifest: with the classes of its objects, or plain containers where a
+class is missing.
 
 No code from the snapshot runs, nor any that it names: see `json_types`. A class that is not there, or not of the kind
 that the node says, comes back as a plain equivalent, and `Rebuilder.notes` says so.

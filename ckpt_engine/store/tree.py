@@ -1,6 +1,5 @@
-"""The grammar of the tree in a manifest (docs/format.md, "Tree"): checks it before anything follows it. No torch.
-
-Fill a skeleton: put the values of one snapshot into the JSON tree that stays the same between snapshots.
+"""The tree in a manifest (docs/format.md, "Tree"): its grammar is checked before anything follows it, and the skeleton
+that snapshots share gets the values of one of them. No torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One thread that does the jobs of a trainer, first in, first out, and keeps the newest one."""
+"""Makes the parts of a writer that its settings ask for (nearest tier, further tiers, replicas, parity), and does the
+jobs of the trainer one after another on one thread.
+"""
 
 from __future__ import annotations
 

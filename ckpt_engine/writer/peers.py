@@ -1,4 +1,5 @@
-"""What a rank's writer has to do with those of other machines: mirrors its share, keeps theirs, serves both.
+"""What a rank's writer does with those of other machines: mirrors its share there, keeps theirs, makes parity, serves
+both.
 
 Sends what a rank's writer holds to the writers that keep it on other machines, the newest snapshot first.
 

@@ -1,4 +1,5 @@
-"""Makes staged snapshots durable one after another, at the nearest tier that works, and then applies retention.
+"""Opens the nearest tier, and says who waits for what further tiers know of the run; then makes staged snapshots
+durable one after another, and applies retention.
 
 It knows nothing of processes, threads or sockets: orders come in, messages go out through `emit`.
 """

@@ -1,4 +1,5 @@
-"""The nearest tier as the writers of all ranks work on it: its lease, its room, its retention, and shares of it.
+"""The nearest tier once it is open, also where the writers of all ranks share it: its lease, its room, its retention,
+and shares of a snapshot.
 
 Takes the lease of the nearest tier for a writer: who asks, for whom it waits, and what the one before has left.
 """

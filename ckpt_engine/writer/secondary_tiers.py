@@ -1,4 +1,5 @@
-"""All further tiers of one writer: their threads, what they need of the nearest tier, and their status.
+"""All further tiers of one writer: asks them at the start what they know of the run, runs a thread for each, and says
+how they are.
 
 A further tier as the leader of another node than rank 0's works on it: it copies its part of what is asked for.
 """

@@ -1,4 +1,4 @@
-"""The writer process: receives from the trainer, lets a thread write, and always ends by itself.
+"""The main loop of the writer process: receives from the trainer, notices that it is gone, and always ends by itself.
 
 It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
 the arena alive), at most `drain_seconds` long. With memory it finishes the job at hand and the newest snapshot, and

@@ -1,4 +1,5 @@
-"""Runs of a user's script or test suite in processes of their own, and what they report.
+"""Runs a user's script or test suite in processes of its own, from an empty folder or one that is cut back to an
+earlier step, and reads what they report.
 
 `PythonCommand` takes a command line such as `python -u train.py --lr 1` apart, so that its script runs in a rehearsal.
 `Suite` runs tests without us and with our callback in every Trainer, and compares.

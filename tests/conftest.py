@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpt_engine.writer import launch
-from tests.support import forked_writers
+from tests.support import interpreters
 
 gc.disable()  # while tests are collected, which leaves nothing to free
 pytest_plugins = ("tests.support.workers",)
@@ -34,7 +34,7 @@ settings.load_profile("same")
 @pytest.fixture(autouse=True, scope="session")
 def writers_are_forked() -> None:
     """Those that this process starts."""
-    forked_writers.patch(launch)
+    interpreters.fork_writers(launch)
 
 
 def pytest_collection_finish() -> None:
@@ -52,7 +52,8 @@ def pytest_collection_finish() -> None:
     # From Python 3.14 on loader workers are forks of a process that would import these for each of them.
     heavy = ("torch", "lightning.pytorch", "transformers")
     multiprocessing.set_forkserver_preload([name for name in heavy if name in sys.modules])
-    _freeze()
+    gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 

@@ -101,12 +101,10 @@ def _modules_of_user() -> Iterator[tuple[str, Any]]:
 
     Of thousands of modules only those of packages that are not known yet are looked at: each look reads cold memory.
     """
-    for name in tuple(sys.modules):
+    for name in [one for one in tuple(sys.modules) if one not in _FOREIGN]:
         package = name.partition(".")[0]
-        if package in _FOREIGN or name in _FOREIGN:
-            continue
-        if is_standard_name(name) or _is_foreign_package(sys.modules.get(package)):
-            _FOREIGN.add(package)
+        if package in _FOREIGN or is_standard_name(name) or _is_foreign_package(sys.modules.get(package)):
+            _FOREIGN.update((package, name))
         elif not (file := _own(module := sys.modules.get(name), "__file__") or "").endswith(".py") or _is_foreign(file):
             _FOREIGN.add(name)
         else:

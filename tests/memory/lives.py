@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from tests.support.trainers import ForkServer, log
+from tests.support.writers import writers_of
 
 PATIENCE_SECONDS = 120.0
-ENTRY = "writer/__main__.py"
 
 
 class Trainers(ForkServer):
@@ -84,13 +84,10 @@ class Life:
 
     def writer(self) -> psutil.Process | None:
         """The writer it has now."""
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.pid).children():
-                with suppress(psutil.NoSuchProcess):
-                    if any(word.endswith(ENTRY) for word in child.cmdline()):
-                        if child not in self.writers:
-                            self.writers.append(child)
-                        return child
+        for one in writers_of(self.pid):
+            if one not in self.writers:
+                self.writers.append(one)
+            return one
         return None
 
     def kill(self) -> None:

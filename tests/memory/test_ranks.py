@@ -17,11 +17,12 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.commit_of_ranks import follow
-from tests.memory.lives import ENTRY, until
+from tests.memory.lives import until
 from tests.memory.rank_host import open_rank
 from tests.ranks.runs import SharedStore, on_all
 from tests.ranks.train_plain import check, state_of
 from tests.support import interpreters
+from tests.support.writers import writers_of
 
 REPOSITORY = Path(__file__).parents[2]
 MOST_LOST = 2
@@ -51,10 +52,6 @@ class Host:
     def until_step(self, step: int) -> None:
         while int(self._line()[1]) < step:
             pass
-
-    def writers(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if any(word.endswith(ENTRY) for word in child.cmdline())]
 
     def kill(self) -> int:
         """The last step that it had begun."""
@@ -166,7 +163,7 @@ def test_a_share_that_is_gone_with_its_writer_makes_the_durable_tier_serve(tmp_p
     host = Host(root, 2, durable_every=4)
     host.until_step(12)
     until(lambda: list((root / names.MANIFESTS).glob("*-s0000000004-*")), lambda: "step 4 is not durable")
-    host.writers()[1].kill()
+    writers_of(host.process.pid)[1].kill()
     host.kill()
     step, place = resumed(root, 2)
     assert place == f"file://{root}"

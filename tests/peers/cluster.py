@@ -12,9 +12,9 @@ from typing import Any, Self
 import psutil
 from torch.distributed import TCPStore
 
-from tests.memory.lives import ENTRY
 from tests.ranks.launch import REPOSITORY
 from tests.support import interpreters
+from tests.support.writers import writers_of
 
 
 class Node:
@@ -48,7 +48,7 @@ class Node:
 
     def kill(self, *, writers: bool) -> None:
         """End it; its lines are read to the end."""
-        found = self._writers() if writers else []
+        found = writers_of(self.process.pid) if writers else []
         self.process.kill()
         _end(found)
         assert self.process.stdout is not None
@@ -59,15 +59,7 @@ class Node:
 
     def kill_writers(self) -> None:
         """End only those; the trainers go on."""
-        _end(self._writers())
-
-    def _writers(self) -> list[psutil.Process]:
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.NoSuchProcess):
-                if any(word.endswith(ENTRY) for word in child.cmdline()):
-                    found.append(child)
-        return found
+        _end(writers_of(self.process.pid))
 
     def _read(self, line: str) -> None:
         what, *rest = line.split()

@@ -28,6 +28,7 @@ from ckpt_engine.writer.launch import ThreadWriter, open_client
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.support import interpreters
+from tests.support.writers import writers_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -89,14 +90,12 @@ def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path,
     processes.start()
     command = [sys.executable, "-m", "tests.persist.trainer", str(processes.root), str(tmp_path / "log"), "leave"]
     trainer = interpreters.Popen([*command, "process"], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
-    while not children.read_text() or not is_put_off(int(children.read_text()), signal.SIGTERM):
+    while not (waiting := writers_of(trainer.pid)) or not is_put_off(waiting[0].pid, signal.SIGTERM):
         assert trainer.poll() is None
         os.sched_yield()
-    waiting = int(children.read_text())
     trainer.kill()
     trainer.wait(WAIT_SECONDS)
-    assert gone(waiting)
+    assert gone(waiting[0].pid)
 
 
 def test_a_forked_child_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:

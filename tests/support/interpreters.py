@@ -22,7 +22,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +29,8 @@ from typing import IO, Any, Self
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
+WRITER = ("ckpt_engine.writer.server", "ckpt_engine.writer.job_queue", "xxhash", "zstandard")
+"""What the process of a writer needs, and no test."""
 ENGINE = (
     *("numpy", "torch", "torch._dynamo"),  # the last by the first optimizer of each process
     *("ckpt_engine.checkpointer", "ckpt_engine.writer.client", "ckpt_engine.loop.tracker"),
@@ -40,8 +41,9 @@ MOTO = (*ENGINE, "moto.server", "moto.s3.responses")
 OURS = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 _MESSAGE_BYTES = 200_000
 _Stream = IO[Any] | int | None
-_started: list[subprocess.Popen[bytes]] = []
+_started: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
 """A fork of this process that forgets what this one does at its exit must not forget these: they run."""
+_servers: dict[tuple[str, ...], socket.socket] = {}
 
 
 def preload_of(module: str) -> tuple[str, ...]:
@@ -58,9 +60,10 @@ class Popen:
     """One process; it is killed by `kill`, not by leaving this object behind.
 
     Args:
-        arguments: `sys.executable`, `-W ignore` if needed, `-m MODULE`, `-c CODE` or a script, and what follows.
+        arguments: `sys.executable`, `-W ignore` or `-P`, then `-m MODULE`, `-c CODE` or a script, and what follows.
         stdin, stdout, stderr: a file, `subprocess.PIPE`, `DEVNULL`, or None: that of this process.
         cwd, env: its folder and its environment; None: those of this process.
+        pass_fds: it has these, one at most, under the same numbers.
         start_new_session: it has a session of its own.
         preload: what it finds imported.
         without_ours: nothing of our packages, whose modules it imports by itself.
@@ -76,6 +79,7 @@ class Popen:
         cwd: os.PathLike[str] | str | None = None,
         env: Mapping[str, str] | None = None,
         text: bool = False,
+        pass_fds: Sequence[int] = (),
         start_new_session: bool = False,
         preload: tuple[str, ...] = ENGINE,
         without_ours: bool = False,
@@ -93,11 +97,13 @@ class Popen:
             "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),  # noqa: PTH109
             "environment": dict(os.environ if env is None else env),
             "session": start_new_session,
+            "passed": list(pass_fds),
+            "asker": os.getpid(),
             "without": OURS if without_ours else (),
         }
-        descriptors = [for_stdin, for_stdout, for_stderr, for_status.fileno()]
+        descriptors = [for_status.fileno(), for_stdin, for_stdout, for_stderr, *pass_fds]
         socket.send_fds(server(preload), [json.dumps(job).encode()], descriptors)
-        for descriptor in descriptors[:3]:
+        for descriptor in (for_stdin, for_stdout, for_stderr):
             os.close(descriptor)
         for_status.close()
         self._status.settimeout(PATIENCE_SECONDS)
@@ -189,6 +195,16 @@ def run(
     return done
 
 
+def pid_of_server(preload: tuple[str, ...]) -> int:
+    """Of one that is no fork: `WRITER` or `ENGINE`."""
+    return _started[preload].pid
+
+
+def process_name(asker: int) -> str:
+    """What a process that this one has asked for is called."""
+    return f"of {asker}"
+
+
 def _stream(given: _Stream, number: int, *, text: bool) -> tuple[IO[Any] | None, int]:
     """Our end, if there is one, and the descriptor that the process gets."""
     if given == subprocess.PIPE:
@@ -202,21 +218,47 @@ def _stream(given: _Stream, number: int, *, text: bool) -> tuple[IO[Any] | None,
     return None, os.dup(given if isinstance(given, int) else given.fileno())
 
 
-@cache
 def server(preload: tuple[str, ...]) -> socket.socket:
-    """The server with these imports, which is there as long as this process: a fork of one that has the first."""
+    """The server with these imports, there as long as this process: where they include torch, a fork of `ENGINE`'s."""
+    if preload in _servers:
+        return _servers[preload]
+    process, writers = None, server(WRITER) if preload == ENGINE else None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        process = None
-        if preload == ENGINE:
-            command = [sys.executable, "-W", "ignore", "-m", __name__, str(its.fileno()), *preload]
-            process = subprocess.Popen(command, pass_fds=[its.fileno()], cwd=REPOSITORY)
-            _started.append(process)
+        if preload in (WRITER, ENGINE):
+            descriptors = [one.fileno() for one in (its, writers) if one is not None]
+            command = [sys.executable, "-W", "ignore", "-m", __name__, ",".join(map(str, descriptors)), *preload]
+            process = subprocess.Popen(command, pass_fds=descriptors, cwd=REPOSITORY)
+            _started[preload] = process
         else:
             socket.send_fds(server(ENGINE), [json.dumps({"serve": preload}).encode()], [its.fileno()])
     ours.settimeout(PATIENCE_SECONDS)
     atexit.register(_end, ours, process)
+    _servers[preload] = ours
     return ours
+
+
+def fork_writers(launch: Any) -> None:
+    """Let this process, and its forks, start the writers of `ckpt_engine.writer.launch` here.
+
+    Such a writer is one like any other, but that it is no child of its trainer: `writers_of` finds it. What sets
+    another interpreter or another entry starts a real one.
+    """
+    usual, interpreter = launch.ENTRY, sys.executable
+
+    class Starting:
+        """`subprocess` as `launch` sees it."""
+
+        PIPE, DEVNULL, TimeoutExpired = subprocess.PIPE, subprocess.DEVNULL, subprocess.TimeoutExpired
+
+        @staticmethod
+        def Popen(command: list[str], **options: Any) -> Any:
+            if command[:-1] != [interpreter, "-P", str(usual)]:
+                return subprocess.Popen(command, **options)
+            return Popen(command, preload=WRITER, **options)
+
+    server(WRITER)  # at once: a test may count what it leaves open
+    launch.subprocess = Starting
 
 
 def _end(server: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
@@ -231,10 +273,11 @@ def _end(server: socket.socket, process: subprocess.Popen[bytes] | None) -> None
 
 def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
     """Fork for each request until the other end is closed, and say how each fork ends."""
+    gc.disable()  # imports leave nothing to free
     for name in imports:
         import_module(name)
-    gc.collect()
     gc.freeze()  # no fork looks through what it only shares
+    gc.enable()
     waking, wake = socket.socketpair()
     wake.setblocking(False)
     waking.setblocking(False)
@@ -255,12 +298,12 @@ def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
                 with running.pop(pid) as listener, suppress(OSError):
                     listener.send(str(os.waitstatus_to_exitcode(status)).encode())
         if requests in ready:
-            message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 4)
+            message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 5)
             if not message:
                 signal.set_wakeup_fd(-1)
                 return
             job = json.loads(message)
-            listener = socket.socket(fileno=descriptors[-1])
+            listener = socket.socket(fileno=descriptors[0])
             pid = os.fork()
             if pid == 0:
                 for one in (requests, waking, wake, *running.values()):
@@ -270,8 +313,8 @@ def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
                     _serve(listener, job["serve"])
                     os._exit(0)
                 listener.close()
-                _live(job, descriptors[:3])
-            for descriptor in descriptors[:-1]:
+                _live(job, descriptors[1:])
+            for descriptor in descriptors[1:]:
                 os.close(descriptor)
             running[pid] = listener
             if "serve" in job:
@@ -288,9 +331,10 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if job["session"]:
             os.setsid()
-        for number, descriptor in enumerate(descriptors):
+        Path("/proc/self/comm").write_text(process_name(job["asker"]))
+        for number, descriptor in zip((0, 1, 2, *job["passed"]), descriptors, strict=True):
             os.dup2(descriptor, number)
-            if descriptor > 2:
+            if descriptor > 2 and descriptor != number:
                 os.close(descriptor)
         os.chdir(job["cwd"])
         os.environ.clear()
@@ -301,6 +345,8 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
             arguments = arguments[2:]
         else:
             warnings.resetwarnings()
+        safe_path = arguments[0] == "-P"
+        arguments = arguments[safe_path:]
         for name in [one for one in sys.modules if one.partition(".")[0] in job["without"]]:
             del sys.modules[name]
         sys.path[:0] = [one for one in job["environment"].get("PYTHONPATH", "").split(os.pathsep) if one]
@@ -314,7 +360,7 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
-            sys.path[0:0] = [str(Path(arguments[0]).absolute().parent)]
+            sys.path[0:0] = [] if safe_path else [str(Path(arguments[0]).absolute().parent)]
             runpy.run_path(arguments[0], run_name="__main__")
         status = 0
     except SystemExit as end:
@@ -335,5 +381,13 @@ def _live(job: dict[str, Any], descriptors: Sequence[int]) -> None:
         os._exit(status if isinstance(status, int) else 0 if status is None else 1)
 
 
+def _main(descriptors: str, *imports: str) -> None:
+    requests, *writers = (socket.socket(fileno=int(one)) for one in descriptors.split(","))
+    if writers:
+        (_servers[WRITER],) = writers
+        fork_writers(import_module("ckpt_engine.writer.launch"))
+    _serve(requests, imports)
+
+
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    _main(*sys.argv[1:])

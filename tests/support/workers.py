@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,8 @@ LONGEST = (
     *("memory/", "restore/", "preempt/"),
 )
 """Files that take long begin first, waiting ones beside computing ones: no worker is left with one at the end."""
+TOGETHER = "house"
+"""The tests of this folder read the same code, which is parsed once for all of them."""
 _INDEX = struct.Struct("=H")
 
 
@@ -72,9 +75,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def _files(items: list[pytest.Item]) -> list[list[pytest.Item]]:
     """The tests by file, those first that take long."""
-    files = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
+    files = [list(group) for _, group in itertools.groupby(items, lambda item: _part(item.path))]
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     return sorted(files, key=lambda one: next((ranks[n] for n in LONGEST if f"tests/{n}" in str(one[0].path)), 99))
+
+
+def _part(path: Path) -> Path:
+    return path.parent if path.parent.name == TOGETHER else path
 
 
 def _taken(queue: int) -> Iterator[int]:

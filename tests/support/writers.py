@@ -1,15 +1,16 @@
-"""Writers that do nothing for a while."""
+"""The writers of a process, and one that does nothing for a while."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.writer.launch import ProcessWriter
+from ckpt_engine.writer.launch import ENTRY, ProcessWriter
+from tests.support import interpreters
 
 PATIENCE_SECONDS = 60.0
 
@@ -31,3 +32,18 @@ def no_writing(ckpt: Checkpointer) -> Iterator[None]:
         yield
     finally:
         process.resume()
+
+
+def writers_of(pid: int) -> list[psutil.Process]:
+    """Those that a trainer has started and that live: children of it, or forks that it has asked for."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if str(ENTRY) in one.cmdline():
+                    found.append(one)
+    for one in psutil.Process(interpreters.pid_of_server(interpreters.WRITER)).children():
+        with suppress(psutil.NoSuchProcess):
+            if one.name() == interpreters.process_name(pid):
+                found.append(one)
+    return found

@@ -46,6 +46,7 @@ def pytest_collection_finish() -> None:
         importlib.import_module("torch._dynamo")
         _seeds_note_no_stack()
         _loggers_of_torch_propagate()
+        _loaders_end_soon()
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None:
         registry.entry_points = cache(registry.entry_points)
@@ -69,6 +70,15 @@ def _loggers_of_torch_propagate() -> None:
     for name, one in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "torch" and isinstance(one, logging.Logger):
             one.propagate = True
+
+
+def _loaders_end_soon() -> None:
+    """A loader that only the garbage collector ends waits so long for each of its workers before it terminates it.
+
+    Its queue may be collected before it: then no worker hears that it is to end, and torch waits 5 s for each. That may
+    be between two tests.
+    """
+    importlib.import_module("torch.utils.data._utils").MP_STATUS_CHECK_INTERVAL = 0.1  # type: ignore[attr-defined]
 
 
 def _freeze() -> None:
@@ -99,13 +109,3 @@ def other_tests_are_foreign(request: pytest.FixtureRequest) -> None:
 def _engines() -> list[Any]:
     ownership = sys.modules.get("ckpt_engine.snapshot.ownership")
     return [] if ownership is None else list(ownership._tenures.values())
-
-
-@pytest.fixture(autouse=True)
-def loaders_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader that only the garbage collector ends waits so long for each of its workers before it terminates it.
-
-    Its queue may be collected before it: then no worker hears that it is to end, and torch waits 5 s for each.
-    """
-    if "torch" in sys.modules:
-        monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)

@@ -1,5 +1,5 @@
-"""The passes of a script over its loaders, several of each among them: which are active, how they end, and which are
-passed through after a resume.
+"""The passes of a script over its loaders, several of each among them: which are active, how they end, what the
+script does behind its step call, and which are passed through after a resume.
 """
 
 from __future__ import annotations

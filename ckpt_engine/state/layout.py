@@ -1,5 +1,5 @@
-"""Plans where every array of a state goes in the container, and keeps the plan while the structure stays the same. Where
-a component has very many small arrays these are packed, and described in a schema (docs/format.md).
+"""Plans where every array of a state goes in the container, and keeps the plan while the structure stays the same.
+Where a component has very many small arrays these are packed, and described in a schema (docs/format.md).
 """
 
 from __future__ import annotations

@@ -91,12 +91,12 @@ class Cadence:
     _mark: float
     _memory_review: int
     _next: int
+    _obstacle: str | None
     _paused: float
     _pending: str | None
     _quiet_step: int
     _retry_time: float
     _settled: list[Settled]
-    _skip_told: bool
     _taken_step: int
     _taken_time: float
     _taken_trained: float
@@ -121,6 +121,8 @@ class Cadence:
         self._account = Account()
         self._step_seconds = 0.0
         self._decided: object = None
+        self.overtaken = 0
+        """Snapshots that were not taken, because the next one was due before a slot was free."""
         self._begin(0, self._began)
         self._next = _NOT_STARTED
 
@@ -220,16 +222,14 @@ class Cadence:
         stall, wait = measured(stall_seconds), measured(wait_seconds)
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
-        if wait > 0.0:
-            self._held_back = True
+        self._held_back |= wait > 0.0
         if len(self._in_flight) == _MOST_IN_FLIGHT:
             self._in_flight.popleft()
         if self._adaptive is not None:
             self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
         self._in_flight.append(UnsettledSnapshot(step, now - stall, stall))
         self._disturbed = True
-        self._pending = None
-        self._skip_told = False
+        self._pending = self._obstacle = None
         self._retry_time = -math.inf
         self._taken_step, self._taken_time, self._taken_trained = step, now, self._account.training_seconds
         self._wake_step = -1
@@ -265,8 +265,8 @@ class Cadence:
             self._held_back = True
         elif reason == "error":
             self._retry_time = self._now() + RETRY_SECONDS
-        if not self._skip_told:
-            self._skip_told = True
+        told, self._obstacle = self._obstacle, reason
+        if told is None:
             self._sink.emit(SnapshotSkipped(step=step, reason=reason))
 
     def committed(
@@ -405,8 +405,8 @@ class Cadence:
             self._memory.restart(step, now)
         self._in_flight = deque()
         self._settled = []
-        self._pending = None
-        self._skip_told = self._held_back = self._disturbed = False
+        self._pending = self._obstacle = None
+        self._held_back = self._disturbed = False
         self._mark = self._taken_time = self._durable_instant = now
         self._paused = self._taken_trained = 0.0
         self._failures_in_a_row = 0
@@ -415,8 +415,7 @@ class Cadence:
         self._taken_step = self._durable_step = self._quiet_step = step
         self._warm_up = WARM_UP_STEPS
         self._add_clean = self._add_warm_up
-        self._wake_step = -1
-        self._wake_time = math.inf
+        self._wake_step, self._wake_time = -1, math.inf
         self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
 
     def _add_warm_up(self, _seconds: float) -> None:
@@ -462,6 +461,7 @@ class Cadence:
                 self._quiet_step = step
         fired = self._fixed.fire(step, now)
         self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
+        self.overtaken += bool(fired and self._pending and self._obstacle == "busy")
         if self._pending is None:
             self._pending = fired or (INTERVAL if self._interval_due(step, now) else None)
         if self._pending is None:

@@ -179,7 +179,7 @@ class Halt:
             overhead = f"overhead {share(self._cadence.overhead_fraction)}{budget}"
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)
-            announce(self._log, self._watch.summary(overhead, resumed))
+            announce(self._log, self._watch.summary(overhead, resumed, self._cadence.overtaken))
             best = self._engine.config.root_keep.best
             if best is not None and self.metrics is not None and best.monitor not in self.metrics:
                 have = ", ".join(sorted(self.metrics)[:5]) or "none"

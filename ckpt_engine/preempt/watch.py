@@ -223,12 +223,13 @@ class PreemptionWatch:
         behind = "" if lost <= 0 else f", {lost} step{'s' if lost > 1 else ''} behind"
         return f"step {near.newest_step} is durable on {near.url}{behind}"
 
-    def summary(self, overhead: str, resumed: tuple[int, str] | None) -> str:
+    def summary(self, overhead: str, resumed: tuple[int, str] | None, skipped: int) -> str:
         """What the run has done, for people, when it is over.
 
         Args:
             overhead: what snapshots cost, as a text.
             resumed: the step of the snapshot from which it has gone on, and where that was.
+            skipped: how many snapshots were due and not taken, as earlier ones were still being written.
         """
         if self._first is None and not self.unseen:  # its trainer has found before the first step that it is complete
             return "nothing was left to train" + (f"; step {resumed[0]} is durable on {resumed[1]}" if resumed else "")
@@ -237,7 +238,8 @@ class PreemptionWatch:
             nothing = self._step == self._first and not self.unseen
             what = "nothing was left to train" if nothing else "no snapshot was taken"
             return f"{what}; {self.durable()}"
-        many = f"{count(standing.committed, 'snapshot')}, {standing.failed} failed"
+        busy = f"{skipped:,} skipped because earlier ones were still being written, " if skipped else ""
+        many = f"{count(standing.committed, 'snapshot')}, {busy}{standing.failed} failed"
         stall = f"longest stall {duration(standing.longest_stall_seconds)}"
         return f"{many}; {overhead}; {stall}; {self.durable()}"
 

@@ -92,9 +92,14 @@ def test_a_skipped_snapshot_stays_due_with_its_reason_and_is_told_once() -> None
     for _ in range(7):  # passes the next multiple: still one snapshot
         rig.cadence.skipped(rig.step, "busy")
         assert rig.go() == "every_n_steps"
+    assert rig.cadence.overtaken == 1
     rig.take()
     assert rig.go(2) is None
     assert [event for event in rig.sink.events if isinstance(event, SnapshotSkipped)] == [SnapshotSkipped(5, "busy")]
+    rig.go()
+    rig.cadence.skipped(rig.step, "accumulating")
+    rig.go(5)
+    assert rig.cadence.overtaken == 1, "the writer had time"
 
 
 def test_a_second_postponed_snapshot_is_told_again() -> None:

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.log import announce, is_heard
+from ckpt_engine.store.storage.local import LocalStorage
 from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
@@ -167,6 +170,31 @@ def test_a_loop_of_which_no_snapshot_can_be_taken_says_so(tmp_path: Path, caplog
     assert "3 optimizer steps, and no tracked loader was asked for a batch" in caplog.text
     assert "no snapshot was taken; no snapshot is durable on" in caplog.text
     assert "nothing was left" not in caplog.text
+
+
+def test_the_end_says_how_many_snapshots_were_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six that are due the first one is being written until the loop ends, and the last one is taken then."""
+    caplog.set_level(logging.INFO)
+    put, written = LocalStorage.put, threading.Event()
+
+    def slow(storage: LocalStorage, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        assert not name.startswith("data/") or written.wait(60)
+        put(storage, name, blocks, exclusive=exclusive)
+
+    monkeypatch.setattr(LocalStorage, "put", slow)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, writer="thread", every_n_steps=1, slots=1) as ckpt:
+        run = ckpt.track(model=model, optimizer=optimizer)
+        for _ in range(run.global_step, 6):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            run.step()
+        written.set()
+    said = "2 snapshots, 4 skipped because earlier ones were still being written, 0 failed; "
+    assert said in caplog.text, caplog.text
 
 
 @pytest.mark.parametrize(("monitor", "said"), [("val_los", 1), ("val_loss", 0)])

@@ -9,6 +9,7 @@ one does `describe` run: it builds the typed JSON skeleton with a path for every
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 import pickle
 from collections import OrderedDict
@@ -31,6 +32,7 @@ try:
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_BYTES = 64
@@ -67,7 +69,7 @@ class Forms:
     """Of all arrays of a state: class, dtype, device, layout, shape, strides, gradient, and whether a view negates.
 
     Compared in one call, which takes a tenth of the time that the questions take one by one. Where torch does not give
-    that call, or it misses something, no arrays have them: then each snapshot is planned, which is slower.
+    that call, or it misses something, no arrays have them: then each snapshot is planned, which is slower, and said.
     """
 
     def __init__(self, arrays: Sequence[torch.Tensor]) -> None:
@@ -138,9 +140,12 @@ def _are_told() -> bool:
             ]
             guards = _guards([one, one.clone()])
             with _any_mode():
-                return guards.check(one.clone(), one) and not any(guards.check(one, other) for other in others)
+                told = guards.check(one.clone(), one) and not any(guards.check(one, other) for other in others)
     except Exception:  # noqa: BLE001 - whatever another version does with a name that is not public
-        return False
+        told = False
+    if not told:
+        _log.info("this torch does not compare the forms of tensors in one call: each snapshot is planned")
+    return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +168,13 @@ class ComponentSkeleton:
     leaves: tuple[ArrayLeaf, ...]
 
 
+@torch.inference_mode(False)
 def bytes_tensor(data: bytes | bytearray) -> torch.Tensor:
     """A uint8 tensor over a private copy of `data`."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+@torch.inference_mode(False)
 def array_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor with the array's elements; a uint8 tensor of its bytes where torch has no such dtype."""
     native = array.dtype.newbyteorder("=")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +84,7 @@ def test_whether_gradients_are_counted_does_not_hide_a_change(mode) -> None:
 def test_one_plan_serves_whatever_mode_a_snapshot_is_taken_in() -> None:
     """Planning 10,000 tensors again because a loop has autocast around it would cost it as long as training a step."""
     planner, state = Planner(Flattener()), {"w": torch.nn.Parameter(torch.ones(4)), "t": torch.ones(2, 3)}
+    state |= {"bytes": b"x" * 100, "array": np.ones(3)}
     first = planner.capture(state)
     for mode in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.enable_grad()):
         with mode:
@@ -89,16 +94,23 @@ def test_one_plan_serves_whatever_mode_a_snapshot_is_taken_in() -> None:
         assert again.capture(state).plan is inside.plan
 
 
-def test_a_torch_that_does_not_tell_of_changes_costs_a_plan_for_each_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared with is not public, and may be gone or tell something else."""
-    monkeypatch.setattr(flatten, "_are_told", flatten._are_told.__wrapped__)
-    for missing in (None, lambda *_, **__: SimpleNamespace(check=lambda *_: True)):
-        monkeypatch.setattr(flatten, "TensorGuards", missing)
-        planner, state = Planner(Flattener()), tied_state()
-        first = planner.capture(state)
-        assert planner.capture(state).plan is not first.plan
-        state["a"] = torch.ones(5)
+@pytest.mark.parametrize("missing", [None, lambda *_, **__: SimpleNamespace(check=lambda *_: True)])
+def test_a_torch_that_does_not_tell_of_changes_costs_a_plan_for_each_snapshot(
+    missing: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is compared with is not public, and may be gone or tell something else; said once."""
+    caplog.set_level(logging.INFO)
+    states = [tied_state(), tied_state() | {"a": torch.ones(5)}]
+    usual = [Planner(Flattener()).capture(state).plan for state in states]
+    monkeypatch.setattr(flatten, "_are_told", cache(flatten._are_told.__wrapped__))
+    monkeypatch.setattr(flatten, "TensorGuards", missing)
+    planner = Planner(Flattener())
+    for state, plan in zip(states, usual, strict=True):
+        found = planner.capture(state).plan
+        assert planner.capture(state).plan is not found
+        assert (found.header, found.layout, found.trees) == (plan.header, plan.layout, plan.trees)
         assert same(through_arena(state, planner), state)
+    assert caplog.text.count("does not compare the forms of tensors in one call") == 1, caplog.text
 
 
 def test_a_small_tensor_of_very_many_that_becomes_a_negative_view_comes_back_right() -> None:

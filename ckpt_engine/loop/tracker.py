@@ -353,7 +353,9 @@ class Tracker(LoopProgress):
             self._stopping.close()
 
     def _take_at_end(self) -> None:
-        if (reason := self._run.cadence.ended(self._steps)) is not None:
+        # Its last batches may have changed what no optimizer steps, after a snapshot of this step.
+        over = "end" if self._training is not None and self._training.finished else None
+        if (reason := self._run.cadence.ended(self._steps) or over) is not None:
             states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
             self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
 
@@ -374,9 +376,8 @@ class Tracker(LoopProgress):
             return None
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         states = self._positions()
-        if obstacle or is_at_end(states[feed.name]):
-            return None
-        return self._run.take(self._instant(feed, states), reason)
+        over = obstacle or is_at_end(states[feed.name])
+        return None if over else self._run.take(self._instant(feed, states), reason)
 
     def _positions(self) -> dict[str, Any]:
         return self._resume.waiting | self._loops.positions()

@@ -402,3 +402,24 @@ def test_a_loop_without_a_loader_ends_with_its_last_step(tmp_path: Path) -> None
     assert train(8) == [6, 7]
     with Checkpointer(tmp_path) as ckpt:
         assert ckpt.snapshots()[-1].step == 8
+
+
+def test_the_end_is_saved_where_no_step_comes_after_the_last_snapshot(tmp_path: Path) -> None:
+    """The loop leaves out the step of its last batch, which batch norm has seen; once more it has nothing to train."""
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Augmented(20), batch_size=5)
+        with Checkpointer(tmp_path, every_n_steps=1) as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+            for _ in range(run.epoch, 2):
+                for batch, (x, _, _) in enumerate(loader):
+                    loss = model(x).square().sum()
+                    durable(ckpt)
+                    if (run.epoch, batch) != (1, 3):
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+        with Checkpointer(tmp_path) as ckpt:
+            assert [one.step for one in ckpt.snapshots() if one.reason == "end"] == [7]
+            assert torch.equal(ckpt.load()["model"]["1.running_var"], model[1].running_var)

@@ -55,6 +55,7 @@ from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.state.compatibility import as_rank, own_trees, require_fit, size_of
+from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import packs
 from ckpt_engine.store.decode import stored_pieces
@@ -162,7 +163,7 @@ def load(
     def fits(found: Manifest) -> None:
         manifest = as_rank(found, rank)
         if into is not None:
-            require_fit(into, manifest)
+            require_fit(into, shapes_of(into), manifest)
         if check is not None:
             check(manifest)
 

@@ -10,11 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ckpt_engine.errors import MismatchError, ResumeError, StateError
-from ckpt_engine.state.flatten import MAX_DEPTH, show_path
-from ckpt_engine.state.sharding import FlatPart
+from ckpt_engine.errors import MismatchError, ResumeError
 from ckpt_engine.store.manifest import RANKS, Manifest
 from ckpt_engine.store.tree import TreePath
 
@@ -134,33 +130,14 @@ def own_trees(manifest: Manifest) -> dict[int, Mapping[str, Any]]:
     return {int(rank): tree for rank, tree in manifest.tree.get(RANKS, {}).items()}
 
 
-def require_fit(into: Any, manifest: Manifest) -> None:
-    """Raises where the snapshot has other tensors than `into`, but for components that are None there.
+def require_fit(into: Any, shapes: Shapes, manifest: Manifest) -> None:
+    """Raises where the snapshot has others than `into`, whose shapes these are, but for components that are None there.
 
     Raises:
         MismatchError: names them.
-        StateError: `into` is nested deeper than any state that can be saved.
     """
     # Deeper down a None may be what a fresh optimizer has, and what the snapshot has must not get lost.
     made = {str(key) for key, value in into.items() if value is None} if isinstance(into, Mapping) else set()
     found = {path: shape for path, shape in tensor_shapes(manifest).items() if path.split("/")[0] not in made}
     hint = "use the state this run was started with; None takes a component as it is read: into={..., 'rng': None}"
-    require_match(_shapes(into), found, what="state", snapshot=manifest.info.id, hint=hint)
-
-
-def _shapes(
-    node: Any, path: TreePath = (), found: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the live tensors of a state, by "/"-joined path, in `found`."""
-    found = {} if found is None else found
-    if len(path) > MAX_DEPTH:
-        raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
-    if isinstance(node, torch.Tensor | FlatPart):
-        found[show_path(path) if path else ""] = tuple(node.shape)
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
-            _shapes(child, (*path, key), found)
-    elif isinstance(node, list | tuple):
-        for index, child in enumerate(node):
-            _shapes(child, (*path, index), found)
-    return found
+    require_match(shapes, found, what="state", snapshot=manifest.info.id, hint=hint)

@@ -518,3 +518,25 @@ def problems(node: Any, root: TreePath, flattener: Flattener) -> str | None:
 
 LazyPredicate = Callable[[TreePath], bool]
 """True for array leaves that do not change before the next fence."""
+
+
+def shapes_of(
+    node: Any, path: TreePath = (), found: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the live tensors of a state, by "/"-joined path, in `found`.
+
+    Raises:
+        StateError: it is nested deeper than any state that can be saved.
+    """
+    found = {} if found is None else found
+    if len(path) > MAX_DEPTH:
+        raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
+    if isinstance(node, torch.Tensor | sharding.FlatPart):
+        found[show_path(path) if path else ""] = tuple(node.shape)
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            shapes_of(child, (*path, key), found)
+    elif isinstance(node, list | tuple):
+        for index, child in enumerate(node):
+            shapes_of(child, (*path, index), found)
+    return found

@@ -16,7 +16,7 @@ from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Fetch, Rooms
+from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -405,7 +405,8 @@ class Sources:
         self._storages = list(storages)
         self.repairs: list[Repair] = []
         self._dead: set[int] = set()
-        self._turns = threading.BoundedSemaphore(self._storages[0].capabilities.reads_at_once)
+        first = self._storages[0]
+        self._turns = Turns(first.capabilities.reads_at_once, f"reading from {first.url}")
 
     @property
     def threads(self) -> int:
@@ -422,7 +423,7 @@ class Sources:
             CkptError: that of the first storage, if none can.
         """
         first: CkptError | None = None
-        with self._turns:
+        with self._turns.one():
             for number, storage in enumerate(self._storages):
                 if number in self._dead and number < len(self._storages) - 1:
                     continue

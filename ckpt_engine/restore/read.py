@@ -232,7 +232,7 @@ def stream_into(
     if not moves:
         return
     plain = [move for move in moves if move.piece.base is None]
-    filler, memory, rooms = _Filler(sources, manifest, fresh, landing), Memory(), Rooms()
+    filler, memory = _Filler(sources, manifest, fresh, landing), Memory()
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
@@ -247,8 +247,8 @@ def stream_into(
             # Work begins in this order, so that no thread waits for what no other has begun with.
             for one in batch.ranges:
                 one.data = pool.submit(one.read, sources, manifest, memory)
-            ready = sources.decoder(manifest, filler.read_base, batch.stored, rooms)
-            begun += [pool.submit(filler.fill_together, move, batch, ready, memory) for move in batch.moves]
+            ready = sources.decoder(manifest, filler.read_base, batch.stored, memory)
+            begun += [pool.submit(filler.fill_together, mates, batch, ready, memory) for mates in batch.moves]
         for done in begun:
             done.result()
     finally:
@@ -323,15 +323,16 @@ class _Filler:
         if self._landing is not None:
             self._landing.send(places)
 
-    def fill_together(self, move: Move, batch: Batch, decoder: Decoder, memory: Memory) -> None:
-        """One that is made of a chain."""
-        place = move if self._landing is None else self._landing.take([move])[0]
+    def fill_together(self, mates: Sequence[Move], batch: Batch, decoder: Decoder, memory: Memory) -> None:
+        """One that is made of a chain, or those of a group."""
+        places = mates if self._landing is None else self._landing.take(mates)
         if self._fresh:
-            host_memory.populate(place.address, place.piece.raw_nbytes)
-        decoder.read(place.entry, place.start, place.piece, _memory_of(place))
+            for place in places:
+                host_memory.populate(place.address, place.piece.raw_nbytes)
+        decoder.read_together(places[0].start, {place.entry: (place.piece, _memory_of(place)) for place in places})
         batch.done(memory)
         if self._landing is not None:
-            self._landing.send([place])
+            self._landing.send(places)
 
     def read_base(self, _: str, piece: Piece, out: memoryview) -> None:
         """Unverified."""
@@ -360,14 +361,15 @@ def _memory_of(move: Move) -> memoryview:
     return memoryview((ctypes.c_char * move.piece.raw_nbytes).from_address(move.address)).cast("B")
 
 
-def _together(moves: Sequence[Move]) -> list[Move]:
-    """Pieces of a group behind each other: what is decoded and not asked for soon is given up, and decoded again."""
-    return sorted(moves, key=lambda move: (move.piece.group, move.start if move.piece.group else 0))
-
-
-def _are_mates(move: Move, other: Move) -> bool:
-    """Whether they are of one group, whose pieces come out together."""
-    return move.piece.group == other.piece.group != () and move.start == other.start
+def _together(moves: Sequence[Move]) -> list[list[Move]]:
+    """Each by itself, but those of a group, which come out together."""
+    found: list[list[Move]] = []
+    for move in sorted(moves, key=lambda move: (move.piece.group, move.start if move.piece.group else 0)):
+        if found and move.piece.group == found[-1][0].piece.group != () and move.start == found[-1][0].start:
+            found[-1].append(move)
+        else:
+            found.append([move])
+    return found
 
 
 def _spans(moves: Sequence[Move]) -> list[list[Move]]:
@@ -383,8 +385,7 @@ def _spans(moves: Sequence[Move]) -> list[list[Move]]:
             joined = move.piece.offset + move.piece.nbytes - first.offset
             raw_nbytes += move.piece.raw_nbytes
             is_next = move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes
-            # Other threads would only wait for the one that decodes a group.
-            if is_next and joined <= READ_BYTES and (raw_nbytes <= READ_BYTES or _are_mates(move, spans[-1][-1])):
+            if is_next and joined <= READ_BYTES and raw_nbytes <= READ_BYTES:
                 spans[-1].append(move)
                 continue
         spans.append([move])
@@ -436,9 +437,9 @@ class Range:
 
 @dataclass(slots=True)
 class Batch:
-    """Pieces that are made of chains, and what is read for them before."""
+    """Pieces that are made of chains, those of a group together, and what is read for them before."""
 
-    moves: list[Move] = field(default_factory=list)
+    moves: list[list[Move]] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
     _found: dict[tuple[int, int], Range] = field(default_factory=dict)
     _done: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -461,7 +462,7 @@ class Batch:
         return there.data.result()[piece.offset - there.start :][: piece.nbytes]
 
     def done(self, memory: Memory) -> None:
-        """A piece is put together; after the last one nothing that was read is needed."""
+        """Pieces are put together; after the last ones nothing that was read is needed."""
         if next(self._done) == len(self.moves):
             for one in self.ranges:
                 assert one.data is not None
@@ -470,23 +471,23 @@ class Batch:
                 one.data = None
 
 
-def batches(manifest: Manifest, moves: Sequence[Move]) -> Iterator[Batch]:
+def batches(manifest: Manifest, together: Sequence[list[Move]]) -> Iterator[Batch]:
     """Pieces that have bases, in their order, a few at a time.
 
     Raises:
         CorruptError: the manifest does not say where a base is.
     """
     batch, deltas, nbytes = Batch(), list[Piece](), 0
-    for move in moves:
-        chain = chain_of(manifest, move.entry, move.start, move.piece)[:-1]
-        more = sum(piece.nbytes for piece in chain)
-        if batch.moves and nbytes + more > BATCH_BYTES and not _are_mates(move, batch.moves[-1]):
+    for mates in together:
+        more = [one for move in mates for one in chain_of(manifest, move.entry, move.start, move.piece)[:-1]]
+        more_bytes = sum(piece.nbytes for piece in more)
+        if batch.moves and nbytes + more_bytes > BATCH_BYTES:
             batch.plan(deltas)
             yield batch
             batch, deltas, nbytes = Batch(), [], 0
-        batch.moves.append(move)
-        deltas += chain
-        nbytes += more
+        batch.moves.append(mates)
+        deltas += more
+        nbytes += more_bytes
     if batch.moves:
         batch.plan(deltas)
         yield batch

@@ -6,12 +6,13 @@ What was encoded together is decoded together.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
-from ckpt_engine.errors import CorruptError, FormatError
+from ckpt_engine.errors import CorruptError, FormatError, StorageError
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
@@ -23,6 +24,8 @@ SPARE_BYTES = 512 << 20
 """Memory that was used and is kept for the next piece, at most."""
 MOST_DECODED = 8
 """Times that what a manifest names is decoded at most. Once is enough, but what is not asked for soon is made again."""
+TURN_SECONDS = 600.0
+"""Each request of a storage has a limit of its own, and few are in front."""
 FillBase = Callable[[str, int, Piece, memoryview], object]
 """`fill_base(entry, start, piece, out)` fills `out` with what a piece was encoded against."""
 _Key = tuple[str | None, tuple[str, ...], int]
@@ -57,10 +60,40 @@ def _at(manifest: Manifest, level: str | None, name: str, start: int) -> Piece |
     return None
 
 
+class Turns:
+    """At most so many at once.
+
+    Args:
+        what: what they wait for, in words.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._free = threading.BoundedSemaphore(most)
+        self._what = what
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Wait for a turn, and have it.
+
+        Raises:
+            StorageError: there was none for a long time.
+        """
+        if not self._free.acquire(timeout=TURN_SECONDS):
+            raise StorageError(f"{self._what}: none of those at it has come to an end within {TURN_SECONDS:.0f} s")
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
 class Rooms:
-    """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe."""
+    """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe.
+
+    `turns` are for what takes much of it: one more than there are cores, so that one can read.
+    """
 
     def __init__(self) -> None:
+        self.turns = Turns(len(os.sched_getaffinity(0)) + 1, "decoding")
         self._lock = threading.Lock()
         self._spare: list[mmap.mmap] = []
 
@@ -105,8 +138,8 @@ class Groups:
         self._kept: OrderedDict[_Key, dict[str, memoryview]] = OrderedDict()
         self._left_bytes: int | None = None
 
-    def fill(self, level: str | None, name: str, start: int, piece: Piece, out: memoryview) -> None:
-        """Fill `out` with a piece that has a group.
+    def fill(self, level: str | None, start: int, piece: Piece, outs: Mapping[str, memoryview]) -> None:
+        """Fill `outs`, by entry, with a piece that has a group, and others of it.
 
         Raises:
             CorruptError: it is damaged; names the entry.
@@ -118,13 +151,14 @@ class Groups:
             busy = self._busy.setdefault(key, threading.Lock())
         with busy:  # those who ask for the others wait: they will be there
             kept = self._take(key)
-            if name in kept:
-                out[:] = kept[name]
-                self._rooms.give(kept.pop(name))
+            if set(outs) <= set(kept):
+                for name, out in outs.items():
+                    out[:] = kept[name]
+                    self._rooms.give(kept.pop(name))
             else:
                 self._rooms.give(*kept.values())
-                kept = {one: self._rooms.take(out.nbytes) for one in piece.group if one != name}
-                self._decode(level, start, piece, {**kept, name: out})
+                kept = {one: self._rooms.take(piece.raw_nbytes) for one in piece.group if one not in outs}
+                self._decode(level, start, piece, {**kept, **outs})
             self._keep(key, kept)
 
     def _decode(self, level: str | None, start: int, piece: Piece, outs: dict[str, memoryview]) -> None:
@@ -329,23 +363,32 @@ class Decoder:
             NewerFormatError: an encoding that this version does not know.
             CkptError: whatever `fetch` raises.
         """
-        chain, wanted = chain_of(self._manifest, name, start, piece), piece.raw_digest
-        if self._quick is not None and wanted is not None:
+        self.read_together(start, {name: (piece, out)})
+
+    def read_together(self, start: int, wanted: Mapping[str, tuple[Piece, memoryview]]) -> None:
+        """As `read`, of several pieces of one group, by entry, which then need no memory but where they belong."""
+        if self._quick is not None:
             with suppress(FormatError):
-                self._quick._fill(name, start, chain, None, out)
-                if digest(out) == wanted:
+                self._quick._fill_together(start, wanted)
+                if all(digest(out) == piece.content_digest for piece, out in wanted.values()):
                     return
-        self._make(name, start, chain, None, out)
+        self._fill_together(start, wanted)
+        for name, (piece, out) in wanted.items():
+            _require(name, start, piece, out)
+
+    def _fill_together(self, start: int, wanted: Mapping[str, tuple[Piece, memoryview]]) -> None:
+        name, (piece, out) = next(iter(wanted.items()))
+        chain = chain_of(self._manifest, name, start, piece)
+        if piece.group:
+            with self._rooms.turns.one():  # once, however many groups this one is made of
+                self._groups.fill(None, start, piece, {one: place for one, (_, place) in wanted.items()})
+        else:
+            self._fill(name, start, chain, None, out)
 
     def decode(self, name: str, start: int, piece: Piece, stored: memoryview, out: memoryview) -> None:
         """As `read`, where the stored bytes of the piece are there, verified."""
-        self._make(name, start, chain_of(self._manifest, name, start, piece), stored, out)
-
-    def _make(self, name: str, start: int, chain: list[Piece], stored: memoryview | None, out: memoryview) -> None:
-        self._fill(name, start, chain, stored, out)
-        # Once per chain: what is under it was verified as it was stored.
-        if chain[0].raw_digest is not None and digest(out) != chain[0].raw_digest:
-            raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
+        self._fill(name, start, chain_of(self._manifest, name, start, piece), stored, out)
+        _require(name, start, piece, out)
 
     def _fill(
         self,
@@ -367,7 +410,7 @@ class Decoder:
             self._fetch(name, piece, out)
             return
         if piece.group:  # others of the group need what is stored, too: it is read again
-            self._groups.fill(level, name, start, piece, out)
+            self._groups.fill(level, start, piece, {name: out})
             return
         codec = get_codec(piece.codec)
         if len(chain) == 1 and codec.needs_base:
@@ -404,6 +447,12 @@ class Decoder:
     def _fill_base(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         under = chain_of(self._manifest, name, start, piece)[1:]
         self._fill(name, start, under, None, out, piece.base)
+
+
+def _require(name: str, start: int, piece: Piece, out: memoryview) -> None:
+    """Once per chain: what is under it was verified as it was stored."""
+    if piece.raw_digest is not None and digest(out) != piece.raw_digest:
+        raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
 
 
 def _is_in_place(chain: Sequence[Piece]) -> bool:

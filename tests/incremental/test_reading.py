@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
-from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.errors import CorruptError, NewerFormatError, StorageError
 from ckpt_engine.restore import read
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
-from ckpt_engine.store import codecs, manifest_codec
-from ckpt_engine.store.decode import MAX_CHAIN
+from ckpt_engine.store import codecs, decode, manifest_codec
+from ckpt_engine.store.decode import MAX_CHAIN, Turns
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -227,3 +227,13 @@ def test_deltas_of_many_pieces_are_decoded_by_many_threads() -> None:
     assert spans(1000, raw, "rows") == [1] * 6
     assert spans(1000, raw // 2, "rows") == [2, 2, 2]
     assert spans(raw // 3, raw // 3, "raw") == [3, 3]
+
+
+def test_a_turn_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what was waited for; a turn that ended is there for the next one."""
+    monkeypatch.setattr(decode, "TURN_SECONDS", 0.01)
+    turns = Turns(1, "reading from there")
+    with turns.one(), pytest.raises(StorageError, match="reading from there"), turns.one():
+        pass
+    with turns.one():
+        pass

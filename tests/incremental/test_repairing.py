@@ -20,11 +20,11 @@ from tests.snapshot.passage import same
 PIECE = 2 << 20
 
 
-@pytest.mark.parametrize("of", ["piece", "base"])
+@pytest.mark.parametrize("of", ["piece", "base", "delta"])
 def test_what_is_read_without_a_copy_is_verified_and_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """Large pieces are read where they belong: fresh memory never keeps what is wrong."""
+    """Large pieces are read where they belong, and deltas decoded where they lie: what is wrong never stays."""
     monkeypatch.setattr(cut, "__defaults__", (PIECE,))
     life = Life(tmp_path / "run", writer="thread")
     dense, table = torch.randn(1500, 1024), torch.randn(30_000, 32)
@@ -37,11 +37,11 @@ def test_what_is_read_without_a_copy_is_verified_and_repaired(
     name = "dense" if of == "piece" else "table"
     pieces = newest.entries[name].pieces
     start, piece = (pieces[0].raw_nbytes, pieces[1]) if of == "piece" else (0, pieces[0])
-    victim = chain_of(newest, name, start, piece)[-1]
-    assert victim.nbytes >= 1 << 20 and (len(newest.files) > 1)
+    victim = chain_of(newest, name, start, piece)[0 if of == "delta" else -1]
+    assert (victim.base is not None) == (of == "delta") and len(newest.files) > 1
     far = LocalStorage(tmp_path / "far")
     copy_snapshot(life.repository, adopt_run(RunText.of(life.repository), far), newest.info.id)
-    flip_bit(life.root / newest.files[victim.file].name, victim.offset + 12345)
+    flip_bit(life.root / newest.files[victim.file].name, victim.offset + victim.nbytes // 2)
     found = load([life.repository, Repository(far)])
     assert found is not None and same(found.state, states[1])
     assert [(one.entry, one.nbytes) for one in found.repairs] == [(name, victim.nbytes)]

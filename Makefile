@@ -20,9 +20,10 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(TIER),--tier $(TIER))
 
-# Two processes per core, because tests also wait; those of a file share what they start. Threads of torch that wait leave the cores to the others.
+# Two processes per core, because tests also wait; those of a file share what they start. Threads of torch that wait leave
+# the cores to the others, and numpy has none, which each fork would end and start again.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --workers auto
+	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --workers auto
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore

@@ -60,6 +60,7 @@ from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import packs
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import PACKED, Manifest, SnapshotInfo
+from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import continued
 from ckpt_engine.store.storage.open import open_storage
@@ -229,7 +230,7 @@ def _read(
     rest = [name for name in manifest.entries if name in wanted and name not in live]
     entries = {**live, **read_entries(sources, manifest, rest)}
     is_packed = PACKED in [node.get("$") for node in manifest.tree.values() if type(node) is dict]
-    with packs.uncollected() if is_packed else nullcontext():
+    with uncollected():
         schemas = packs.schemas_of(manifest, lambda name: entries[name].numpy().tobytes()) if is_packed else {}
         rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled, schemas=schemas)
         state = rebuilder.state(manifest.tree)

@@ -22,7 +22,8 @@ from ckpt_engine.state.flatten import ArrayLeaf, Flattener, Forms, LazyPredicate
 from ckpt_engine.store import packs
 from ckpt_engine.store.container import DTYPES, container_form, data_header
 from ckpt_engine.store.manifest import PACKED
-from ckpt_engine.store.packs import Pack, Schema, uncollected
+from ckpt_engine.store.manifest_codec import uncollected
+from ckpt_engine.store.packs import Pack, Schema
 from ckpt_engine.store.tree import TreePath
 
 ROOT_KEY = ""

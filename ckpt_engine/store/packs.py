@@ -6,10 +6,8 @@ change (docs/format.md, "Packed components").
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -110,18 +108,6 @@ def _pack(row: Mapping[str, Any], entries: Mapping[str, Entry]) -> Pack:
     total = int(counts[numbers].sum())
     require(entry.shape == (total,), f"a pack has {total} elements in an entry of shape {entry.shape}")
     return pack
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """While a million objects are made, which all stay: looking again and again for what is garbage takes longer."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def is_packed(node: Any) -> bool:

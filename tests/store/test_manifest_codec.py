@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import re
@@ -220,3 +221,22 @@ def test_a_manifest_that_contradicts_itself_is_corrupt() -> None:
     ):
         with pytest.raises(CorruptError):
             decode(_edited(**changes))
+
+
+def test_decoding_looks_for_no_garbage() -> None:
+    """All that it makes stays: in a process with torch each look takes as long as reading a hundred megabytes."""
+    data = encode(dataclasses.replace(manifest(info()), notes={"many": [[n] for n in range(5000)]}))
+    looked = list[str]()
+    before = gc.get_threshold()
+    gc.callbacks.append(lambda phase, _: looked.append(phase))
+    gc.set_threshold(100)
+    try:
+        gc.collect()
+        looked.clear()
+        decode(data)
+        during = list(looked)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.pop()
+    assert gc.isenabled()
+    assert len(during) <= 4, "at most one before it and one after it"

@@ -5,14 +5,17 @@ It knows which slot is free, being filled or being persisted, and makes slots re
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -22,6 +25,7 @@ from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Runtime
 from ckpt_engine.state.layout import WITHOUT_COPY, AddressRun, StatePlan
+from ckpt_engine.store.manifest_codec import uncollected
 
 _PREFAULT_BYTES = 8 << 20
 _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
@@ -118,20 +122,25 @@ class SharedSlot:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
         if self._bound is None or self._bound.plan is not plan:
             self._bytes[: len(plan.header)] = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
-            views = [self._view(e.offset, e.nbytes, getattr(torch, e.dtype), e.shape) for e in plan.layout.entries]
-            runs = {run: list(self._run_views(run)) for run in plan.runs if run.forms}
-            self._bound = _Bound(plan, views, runs)
+            forms = [(getattr(torch, entry.dtype), entry.shape) for entry in plan.layout.entries]
+            with uncollected():
+                entries = self._cut(plan.layout.header_nbytes, forms)
+                runs = {run: self._cut(run.offset, run.forms) for run in plan.runs if run.forms}
+            self._bound = _Bound(plan, entries, runs)
         return self._bound.views
 
-    def _run_views(self, run: AddressRun) -> Iterator[torch.Tensor]:
-        offset = run.offset
-        for (dtype, shape), nbytes in zip(run.forms, run.nbytes.tolist(), strict=True):
-            yield self._view(offset, nbytes, dtype, shape)
+    def _cut(self, offset: int, forms: Iterable[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
+        """Views of arrays of these forms that follow one another from `offset` on; a call for each takes ten times."""
+        views = list[torch.Tensor]()
+        for dtype, group in groupby(forms, itemgetter(0)):
+            shapes = [shape for _, shape in group]
+            sizes = list(map(math.prod, shapes))
+            nbytes = sum(sizes) * dtype.itemsize
+            whole = self._bytes[offset : offset + nbytes].view(torch.uint8 if dtype in WITHOUT_COPY else dtype)
+            parts = zip(torch.split_with_sizes(whole, sizes), shapes, strict=True)
+            views += [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
             offset += nbytes
-
-    def _view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        raw = self._bytes[offset : offset + nbytes]
-        return raw.view(torch.uint8 if dtype in WITHOUT_COPY else dtype).view(shape)
+        return views
 
     def close(self) -> None:
         """Give the memory back; the mapping goes when the last view does. No copy may be under way."""

@@ -24,7 +24,7 @@ from ckpt_engine.store.storage.open import TRANSPORTS
 from tests.faults.draws import FAULTS, PHASES, Draw, draws
 from tests.faults.life import start_fork_server
 from tests.faults.run import Outcome, Run, site
-from tests.servers.s3 import program
+from tests.servers.s3 import program, rclone
 
 BAR_RATIO = 3.0
 
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, action="append", help="of all runs only the one with this number")
     parser.add_argument("--json", type=Path, help="file of outcomes, a line each; those that are in it are not played")
     args = parser.parse_args(arguments)
-    program("moto_server" if args.server == "moto" else args.server)
+    program("moto_server") if args.server == "moto" else rclone()
     faults = args.fault or [one for one in FAULTS if args.server != "moto" or one != "server_killed"]
     todo = draws(args.runs, args.seed, faults=faults, phases=args.phase or PHASES)
     rows = Rows(args.json)

@@ -12,7 +12,7 @@ from tests.faults.campaign import campaign, table
 from tests.faults.disk import SABOTAGES
 from tests.faults.draws import SMALL_BYTES, Draw, draw, draws
 from tests.faults.run import Outcome
-from tests.servers.s3 import program
+from tests.servers.s3 import rclone
 
 BAR_RUNS = 312
 JOBS = 2
@@ -67,7 +67,7 @@ def test_a_writer_that_breaks_a_rule_is_noticed(tmp_path: Path, sabotage: str) -
 def test_the_whole_campaign_leaves_nothing_bad_and_loses_nothing(tmp_path: Path) -> None:
     """312 runs, all faults in all phases, on a server that keeps what it has when it is killed."""
     try:
-        program("rclone")
+        rclone()
     except LookupError as err:
         pytest.skip(str(err))
     outcomes = campaign(draws(BAR_RUNS, seed=1), "rclone", tmp_path, jobs=JOBS)

@@ -177,6 +177,20 @@ def program(name: str) -> str:
     return found
 
 
+def rclone() -> str:
+    """The path of an rclone that serves S3, which old ones do not.
+
+    Raises:
+        LookupError: there is none.
+    """
+    found = program("rclone")
+    if subprocess.run(
+        [found, "serve", "s3", "--addr", "127.0.0.1:0", "--help"], capture_output=True, timeout=START_SECONDS
+    ).returncode:
+        raise LookupError(f"{found} is too old to serve S3")
+    return found
+
+
 def _run(
     folder: Path, processes: list[Any], *arguments: str, port: int, start: Any = subprocess.Popen, **more: str
 ) -> None:
@@ -204,7 +218,7 @@ def _moto(folder: Path, port: int, processes: list[Any]) -> str:
 def _rclone(folder: Path, port: int, processes: list[Any]) -> str:
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    command = [program("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "test,testtest"]
+    command = [rclone(), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "test,testtest"]
     _run(folder, processes, *command, "--config", "/dev/null", str(data), port=port)
     return "test"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,9 @@ class LogSink:
 
     def _count(self, event: SnapshotFailed) -> int:
         """How often a snapshot has failed in a row for this reason."""
-        why = event.code, event.message.replace(event.snapshot, "") if event.snapshot else event.message
+        # What follows the id in the name of a file is of this snapshot too.
+        text = re.sub(re.escape(event.snapshot) + r"\S*", "", event.message) if event.snapshot else event.message
+        why = event.code, text
         before, count = self._failing.get(event.tier, (why, 0))
         count = count + 1 if before == why else 1
         self._failing[event.tier] = why, count

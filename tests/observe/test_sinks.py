@@ -48,9 +48,8 @@ def test_a_failure_that_repeats_itself_gets_one_full_line(caplog: pytest.LogCapt
     """Another reason gets a full line, as does the same one after a snapshot that became durable; and that gets one."""
 
     def failed(step: int, why: str = "no space left") -> SnapshotFailed:
-        return SnapshotFailed(
-            f"s{step}", step, "/run", "CKPT301", f"cannot write /run/data/s{step}: {why}", "free space"
-        )
+        file = f"/run/data/s{step}-r00000-p{7919 * step}.safetensors"
+        return SnapshotFailed(f"s{step}", step, "/run", "CKPT301", f"cannot write {file}: {why}", "free space")
 
     sink = LogSink()
     durable = SnapshotCommitted("s6", 6, "/run", 1, 1, 1.0, 1.0, 0.0, 0.0)
@@ -58,8 +57,8 @@ def test_a_failure_that_repeats_itself_gets_one_full_line(caplog: pytest.LogCapt
         sink.emit(event)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert lines[0] == (
-        "step 1: snapshot s1 did not become durable on /run: [CKPT301] cannot write /run/data/s1: no space left; "
-        "older snapshots are untouched → free space"
+        "step 1: snapshot s1 did not become durable on /run: [CKPT301] cannot write "
+        "/run/data/s1-r00000-p7919.safetensors: no space left; older snapshots are untouched → free space"
     )
     assert [one.split(":")[0] for one in lines] == ["step 1", "step 4", "step 7"]
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -1,4 +1,4 @@
-"""Host memory of the arena: whether there is room, how it is mapped, and touching fresh pages fast.
+"""Host memory of the arena: whether there is room, how it is mapped, touching fresh pages fast, and page-locking it.
 
 The kernel gives out memory that it does not have, and kills somebody later. So look first: at the machine
 (`MemAvailable`) and at every control group from the process's own up to the root, version 1 and 2. The page cache

@@ -203,7 +203,7 @@ class Landing(Protocol):
         ...
 
     def send(self, moves: Sequence[Move]) -> None:
-        """They are whole and verified there: copy them to where they belong."""
+        """They are whole and verified there: queue their copies to where they belong."""
         ...
 
 

@@ -24,7 +24,7 @@ from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.stopping import losses_of
-from ckpt_engine.preempt.stop_requests import Stop
+from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
 from lightning_ckpt import run_state, sharded
@@ -214,6 +214,10 @@ class FitRun:
             self.disconnect()
         if self._not_saved:
             _log.warning("%s: %s; %s", type(exception).__name__, self.stopping.watch.durable(), self._not_saved)
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            # It came before training began: Lightning ends with 0, which says that the job is complete.
+            exception.code = EXIT_CODE_OF_NOTICES
+            _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.durable())
         if isinstance(exception, DivergedError) and self._halt.stops:
             raise self._halt.end_of(exception)  # it came meanwhile
 

@@ -50,6 +50,27 @@ def test_the_trainer_has_received_it_from_then_on(hook: str, tmp_path: Path) -> 
     assert [one.reason for one in saved(tmp_path)] == ["signal"]
 
 
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_sanity_check_end"])
+def test_one_in_the_sanity_check_does_not_look_complete(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning by itself ends with 0; at the check's end, one batch is trained and saved."""
+
+    class Early(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name == hook:
+                return lambda trainer, *_: os.kill(os.getpid(), signal.SIGTERM) if trainer.sanity_checking else None
+            return super().__getattribute__(name)
+
+    with pytest.raises(SIGTERMException) as ended:
+        fit(Case(val=2), [Early(), AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread")])
+    assert ended.value.code == 143
+    steps = [one.step for one in saved(tmp_path)]
+    assert steps == ([1] if hook == "on_sanity_check_end" else [])
+    durable = "step 1 is durable on" if steps else "no snapshot is durable on"
+    assert f"SIGTERM before the first step: training stops; {durable}" in caplog.text
+
+
 def test_a_stop_that_only_lightning_knows_is_lightnings(tmp_path: Path) -> None:
     """Where the flag was set by somebody else, its loops see it as they do without us."""
 

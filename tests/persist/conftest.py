@@ -83,5 +83,5 @@ def no_descriptors_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + WAIT_SECONDS
     while (after := len(list(Path("/proc/self/fd").iterdir()))) > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # threads that nobody waits for may be about to end
+        time.sleep(0.01)  # threads that are not joined may be about to end
     assert after <= before, f"{after - before} descriptors more than before"

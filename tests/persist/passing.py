@@ -15,7 +15,7 @@ _this = threading.local()
 
 
 def let_time_pass_where_calls_hang(patch: pytest.MonkeyPatch) -> None:
-    """From now on `it_hangs` tells who hangs; nobody else is taken for it."""
+    """From now on a call hangs only if it calls `it_hangs`; a slow machine makes no other call look like it."""
     run = Lane._run
 
     def noted(lane: Lane, *call: object) -> None:
@@ -27,7 +27,7 @@ def let_time_pass_where_calls_hang(patch: pytest.MonkeyPatch) -> None:
 
 
 def it_hangs() -> None:
-    """The call on this thread will not get on: whoever waits for it has waited for long enough."""
+    """Say that the call on this thread hangs: all who wait for it give up at once."""
     lane: Lane | None = getattr(_this, "lane", None)
     if lane is not None:
         lane.progress.moved(-math.inf)

@@ -1,4 +1,4 @@
-"""The record of a run's attempts: how each end is told apart, and that it never is in the way."""
+"""The record of a run's attempts distinguishes how each one ends, and a damaged record stops no run."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_record_is_refused(text: bytes) -> None:
-    """Whoever writes a store can write anything."""
+    """A record of any content is refused with a hint, as other programs may write to the store."""
     with pytest.raises(CorruptError) as refused:
         parse_attempts(text, "here")
     assert refused.value.hint

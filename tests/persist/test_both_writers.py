@@ -54,7 +54,7 @@ def test_numbers_go_on_after_a_restart(writers: Writers, stage: Stage) -> None:
     assert [i.seq for i in check_all(writers.root)] == [1, 2]
 
 
-def test_retention_keeps_what_it_is_told(writers: Writers, stage: Stage) -> None:
+def test_retention_keeps_what_keep_says(writers: Writers, stage: Stage) -> None:
     """Snapshots beyond `keep` are forgotten after each commit, and their data is gone."""
     client = writers.start(keep={"last": 2, "every_n_steps": 4})
     stage.share(client)
@@ -72,7 +72,7 @@ def test_retention_keeps_what_it_is_told(writers: Writers, stage: Stage) -> None
     assert all(m.freed_bytes > 64 << 10 for m in forgotten)
 
 
-def test_a_failed_job_is_told_and_the_next_one_works(writers: Writers, stage: Stage) -> None:
+def test_a_failed_job_is_reported_and_the_next_one_works(writers: Writers, stage: Stage) -> None:
     """An error inside a job fails that job only, with its cause."""
     client = writers.start()
     stage.share(client)
@@ -282,7 +282,7 @@ def test_no_draw_from_the_global_random_streams(writers: Writers, stage: Stage) 
 
 
 def test_what_is_not_json_is_refused_at_once(writers: Writers, stage: Stage) -> None:
-    """The trainer learns it from `submit`, nobody waits for that job, and the writer goes on."""
+    """`submit` raises in the trainer, `drain` does not wait for that job, and the writer goes on."""
     client = writers.start()
     stage.share(client)
     with pytest.raises(WriterError, match="not JSON"):
@@ -293,7 +293,7 @@ def test_what_is_not_json_is_refused_at_once(writers: Writers, stage: Stage) -> 
     assert outcome(client, job.job).ok
 
 
-def test_a_full_disk_is_told_and_used_again_once_there_is_space(
+def test_a_full_disk_is_reported_and_used_again_once_there_is_space(
     tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job fails with the storage's own error and leaves nothing; garbage goes before the next one is written, which

@@ -1,4 +1,4 @@
-"""The control socket: one request and one reply per connection, for one user only; no client holds up the writer."""
+"""The control socket: one request and one reply per connection, for one user only; no client delays the writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckpt_engine.writer.control import Control, ControlHandlers, ask
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots
 from tests.persist.staged import WAIT_SECONDS
 
-NOBODY = 65534
+ANOTHER_USER = 65534
 
 
 class Echo:
@@ -92,8 +92,8 @@ def test_a_request_gets_its_reply_with_descriptors(tmp_path: Path, served: Contr
     os.close(reply.fds[0])
 
 
-def test_nobody_there_is_no_error(tmp_path: Path) -> None:
-    """Most of the time there is no writer."""
+def test_a_run_without_a_writer_is_no_error(tmp_path: Path) -> None:
+    """A request to a run that has no writer gets no reply and raises nothing: most runs have none."""
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
 
 
@@ -110,7 +110,7 @@ def test_the_name_says_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_reply_may_come_later(tmp_path: Path, served: Control, echo: Echo) -> None:
-    """Whoever asked for what is not known yet waits, and others are answered meanwhile."""
+    """A client whose reply is not ready waits for it, and other clients do not wait for that client."""
     echo.ready = False
     with connect(tmp_path) as sock:
         sock.sendall(struct.pack("<Q", 2) + b"{}")
@@ -143,7 +143,7 @@ def test_garbage_is_hung_up_on(tmp_path: Path, served: Control, garbage: bytes) 
     assert works(tmp_path)
 
 
-def test_descriptors_that_nobody_asked_for_are_not_taken(tmp_path: Path, served: Control) -> None:
+def test_unasked_descriptors_are_not_taken(tmp_path: Path, served: Control) -> None:
     """A client cannot fill up the writer's table of descriptors."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     with connect(tmp_path) as sock, (tmp_path / "file").open("w") as file:
@@ -153,7 +153,7 @@ def test_descriptors_that_nobody_asked_for_are_not_taken(tmp_path: Path, served:
     assert len(list(Path("/proc/self/fd").iterdir())) < before + 50
 
 
-def test_slow_clients_hold_up_nobody_and_are_hung_up_on(
+def test_slow_clients_delay_no_other_and_are_hung_up_on(
     tmp_path: Path, served: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than are served at once: silent, or in the middle of a request. Others wait until they are gone."""
@@ -218,15 +218,15 @@ def test_a_client_that_goes_away_is_forgotten(tmp_path: Path, served: Control, e
         assert time.monotonic() < deadline
 
 
-def as_nobody(work: str) -> int:
+def as_another_user(work: str) -> int:
     """Run a line of Python as another user, after `import socket, sys`; its exit status."""
     child = os.fork()
     if child == 0:
         status = 99
         try:
             os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            os.setgid(ANOTHER_USER)
+            os.setuid(ANOTHER_USER)
             scope: dict[str, object] = {"socket": socket, "struct": struct}
             exec(work, scope)
             status = int(str(scope["status"]))
@@ -249,7 +249,7 @@ try:
 except PermissionError:
     status = 0
 """
-    assert as_nobody(work) == 0
+    assert as_another_user(work) == 0
     assert works(tmp_path)
 
 
@@ -274,7 +274,7 @@ def test_a_folder_that_others_can_enter_is_not_believed(tmp_path: Path, places: 
     if os.geteuid() == 0:
         foreign = places[0] / f"{prefix}foreign"
         foreign.mkdir(mode=0o700)
-        os.chown(foreign, NOBODY, NOBODY)
+        os.chown(foreign, ANOTHER_USER, ANOTHER_USER)
     fake = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fake.bind(str(open_to_all / name_of(str(tmp_path))))
     fake.listen()
@@ -304,8 +304,8 @@ def test_where_no_folder_can_be_made_the_next_place_is_used(
     nowhere.close(WAIT_SECONDS)
 
 
-def test_what_a_killed_writer_has_left_is_in_nobodys_way(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
-    """Its socket says that nobody is there; the next writer, of this run or another one, removes it."""
+def test_what_a_killed_writer_has_left_stops_no_other(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
+    """No client takes the socket of a killed writer for a living one; the next writer of any run removes it."""
     for name in (name_of(str(tmp_path)), name_of("another run")):
         killed = channel.SocketListener(name, WAIT_SECONDS)
         killed._sock.close()
@@ -348,7 +348,7 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
 
 
 def test_the_credentials_decide(tmp_path: Path, served: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, where no other user can be had: the socket is told to be another user's."""
+    """The writer refuses a socket whose credentials name another user; no second user is needed for this test."""
     monkeypatch.setattr(channel, "peer_of", lambda sock: (0, os.geteuid() + 1))
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     with connect(tmp_path) as sock:
@@ -418,9 +418,9 @@ def attack(root: Path, seed: int) -> None:
 def campaign(root: Path, seeds: range) -> None:
     """Against what a writer answers: after each of them it answers what it should."""
     ranks = RankConfig(1, 2, "secret", None, 1.0, "here", replicate=True)
-    held = MemorySnapshots(Ids(), lambda: None)
-    desk = ControlHandlers(held, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
-    served = Control(str(root), desk.answer)
+    memory = MemorySnapshots(Ids(), lambda: None)
+    handlers = ControlHandlers(memory, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
+    served = Control(str(root), handlers.answer)
     served.open(WAIT_SECONDS)
     ended: list[object] = []
     before, threading.excepthook = threading.excepthook, lambda args: ended.append(args.exc_value)

@@ -21,13 +21,13 @@ from tests.persist.test_process import gone
 
 
 def flush(root: Path, step: int) -> None:
-    """Ask until the writer has taken in that it holds `step`."""
+    """Ask for a flush until the writer knows that it has `step` in memory."""
     deadline = time.monotonic() + WAIT_SECONDS
     while asked(root, FLUSH) != {"step": step}:
         assert time.monotonic() < deadline
 
 
-def test_what_is_held_becomes_durable_while_the_trainer_lives(tmp_path: Path) -> None:
+def test_what_is_in_memory_becomes_durable_while_the_trainer_lives(tmp_path: Path) -> None:
     """Asked for twice it is written once; and when the trainer dies it is still the snapshot that is served."""
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
@@ -41,22 +41,22 @@ def test_what_is_held_becomes_durable_while_the_trainer_lives(tmp_path: Path) ->
 
 
 def test_there_may_be_nothing_to_write(tmp_path: Path, processes: Writers) -> None:
-    """Nothing is held yet; or the trainer is gone, and its writer does all that is needed by itself."""
+    """A flush says why it does nothing: no snapshot is in memory yet, or the trainer is gone."""
     client = processes.start(memory=True)
     assert asked(processes.root, FLUSH) == {"step": None, "why": "no snapshot is in memory"}
     assert client.close(WAIT_SECONDS)
     root = tmp_path / "other"
-    told = run_trainer(root, "die-holding", "1", TEST_LINGER="3600")
+    log = run_trainer(root, "die-holding", "1", TEST_LINGER="3600")
     reply = asked(root, FLUSH)
     assert reply["step"] is None and "trainer is gone" in str(reply["why"])
     assert asked(root, "bye") == {"ok": True}
-    assert gone(told["writer"])
+    assert gone(log["writer"])
 
 
 def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
     processes: Writers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The trainer went on and sent a newer one, after which it may fill the slot anew: the older one is left."""
+    """A trainer that sent a newer snapshot may fill the older one's slot again: the older one is left out."""
     gate = tmp_path / "gate"
     monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("gated_writer.py"))
     monkeypatch.setenv("TEST_GATE", str(gate))
@@ -89,10 +89,10 @@ def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
     second.close()
 
 
-def test_jobs_and_what_is_held_keep_their_order(
+def test_jobs_and_what_is_in_memory_keep_their_order(
     processes: Writers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is held is written after the jobs before it, and has a higher number; what is a job already, once."""
+    """A snapshot in memory is written after the jobs before it, with a higher number; one that is a job too, once."""
     gate = tmp_path / "gate"
     monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("gated_writer.py"))
     monkeypatch.setenv("TEST_GATE", str(gate))
@@ -109,7 +109,7 @@ def test_jobs_and_what_is_held_keep_their_order(
     heard: list[object] = []
     assert outcome(client, job.job, heard).error is None  # type: ignore[arg-type]
     until_durable(processes.root, 2)
-    while len([one for one in heard if isinstance(one, SnapshotCommitted)]) < 2:  # what is durable is told afterwards
+    while len([one for one in heard if isinstance(one, SnapshotCommitted)]) < 2:  # the event follows the commit
         assert client.wait(WAIT_SECONDS)
         heard += client.poll()
     assert [one.step for one in heard if isinstance(one, SnapshotCommitted)] == [1, 2]
@@ -126,9 +126,9 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
     emit = worker._emit
 
     def hear(body: Body) -> bool:
-        told = from_json(body["event"]) if body["kind"] == channel.EVENT else None
-        if isinstance(told, MemoryFlushed):
-            over.append(told.step)
+        log = from_json(body["event"]) if body["kind"] == channel.EVENT else None
+        if isinstance(log, MemoryFlushed):
+            over.append(log.step)
             if len(over) == 1:
                 assert worker.flush() == 1
             else:

@@ -1,4 +1,4 @@
-"""A real disk that hangs: its file system is frozen, and whoever writes to it sleeps in the kernel, unkillable."""
+"""A real disk that hangs: its file system is frozen, and a process that writes to it cannot even be killed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     _run("umount", str(folder))
 
 
-def test_a_frozen_first_tier_stops_nobody(
+def test_a_frozen_first_tier_stops_no_training(
     tmp_path: Path, disk: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snapshots become durable on the next tier, closing comes to an end, and after the thaw the disk has only whole

@@ -12,7 +12,7 @@ from ckpt_engine.writer.launch import completed
 
 
 def test_the_lease_names_the_script_but_none_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may read the folder may read the lease, and arguments can be passwords."""
+    """All who may read the folder may read the lease, and arguments can be passwords."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--token", "s3cr3t"])
     holder = completed(WriterConfig("/x")).holder
     assert holder["pid"] == os.getpid()

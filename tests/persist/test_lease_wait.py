@@ -36,7 +36,7 @@ def test_a_second_writer_says_at_once_whom_it_waits_for(kind: Any, processes: Wr
 
 
 def test_another_writer_of_the_same_process_is_no_stranger(processes: Writers) -> None:
-    """It finishes by itself: whoever followed an advice to stop its process would end the trainer."""
+    """The message does not advise to stop the other writer: it ends by itself, and to stop it would end the trainer."""
     processes.start()
     heard: list[Event] = []
     with pytest.raises(LeaseHeldError, match="another writer of this process") as caught:
@@ -60,7 +60,7 @@ def test_a_writer_that_finishes_for_a_dead_trainer_is_no_alarm(processes: Writer
 
 
 def test_who_need_not_wait_says_nothing(processes: Writers) -> None:
-    """Nobody writes the run."""
+    """A writer that finds the lease free sends no event."""
     heard: list[Event] = []
     client = ProcessWriter.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=60.0)), heard.append)
     assert client.close(60.0)
@@ -68,7 +68,7 @@ def test_who_need_not_wait_says_nothing(processes: Writers) -> None:
 
 
 def test_a_writer_with_memory_tells_what_the_tier_has(processes: Writers, stage: Stage) -> None:
-    """Whoever resumed from the memory of the writer before knows by it what the rescue has made durable."""
+    """A trainer that resumed from the memory of the writer before learns which snapshot the rescue made durable."""
     heard: list[Event] = []
     first = ProcessWriter.start(completed(WriterConfig(str(processes.root), memory=True)), heard.append)
     stage.share(first)

@@ -35,7 +35,7 @@ def trainer(root: Path, *plan: str, **environment: str) -> Iterator[interpreters
     """A running trainer, which is killed at the end."""
     with root.with_suffix(".err").open("w") as stderr:
         process = interpreters.Popen(
-            [sys.executable, "-m", "tests.persist.holding", str(root), str(root.with_suffix(".log")), *plan],
+            [sys.executable, "-m", "tests.persist.memory_trainer", str(root), str(root.with_suffix(".log")), *plan],
             cwd=REPOSITORY,
             stdout=stderr,
             stderr=stderr,
@@ -101,11 +101,11 @@ def steps(root: Path) -> list[int]:
 def test_a_hold_that_was_flushed_just_before_the_kill_is_not_lost(tmp_path: Path) -> None:
     """It is served from memory, and on the disk before the writer ends."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-holding", "1")
+    log = run_trainer(root, "die-holding", "1")
     place = attached(root)
     assert step_in_memory(place) == 1
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1]
 
 
@@ -113,49 +113,49 @@ def test_a_hold_that_was_flushed_just_before_the_kill_is_not_lost(tmp_path: Path
 def test_it_does_not_matter_how_the_trainer_ends(tmp_path: Path, number: int) -> None:
     """By an error of its own, or because its script just ends without closing anything."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-of", str(int(number)), status=-number)
+    log = run_trainer(root, "die-of", str(int(number)), status=-number)
     place = attached(root)
     assert step_in_memory(place) == 1
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1]
 
 
 def test_a_forked_child_does_not_hide_the_end_of_the_trainer(tmp_path: Path) -> None:
     """Like a loader worker that outlives it, with every descriptor open."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-forked")
+    log = run_trainer(root, "die-forked")
     try:
         place = attached(root)
         assert step_in_memory(place) == 1
         place.release()
-        assert gone(told["writer"])
+        assert gone(log["writer"])
     finally:
-        os.kill(told["holder"], signal.SIGKILL)
+        os.kill(log["holder"], signal.SIGKILL)
     assert steps(root) == [1]
 
 
 def test_of_many_holds_the_newest_is_kept(tmp_path: Path) -> None:
     """Older ones are superseded, and none of them costs a write; the memory of one slot is all that is kept."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-holding", "50")
+    log = run_trainer(root, "die-holding", "50")
     place = attached(root)
     assert step_in_memory(place) == 50
     slots = set()
-    for fd in Path(f"/proc/{told['writer']}/fd").iterdir():
+    for fd in Path(f"/proc/{log['writer']}/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the reply is closed a moment later
             if "memfd:test-arena" in _target(fd):
                 slots.add(fd.stat().st_ino)
     assert len(slots) == 1
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [50]
 
 
 def test_the_snapshot_in_memory_is_the_one_on_the_disk(tmp_path: Path) -> None:
     """Same id, same manifest: together they are two copies of one snapshot, and one mends the other."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-mixed")
+    log = run_trainer(root, "die-mixed")
     place = attached(root)
     snapshot = place.repository.ids()[-1].id
     manifest = place.repository.read(snapshot)
@@ -163,7 +163,7 @@ def test_the_snapshot_in_memory_is_the_one_on_the_disk(tmp_path: Path) -> None:
     assert found is not None
     assert (found.place, found.info.step, found.lost_steps) == ("memory", 2, 1)
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1, 2]
     assert Repository(LocalStorage(root)).read(snapshot) == manifest
 
@@ -171,31 +171,31 @@ def test_the_snapshot_in_memory_is_the_one_on_the_disk(tmp_path: Path) -> None:
 def test_a_kill_during_a_persist_finishes_it_and_skips_what_is_older_than_the_newest(tmp_path: Path) -> None:
     """The snapshot at hand and the newest one become durable; meanwhile the newest is served at once."""
     root, gate = tmp_path / "run", tmp_path / "gate"
-    told = run_trainer(root, "die-in-persist", str(gate))
+    log = run_trainer(root, "die-in-persist", str(gate))
     place = attached(root)
     assert step_in_memory(place) == 3
     assert steps(root) == []
     gate.touch()
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1, 3]
 
 
 def test_what_is_held_survives_that_all_it_refers_to_is_forgotten(tmp_path: Path) -> None:
     """The writer keeps slot, layout and skeletons of what it holds."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-after-forget")
+    log = run_trainer(root, "die-after-forget")
     place = attached(root)
     assert step_in_memory(place) == 1
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1]
 
 
 def test_closing_makes_durable_what_was_only_held(tmp_path: Path) -> None:
     """Nothing is lost by closing, and nothing lingers."""
     root = tmp_path / "run"
-    told = run_trainer(root, "close", status=0)
-    assert gone(told["writer"])
+    log = run_trainer(root, "close", status=0)
+    assert gone(log["writer"])
     assert steps(root) == [1]
     assert attach(str(root), 5.0) is None

@@ -1,4 +1,4 @@
-"""How a writer that holds a snapshot in memory ends, who may have it, and what it does for others meanwhile."""
+"""How a writer with a snapshot in memory ends, who may read the snapshot, and what it does for others meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def until(found: object, process: subprocess.Popen[bytes], root: Path) -> None:
 
 
 def until_durable(root: Path, step: int) -> None:
-    """Wait until what is held is on a tier too."""
+    """Wait until the snapshot in memory is on a tier too."""
     for _ in range(int(WAIT_SECONDS * 20)):
         if asked(root, STATUS)["held"] == {"step": step, "durable": True}:
             return
@@ -60,10 +60,10 @@ def asked(root: Path, what: str) -> dict[str, object]:
 
 
 def test_a_writer_that_lingers_ends_by_itself(tmp_path: Path) -> None:
-    """Nobody comes: after `linger` it is gone, with its memory and its name; the snapshot is on the disk."""
+    """No trainer comes: after `linger` the writer, its memory and its name are gone; the snapshot is on the disk."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-holding", "1", TEST_LINGER="0.5")
-    assert gone(told["writer"])
+    log = run_trainer(root, "die-holding", "1", TEST_LINGER="0.5")
+    assert gone(log["writer"])
     assert attach(str(root), WAIT_SECONDS) is None
     assert steps(root) == [1]
 
@@ -71,31 +71,31 @@ def test_a_writer_that_lingers_ends_by_itself(tmp_path: Path) -> None:
 def test_a_writer_that_holds_nothing_ends_at_once(tmp_path: Path) -> None:
     """There is nothing to wait for."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-empty", TEST_LINGER="3600")
-    assert gone(told["writer"])
+    log = run_trainer(root, "die-empty", TEST_LINGER="3600")
+    assert gone(log["writer"])
 
 
 def test_a_termination_signal_ends_lingering_but_not_the_rescue(tmp_path: Path) -> None:
-    """Whoever shuts down the machine need not wait for `linger`; what is held becomes durable before."""
+    """A machine that shuts down need not wait for `linger`; the snapshot in memory becomes durable before the end."""
     root, gate = tmp_path / "run", tmp_path / "gate"
-    told = run_trainer(root, "die-in-persist", str(gate), TEST_LINGER="3600")
+    log = run_trainer(root, "die-in-persist", str(gate), TEST_LINGER="3600")
     place = attached(root)  # it knows that its trainer is gone
     place.release(bye=False)  # like a process that dies
-    os.kill(told["writer"], signal.SIGTERM)
+    os.kill(log["writer"], signal.SIGTERM)
     gate.touch()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1, 3]
-    told = run_trainer(root, "die-holding", "7", TEST_LINGER="3600")
+    log = run_trainer(root, "die-holding", "7", TEST_LINGER="3600")
     place = attached(root)
     until_durable(root, 7)
-    os.kill(told["writer"], signal.SIGTERM)
-    assert gone(told["writer"])
+    os.kill(log["writer"], signal.SIGTERM)
+    assert gone(log["writer"])
     assert step_in_memory(place) == 7  # who has the memory keeps it
     place.release()
 
 
-def test_a_job_that_is_ended_leaves_nobody_lingering(tmp_path: Path) -> None:
-    """A signal to all its processes, the writer too, which goes on as long as the trainer does."""
+def test_a_job_that_is_ended_leaves_no_writer_lingering(tmp_path: Path) -> None:
+    """A writer that got SIGTERM serves as long as its trainer lives, and then ends without `linger`."""
     root = tmp_path / "run"
     with trainer(root, "wait", TEST_LINGER="3600") as process:
         until("held", process, root)
@@ -107,11 +107,11 @@ def test_a_job_that_is_ended_leaves_nobody_lingering(tmp_path: Path) -> None:
 
 
 def test_the_next_writer_takes_over_the_name(tmp_path: Path, processes: Writers, stage: Stage) -> None:
-    """The old one ends then; whoever is reading from its memory goes on."""
-    told = run_trainer(processes.root, "die-holding", "1", TEST_LINGER="3600")
+    """The old writer ends then; a process that reads from its memory keeps that memory."""
+    log = run_trainer(processes.root, "die-holding", "1", TEST_LINGER="3600")
     place = attached(processes.root)
     client = processes.start(memory=True, lease_wait_seconds=WAIT_SECONDS)
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert asked(processes.root, STATUS)["pid"] == client.pid
     assert step_in_memory(place) == 1
     place.release()  # says `bye` to the new one, which does not go
@@ -124,7 +124,7 @@ def test_the_next_writer_takes_over_the_name(tmp_path: Path, processes: Writers,
 
 
 def test_a_writer_whose_name_is_taken_goes_on_without(processes: Writers, stage: Stage) -> None:
-    """Another one has it and does not go: that is told, and snapshots are taken all the same."""
+    """Another process has the name and keeps it: a notice says so, and snapshots are taken all the same."""
     other = Control(str(processes.root), lambda _: Reply({"ok": False}))
     other.open(WAIT_SECONDS)
     client = processes.start(memory=True)
@@ -156,7 +156,7 @@ def test_a_name_that_has_become_free_is_taken_when_it_matters(tmp_path: Path) ->
 
 
 def test_requests_reach_the_trainer(tmp_path: Path) -> None:
-    """`save` and `stop`, with who asked; its memory is nobody's while it lives, and its writer does not go."""
+    """The trainer gets `save` and `stop`, and who asks; while it lives, its writer stays and serves no memory."""
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
         until("held", process, root)
@@ -185,18 +185,18 @@ def test_requests_reach_the_trainer(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_gone_without(tmp_path: Path) -> None:
     """What is rescued goes to the first tier that takes it."""
     root, near = tmp_path / "far", tmp_path / "near"
-    told = run_trainer(root, "die-away", str(near))
+    log = run_trainer(root, "die-away", str(near))
     place = attached(near)
     assert step_in_memory(place) == 2
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1, 2]
 
 
 def test_a_rescue_that_fails_is_tried_again(tmp_path: Path) -> None:
     """What killed the trainer may have hit the disk too, for a while; the snapshot is served meanwhile."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-blocked")
+    log = run_trainer(root, "die-blocked")
     place = attached(root)
     assert step_in_memory(place) == 1
     assert steps(root) == []
@@ -204,24 +204,24 @@ def test_a_rescue_that_fails_is_tried_again(tmp_path: Path) -> None:
     until_durable(root, 1)
     place.release(bye=False)
     attached(root).release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == [1]
 
 
-def test_a_snapshot_that_nobody_takes_is_not_insisted_on(tmp_path: Path) -> None:
-    """Whoever has it from memory says so: the disk stays broken, and nobody waits for it."""
+def test_a_snapshot_that_no_tier_takes_ends_with_its_reader(tmp_path: Path) -> None:
+    """The disk stays broken: once a reader of the snapshot in memory says that it is done, the writer ends."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-blocked")
+    log = run_trainer(root, "die-blocked")
     place = attached(root)
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
     assert steps(root) == []
 
 
 def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) -> None:
     """The digests are those of the moment when the trainer was gone: damage costs the one copy, not the snapshot."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-mixed")
+    log = run_trainer(root, "die-mixed")
     place = attached(root)
     storage = place.repository.storage
     assert isinstance(storage, MemoryStorage)
@@ -237,7 +237,7 @@ def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) ->
     assert [(r.entry, r.bad) for r in found.repairs] == [("model.weight", "memory")]
     check_state(found.state, 2)
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
 
 
 def test_a_snapshot_that_changes_under_its_digests_is_not_written() -> None:
@@ -286,9 +286,9 @@ def test_a_trainer_that_hangs_up_and_lives_is_not_rescued(
 
 
 def test_memory_of_a_run_that_was_removed_is_left_out(tmp_path: Path) -> None:
-    """Whoever removes the folder wants to start anew, though the writer of the old run still lingers."""
+    """To remove the folder is to start the run again, though the writer of the old run still lingers."""
     root = tmp_path / "run"
-    told = run_trainer(root, "die-holding", "1")
+    log = run_trainer(root, "die-holding", "1")
     place = attached(root)
     with acquire(LocalStorage(root), wait_seconds=WAIT_SECONDS):
         assert steps(root) == [1]  # its writer has done with the folder
@@ -296,11 +296,11 @@ def test_memory_of_a_run_that_was_removed_is_left_out(tmp_path: Path) -> None:
     disk = Repository(LocalStorage(root))
     assert load([place.repository, disk]) is None
     place.release()
-    assert gone(told["writer"])
+    assert gone(log["writer"])
 
 
 def test_holding_and_closing(writers: Writers, stage: Stage) -> None:
-    """Both kinds of writer make durable at the end what was only held, once, and say so."""
+    """Both kinds of writer make a snapshot that was only in memory durable at the end, once, and say so."""
     client = writers.start(memory=True)
     stage.share(client)
     client.hold(stage.job(1))
@@ -334,7 +334,7 @@ def test_what_could_not_be_written_is_tried_again_at_the_end(writers: Writers, s
 
 
 def test_holds_do_not_queue_behind_a_persist(run: Run) -> None:
-    """However long it takes, and however often something is held meanwhile."""
+    """While a job is persisted only the newest snapshot in memory waits, however many are sent."""
     client = run.start(memory=True)
     run.weather[run.near].gate.clear()
     client.submit(run.stage.job(1))
@@ -352,8 +352,8 @@ def test_holds_do_not_queue_behind_a_persist(run: Run) -> None:
     other.close()
 
 
-def test_a_hold_that_names_nothing_is_told_and_costs_nothing(writers: Writers, stage: Stage) -> None:
-    """What was held before stays."""
+def test_a_snapshot_of_an_unknown_slot_is_reported_and_costs_nothing(writers: Writers, stage: Stage) -> None:
+    """The snapshot that was in memory before stays there."""
     client = writers.start(memory=True)
     stage.share(client)
     client.hold(stage.job(1))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.writer import channel
-from tests.persist.holding import DURABLE_EVERY
+from tests.persist.memory_trainer import DURABLE_EVERY
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.test_memory import attach, step_in_memory, trainer
 from tests.persist.test_process import gone
@@ -21,7 +21,7 @@ from tests.persist.test_storm import kill, rows
 def storm(folder: Path, crashes: int, seed: int) -> None:
     """Kill the trainer, its writer, or both, at random moments, and go on from what is found.
 
-    While its writer lives, a killed trainer loses nothing that it had held. Without its writer it loses what is not
+    While its writer lives, a killed trainer loses nothing that was in memory. Without its writer it loses what is not
     durable. The next one begins while the writer of the one before may still be at work.
     """
     root, log = folder / "run", folder / "run.log"
@@ -43,17 +43,17 @@ def storm(folder: Path, crashes: int, seed: int) -> None:
                 kill(writer)
             kill(process.pid)
             process.wait(WAIT_SECONDS)
-        held = max((row["held"] for row in rows(log)[begun:] if "held" in row), default=0)
+        newest = max((row["held"] for row in rows(log)[begun:] if "held" in row), default=0)
         place = attach(str(root), WAIT_SECONDS)
         if place is None:
-            assert first == "both" or held == 0
+            assert first == "both" or newest == 0
             for row in rows(log):
                 assert "writer" not in row or gone(row["writer"])
             found = max((info.step for info in check_all(root)), default=0)
-            assert found >= max(step, held // DURABLE_EVERY * DURABLE_EVERY - 2 * DURABLE_EVERY)
+            assert found >= max(step, newest // DURABLE_EVERY * DURABLE_EVERY - 2 * DURABLE_EVERY)
         else:
             found = step_in_memory(place)
-            assert held <= found <= held + 1 or (held == 0 and found >= step), (held, found, step)
+            assert newest <= found <= newest + 1 or (newest == 0 and found >= step), (newest, found, step)
             from_memory += 1
             place.release(bye=chance.random() < 0.5)  # or not, like a restart that is killed
         step = found

@@ -70,8 +70,8 @@ def is_put_off(pid: int, number: signal.Signals) -> bool:
 
 def test_jobs_of_a_killed_trainer_become_durable(tmp_path: Path) -> None:
     """After `kill -9` the writer finishes the job in flight and the queued ones, and is gone."""
-    told = run_trainer(tmp_path / "run", "die-after", "3")
-    assert gone(told["writer"])
+    ends = run_trainer(tmp_path / "run", "die-after", "3")
+    assert gone(ends["writer"])
     assert [i.step for i in check_all(tmp_path / "run")] == [1, 2, 3]
 
 
@@ -86,7 +86,7 @@ def test_a_trainer_that_just_ends_loses_nothing(tmp_path: Path, kind: str) -> No
 
 
 def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path, processes: Writers) -> None:
-    """A second trainer that is killed while its writer waits leaves nobody waiting."""
+    """A second trainer that is killed while its writer waits for the lease leaves no writer behind."""
     processes.start()
     command = [sys.executable, "-m", "tests.persist.trainer", str(processes.root), str(tmp_path / "log"), "leave"]
     trainer = interpreters.Popen([*command, "process"], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
@@ -100,36 +100,36 @@ def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path,
 
 def test_a_forked_child_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
     """A loader worker that holds the trainer's socket open does not make the writer think the trainer lives."""
-    told = run_trainer(tmp_path / "run", "die-holding")
+    ends = run_trainer(tmp_path / "run", "die-holding")
     try:
-        assert gone(told["writer"])
-        os.kill(told["holder"], 0)  # it was there all the time
+        assert gone(ends["writer"])
+        os.kill(ends["holder"], 0)  # it was there all the time
     finally:
-        os.kill(told["holder"], signal.SIGKILL)
+        os.kill(ends["holder"], signal.SIGKILL)
     assert [i.step for i in check_all(tmp_path / "run")] == [1]
 
 
 def test_a_writer_whose_disk_hangs_ends_at_its_deadline(tmp_path: Path) -> None:
     """No orphan waits for ever: past `drain_seconds` the writer gives up."""
-    told = run_trainer(tmp_path / "run", "die-behind-a-gate", str(tmp_path / "never"), "1", "0.2")
-    assert gone(told["writer"])
+    ends = run_trainer(tmp_path / "run", "die-behind-a-gate", str(tmp_path / "never"), "1", "0.2")
+    assert gone(ends["writer"])
     assert check_all(tmp_path / "run") == []
 
 
 def test_sigterm_limits_a_draining_writer_to_the_job_at_hand(tmp_path: Path) -> None:
     """Without its trainer the writer heeds SIGTERM: the job in flight becomes durable, queued ones are dropped."""
     gate = tmp_path / "gate"
-    told = run_trainer(tmp_path / "run", "die-behind-a-gate", str(gate), "3", "60")
-    while is_put_off(told["writer"], signal.SIGTERM):
+    ends = run_trainer(tmp_path / "run", "die-behind-a-gate", str(gate), "3", "60")
+    while is_put_off(ends["writer"], signal.SIGTERM):
         os.sched_yield()  # until it has noticed the trainer's end
-    os.kill(told["writer"], signal.SIGTERM)
+    os.kill(ends["writer"], signal.SIGTERM)
     # It has heeded that once the queued jobs, and with them their slots, are let go.
-    fds, deadline = Path(f"/proc/{told['writer']}/fd"), time.monotonic() + WAIT_SECONDS
+    fds, deadline = Path(f"/proc/{ends['writer']}/fd"), time.monotonic() + WAIT_SECONDS
     while sum("memfd:test-arena" in _target(fd) for fd in fds.iterdir()) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     gate.touch()
-    assert gone(told["writer"])
+    assert gone(ends["writer"])
     assert [i.step for i in check_all(tmp_path / "run")] == [1]
 
 
@@ -143,12 +143,12 @@ def test_a_restarted_trainer_waits_for_the_writer_of_the_dead_one(
 ) -> None:
     """The orphan keeps the lease until its jobs are durable; `start` waits for that and then sees them all."""
     gate = tmp_path / "gate"
-    told = run_trainer(processes.root, "die-behind-a-gate", str(gate), "2", "60")
+    ends = run_trainer(processes.root, "die-behind-a-gate", str(gate), "2", "60")
     with pytest.raises(LeaseHeldError, match="is being written by"):
         processes.start(lease_wait_seconds=0.0)
     gate.touch()
     client = processes.start(lease_wait_seconds=WAIT_SECONDS)
-    assert gone(told["writer"])
+    assert gone(ends["writer"])
     stage.share(client)
     job = stage.job(3)
     client.submit(job)

@@ -44,7 +44,7 @@ def test_a_dropped_copy_ends_at_its_next_slice(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_waits_for_its_turn_can_be_stopped() -> None:
-    """A low bandwidth must not hold up the end."""
+    """A low bandwidth must not delay the end."""
     gate = Gate(Throttle(1.0))
     gate.wait(1000)
     ended = threading.Event()

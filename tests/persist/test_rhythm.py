@@ -48,7 +48,7 @@ def test_nothing_is_wanted_of_nothing() -> None:
 
 
 def test_a_snapshot_that_lost_components_is_still_the_same_one() -> None:
-    """Slimming gives it another id, near or far: it is not sent once more."""
+    """Slimming gives it another id, on the nearest or on a further tier: it is not sent once more."""
     slim = dataclasses.replace(shot(2), id=f"{2:08d}-s{20:010d}-aaaaaaaa")
     rhythm = rhythm_of(None, None, {})
     assert rhythm.wanted([shot(1), slim], [shot(1), shot(2)]) == []
@@ -82,7 +82,7 @@ def test_every_n_steps_takes_one_snapshot_per_stretch() -> None:
     assert [one.step for one in everything.wanted(near, [])] == [330, 270, 180, 90]
 
 
-def test_steps_that_are_repeated_after_a_resume_count_anew() -> None:
+def test_steps_that_are_repeated_after_a_resume_count_again() -> None:
     """A run that went back to an older snapshot is not silent until it passes the old steps."""
     rhythm = rhythm_of(None, 100, {"last": 5})
     far = [shot(1, 10), shot(2, 110), shot(3, 210)]

@@ -1,4 +1,4 @@
-"""Calls that hang are told from slow ones, and left behind one at a time."""
+"""A call that hangs is distinguished from a slow one, and left behind; one at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def short() -> Iterator[None]:
-    """For calls that hang: nobody waits for half a minute."""
+    """A call that hangs is given up after a tenth of a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "STALL_SECONDS", 0.1)
         yield
@@ -54,8 +54,8 @@ def test_a_call_returns_what_its_work_does() -> None:
 
 def test_a_call_that_hangs_is_left_behind_alone() -> None:
     """The caller goes on with an error that names the tier; while it hangs no other one is begun."""
-    end, told, left = threading.Event(), threading.Event(), []
-    lane = Lane("file:///x", ended=told.set)
+    end, over, left = threading.Event(), threading.Event(), []
+    lane = Lane("file:///x", ended=over.set)
     before = set(threading.enumerate())
     with short(), pytest.raises(StorageStalledError, match="file:///x has not got on"):
         lane.call(hanging(end), left=left.append)
@@ -70,7 +70,7 @@ def test_a_call_that_hangs_is_left_behind_alone() -> None:
     assert len(set(threading.enumerate()) - before) == 1
     assert left == []
     end.set()
-    assert told.wait(WAIT_SECONDS)
+    assert over.wait(WAIT_SECONDS)
     assert left == [None]
     assert not lane.stuck
     assert lane.call(lambda: 8) == 8
@@ -99,7 +99,7 @@ def test_a_call_that_gets_on_may_take_as_long_as_it_likes() -> None:
 
 
 def test_a_rest_that_was_announced_is_no_stall() -> None:
-    """What waits for its turn at a bandwidth, or for a big object that nobody sees move, has time for it."""
+    """A call that announces a wait, for bandwidth or for a big object without progress, gets that much more time."""
     now = [0.0]
     progress = CallProgress(lambda: now[0])
     progress.moved(50.0)
@@ -148,7 +148,7 @@ def test_a_caller_may_go_on_waiting() -> None:
 
 
 def test_a_lane_that_does_not_keep_its_calls_is_free_at_once() -> None:
-    """Where the call hangs in another place, others are not held up."""
+    """A call that hangs in another place does not block the calls that follow."""
     lane, end = Lane("file:///x", keeps=False), threading.Event()
     with short(), pytest.raises(StorageStalledError):
         lane.call(hanging(end))
@@ -170,7 +170,7 @@ def test_the_last_thing_is_done_when_the_call_has_ended() -> None:
 
 
 def test_a_slot_is_freed_by_its_last_reader() -> None:
-    """Two calls may hang on one snapshot; a job that was settled before they ended is told later, and only once."""
+    """Two calls may hang on one snapshot: the slot is free when both end, and a job settled before is reported once."""
     freed: list[int] = []
     holds = SlotReaders(freed.append)
     one, two = holds.take(3), holds.take(3)

@@ -32,7 +32,7 @@ def kill(pid: int) -> None:
 
 
 def storm(folder: Path, kills: int, seed: int, *, far: Path | None = None) -> None:
-    """Kill the trainer, the writer, or both, at random moments, and check the run each time nobody writes it.
+    """Kill the trainer, the writer, or both, at random moments, and check the run each time no process writes it.
 
     Args:
         far: root of a further tier.

@@ -157,7 +157,7 @@ def test_a_quota_near_is_kept_even_against_a_copy(run: Run) -> None:
 
 
 def test_damage_is_not_copied(run: Run) -> None:
-    """A snapshot whose bytes have rotted near is told and left out; the next one is copied."""
+    """A snapshot that is damaged on the nearest tier is reported and left out; the next one is copied."""
     weather = run.weather[run.far]
     weather.down("list")
     run.start(run.tier(keep={"last": 5}))
@@ -178,7 +178,7 @@ def test_damage_is_not_copied(run: Run) -> None:
 
 
 def test_a_new_machine_continues_the_run_of_the_far_tier(run: Run) -> None:
-    """With an empty near folder the record is taken over and numbers go on: new snapshots are newer."""
+    """With an empty nearest folder the record is taken over and numbers go on: new snapshots are newer."""
     run.start()
     for step in (1, 2):
         run.save(step)
@@ -257,7 +257,7 @@ def test_further_tiers_add_the_threads_of_the_page(run: Run, monkeypatch: pytest
     assert sorted(one for one in names if f"`{one}" not in page) == []
 
 
-def test_no_secret_is_written_or_told(run: Run) -> None:
+def test_no_secret_is_written_or_shown(run: Run) -> None:
     """What a tier's storage needs to know is in no repr and in no file."""
     tier = TierConfig("s3://b/r", storage_options={"secret": "hunter2"})
     config = WriterConfig("/x", storage_options={"secret": "hunter2"}, tiers=(tier,))

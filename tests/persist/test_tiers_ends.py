@@ -44,7 +44,7 @@ def test_closing_waits_for_copies_but_not_for_a_tier_that_fails(run: Run) -> Non
     notice = run.until(lambda m: isinstance(m, Notice) and "goes on with it" in m.message)
     assert isinstance(notice, Notice) and str(run.far) in notice.message
     with acquire(LocalStorage(run.near)):
-        pass  # the near tier is free for the next job already
+        pass  # the nearest tier is free for the next job already
     run.weather[run.far].up()
     assert client._queue.join(WAIT_SECONDS)
     assert steps(run.far) == [1]
@@ -90,8 +90,8 @@ def test_a_url_that_nothing_serves_is_refused_at_the_start(run: Run) -> None:
         pass
 
 
-def test_a_lease_that_cannot_be_given_back_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A storage that dies at the very end keeps nobody waiting for a writer that is gone."""
+def test_a_lease_that_cannot_be_given_back_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing ends although the storage fails at the very end, and a notice names the lease."""
     client = run.start()
     run.save(1)
     run.until_copied(1)

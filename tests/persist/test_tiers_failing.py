@@ -1,4 +1,4 @@
-"""Tiers that fail: told once, left out, used again; the others go on."""
+"""Tiers that fail are reported once, left out, and used again; the others go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.persist.tiered import Run, same_files, steps
 from tests.store.samples import save
 
 
-def test_a_failing_tier_is_told_once_and_catches_up_newest_first(run: Run) -> None:
+def test_a_failing_tier_is_reported_once_and_catches_up_newest_first(run: Run) -> None:
     """Snapshots go on; when it is back it gets the newest one, and not the ones that are obsolete by then."""
     run.start(run.tier(keep={"last": 2}), keep={"last": 3})
     run.save(1)
@@ -50,7 +50,7 @@ def test_a_failing_tier_is_told_once_and_catches_up_newest_first(run: Run) -> No
 
 @pytest.mark.parametrize("what", ["put", "list", "delete"])
 def test_every_operation_of_a_tier_may_fail(run: Run, what: str) -> None:
-    """Whatever fails there, the near tier is as it would be, and afterwards the far one is too."""
+    """While an operation fails on a further tier, the nearest gets all snapshots; later the further one catches up."""
     run.start(run.tier(keep={"last": 1}))
     run.save(1)
     run.until_copied(1)
@@ -68,8 +68,8 @@ def test_every_operation_of_a_tier_may_fail(run: Run, what: str) -> None:
     assert steps(run.far) == [3]
 
 
-def test_nobody_waits_for_a_tier_that_hangs(run: Run) -> None:
-    """Snapshots become durable near while a copy hangs; then the newest follows and those between are left out."""
+def test_nothing_waits_for_a_tier_that_hangs(run: Run) -> None:
+    """Snapshots become durable on the nearest tier while a copy hangs; then only the newest of them is copied."""
     weather = run.weather[run.far]
     run.start(run.tier(keep={"last": 1}))
     weather.gate.clear()
@@ -86,7 +86,7 @@ def test_nobody_waits_for_a_tier_that_hangs(run: Run) -> None:
 
 
 def test_when_the_nearest_tier_fails_the_next_one_takes_its_place(run: Run) -> None:
-    """A snapshot is durable if any tier takes it; the near one is degraded, told once, and used again when it works."""
+    """A snapshot is durable if any tier takes it; the failing nearest tier is reported once, and used again later."""
     run.start(run.tier(keep={"last": 2}), keep={"last": 5})
     run.save(1)
     run.until_copied(1)
@@ -133,7 +133,7 @@ def test_on_failure_fail_keeps_a_snapshot_from_going_elsewhere(run: Run) -> None
 
 
 def test_a_place_of_another_run_is_left_alone(run: Run) -> None:
-    """Its snapshots and its record stay as they are, and the tier is told as failed."""
+    """The other run's snapshots and record stay as they are, and an event says that the tier failed."""
     other = Repository(LocalStorage(run.far))
     theirs = save(other, 7)
     save(Repository(LocalStorage(run.near)), 1)
@@ -164,7 +164,7 @@ def test_a_lease_held_by_another_job_is_waited_for(run: Run) -> None:
 
 
 def test_a_tier_whose_folder_is_removed_starts_again(run: Run) -> None:
-    """It gets the newest snapshot anew."""
+    """The tier gets the newest snapshot in a new folder."""
     run.start(run.tier(keep={"last": 1}))
     run.save(1)
     run.until_copied(1)
@@ -178,7 +178,7 @@ def test_a_tier_whose_folder_is_removed_starts_again(run: Run) -> None:
 
 
 def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
-    """A disk that was mounted anew is a place of the run at the next snapshot; numbers go on."""
+    """A disk that was mounted again is a place of the run at the next snapshot; numbers go on."""
     run.start()
     run.save(1)
     run.until_copied(1)
@@ -189,8 +189,10 @@ def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
     run.save(3)
     run.until_copied(3)
     run.close()
-    told = [one.message for one in run.heard if isinstance(one, Notice) and "was removed" in one.message]
-    assert told == [f"{run.near} was removed while it was written: it is made again, and the snapshots it had are gone"]
+    notes = [one.message for one in run.heard if isinstance(one, Notice) and "was removed" in one.message]
+    assert notes == [
+        f"{run.near} was removed while it was written: it is made again, and the snapshots it had are gone"
+    ]
     assert [(i.seq, i.step) for i in check_all(run.near)] == [(2, 2), (3, 3)]
     assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2), (3, 3)]
     assert same_files(run.near, run.far, [names.RECORD])

@@ -1,4 +1,4 @@
-"""Tiers that hang instead of failing: the others go on, nothing is torn, and nobody waits for them."""
+"""Tiers that hang instead of failing: the others go on, nothing is torn, and no call waits for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODE = StorageStalledError.code
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for half a minute."""
+    """A call that hangs is given up at once instead of after half a minute."""
     let_time_pass_where_calls_hang(monkeypatch)
 
 
@@ -175,15 +175,15 @@ def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
 
 
 def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot is written whole to the first tier, and so are the next ones, at once; that is told once."""
+    """The snapshot and the next ones are written whole to the first tier, without a wait; one notice says so."""
     monkeypatch.setattr(*bounds("PLAIN", least_bytes=0))
     run.start(keep={"last": 9}, tiers=())
     run.save(1)
     end = run.weather[run.near].hang("get", "data/")
     for step in (2, 3, 4):
         assert run.save(step) is not None
-    told = [event for event in run.all(Notice) if "written whole" in event.message]
-    assert len(told) == 1 and "has not got on" in told[0].message
+    messages = [event for event in run.all(Notice) if "written whole" in event.message]
+    assert len(messages) == 1 and "has not got on" in messages[0].message
     assert not end.is_set()
     end.set()
     run.close()
@@ -201,8 +201,8 @@ def test_a_read_that_fails_costs_no_more_than_what_it_could_spare(run: Run) -> N
     assert steps(run.near) == [1, 2]
 
 
-def test_a_further_tier_that_hangs_is_told_and_shown(run: Run) -> None:
-    """Snapshots become durable near and on the third tier; the status says which one hangs, and since when."""
+def test_a_further_tier_that_hangs_is_reported_and_shown(run: Run) -> None:
+    """Snapshots become durable on the other two tiers; an event and the status name the one that hangs."""
     weather = run.weather[run.far]
     run.start(run.tier(keep={"last": 1}), run.tier(run.third, keep={"last": 1}))
     run.save(1)
@@ -313,8 +313,8 @@ def test_on_failure_fail_holds_for_a_hang_too(run: Run, second: Stage) -> None:
 
 
 def test_the_arena_under_a_call_that_hangs_is_never_torn(run: Run, second: Stage) -> None:
-    """A trainer that keeps to the protocol can never make a far tier believe in half of two snapshots: what was begun
-    near is gone when its slot is given back.
+    """No tier ever has a mixture of two snapshots: a write that hangs on the nearest tier leaves nothing there, and its
+    slot is not filled before it ends.
     """
     run.start(run.tier(keep={"last": 9}), keep={"last": 9})
     run.save(1)
@@ -339,7 +339,7 @@ def test_the_arena_under_a_call_that_hangs_is_never_torn(run: Run, second: Stage
     assert {10, 11, 20, 21, 30, 31} <= set(steps(run.far))
 
 
-def test_a_job_that_hangs_is_answered_to_whoever_waits(run: Run) -> None:
+def test_a_job_that_hangs_is_answered_to_all_who_wait(run: Run) -> None:
     """`outcome` comes though the call never ends while anybody looks."""
     client = run.start()
     run.save(1)

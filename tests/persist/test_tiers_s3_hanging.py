@@ -26,7 +26,7 @@ def no_descriptors_left() -> None:
     """Not here: the client library keeps its connections."""
 
 
-def test_a_store_that_accepts_and_never_answers_stops_nobody(
+def test_a_store_that_accepts_and_never_answers_stops_no_training(
     moto: S3Server,  # noqa: F811
     bucket: str,  # noqa: F811
     wire: Wire,  # noqa: F811

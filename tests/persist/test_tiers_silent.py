@@ -1,4 +1,4 @@
-"""A further tier that gives no sign holds up neither the start nor the end of a training."""
+"""A further tier that gives no sign delays neither the start nor the end of a training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.persist.tiered import Run, steps
 
 
 @pytest.fixture(autouse=True)
-def nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a tier to answer waits for longer than a test may take."""
+def no_wait_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for the answer of a tier lasts longer than a test may take: a test that waits fails."""
     monkeypatch.setattr(secondary_tiers, "SURVEY_SECONDS", 10 * WAIT_SECONDS)
 
 
@@ -102,8 +102,8 @@ def test_a_training_ends_although_a_further_tier_is_silent(
     monkeypatch.setattr(replicate, "SILENT_SECONDS", 0.01)
     assert closed(run)
     assert not end.is_set()
-    (told,) = [one for one in run.all(Notice) if "not everything is on" in one.message]
-    assert f"file://{run.far} (" in told.message and "it does not answer" in told.message
+    (notice,) = [one for one in run.all(Notice) if "not everything is on" in one.message]
+    assert f"file://{run.far} (" in notice.message and "it does not answer" in notice.message
     assert steps(run.near)[-1] == 2
     end.set()
     assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
@@ -112,7 +112,7 @@ def test_a_training_ends_although_a_further_tier_is_silent(
 
 
 def test_a_training_that_ends_before_a_silent_tier_was_heard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has taken is durable on the nearest tier: nobody waits for what the further one has to say."""
+    """Its snapshots are durable on the nearest tier: the end does not wait for the answer of the further one."""
     monkeypatch.setattr(replicate, "SILENT_SECONDS", 0.01)
     end = run.weather[run.far].hang("list")
     run.start(drain_seconds=WAIT_SECONDS)
@@ -130,18 +130,18 @@ class Waits:
     """The trainer ends while a copy stands still that gives signs, and what is said meanwhile is in `lines`.
 
     Args:
-        told: called once something was said.
+        on_line: called after each line that is announced.
     """
 
     def __init__(
         self,
         run: Run,
         monkeypatch: pytest.MonkeyPatch,
-        told: Callable[[], object],
+        on_line: Callable[[], object],
         end_wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self.lines: list[str] = []
-        self._told = told
+        self._on_line = on_line
         monkeypatch.setattr(client, "announce", self._announce)
         monkeypatch.setattr(secondary_tiers, "TELL_SECONDS", 0.0)
         monkeypatch.setattr(replicate, "RECENT_SECONDS", 10 * WAIT_SECONDS)
@@ -153,7 +153,7 @@ class Waits:
 
     def _announce(self, _: object, line: str) -> None:
         self.lines.append(line)
-        self._told()
+        self._on_line()
 
 
 def is_copied_at_last(run: Run) -> None:
@@ -203,8 +203,8 @@ def test_the_end_waits_for_copies_as_long_as_the_option_says(
     newest = run.save(1)
     assert run.weather[run.far].reached.wait(WAIT_SECONDS)
     assert closed(run)  # would fail after all its time
-    (told,) = run.all(Notice)
-    assert told.message.startswith(f"not everything is on file://{run.far} (lacks {newest}); the writer thread goes on")
+    (note,) = run.all(Notice)
+    assert note.message.startswith(f"not everything is on file://{run.far} (lacks {newest}); the writer thread goes on")
     is_copied_at_last(run)
 
 
@@ -337,7 +337,7 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
 
 
 def test_signs_of_a_place_count_only_while_it_is_asked() -> None:
-    """One that nobody asks anything is not silent; an answer to one of two requests is a sign, another try is none."""
+    """A place without a request is not silent; an answer to one of two requests is a sign, another try is none."""
     now = [0.0]
     signs = Signs(lambda: now[0])
     now[0] = 100.0

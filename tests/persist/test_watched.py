@@ -63,7 +63,7 @@ def test_every_change_of_a_disk_is_watched_and_reaches_it() -> None:
     assert own <= set(vars(MeteredDisk))
 
 
-def test_big_writes_are_told_slice_by_slice(tmp_path: Path) -> None:
+def test_big_writes_report_progress_slice_by_slice(tmp_path: Path) -> None:
     """A disk that takes a slice now and then is slow; it does not hang."""
     progress = Counting()
     storage = WatchedStorage(LocalStorage(tmp_path), progress)
@@ -91,7 +91,7 @@ def test_what_is_in_the_page_cache_is_synced_on_the_way(tmp_path: Path) -> None:
 
 
 def test_an_opaque_storage_has_time_for_what_it_is_given() -> None:
-    """Nobody sees its bytes move, so it may take as long as a slow network would."""
+    """Its progress cannot be seen, so a put may take as long as on a slow network."""
     progress = Counting()
     storage = WatchedStorage(Opaque(), progress)  # type: ignore[arg-type]
     storage.put("a", [memoryview(bytes(3 * SLOWEST_BYTES_PER_SECOND))])
@@ -110,7 +110,7 @@ def test_a_limited_opaque_storage_has_the_same_time_after_its_turn() -> None:
 
 
 def test_a_put_that_was_left_behind_reads_no_more_of_its_memory(tmp_path: Path) -> None:
-    """Once nobody waits for it the next slice is not written, and what there was goes."""
+    """Once its caller has given up, the next slice is not written, and the unfinished file is removed."""
     progress = CallProgress()
 
     class Leaving(Disk):
@@ -131,7 +131,7 @@ def test_a_put_that_was_left_behind_reads_no_more_of_its_memory(tmp_path: Path) 
 
 
 class Hanging(LocalStorage):
-    """Reads hang until told."""
+    """Reads hang until `end` is set."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

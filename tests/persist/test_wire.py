@@ -103,13 +103,13 @@ def test_a_channel_may_have_limits() -> None:
 
 
 def test_the_end_of_the_peer_comes_after_its_last_message(pair: Pair) -> None:
-    """What was sent before the end is not lost with it, and sending to nobody is no error."""
+    """What was sent before the end still arrives, and sending to a closed peer is no error."""
     pair[0].send({"last": 1})
     pair[0].close()
     messages, is_open = pair[1].receive()
     assert [item.body for item in messages] == [{"last": 1}]
     assert not is_open
-    pair[1].send({"to": "nobody"})
+    pair[1].send({"to": "the closed"})
     assert not pair[1].backlog
     assert not pair[0].send({"from": "the closed"})
 

@@ -22,7 +22,7 @@ from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
 
 class Run:
-    """A writer thread on a near folder and a far one, each under its own weather."""
+    """A writer thread on a nearest folder and two further ones, each with its own faults."""
 
     def __init__(self, root: Path, stage: Stage) -> None:
         self.near, self.far, self.third = root / "near", root / "far", root / "third"

@@ -1,4 +1,4 @@
-"""A slot of the arena under a call that hangs: the trainer does not get it back, and is not held up by that."""
+"""A slot of the arena that a hanging call reads: the trainer does not get it back, and does not wait for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sink:
 
 @pytest.fixture(params=["write", "sync"])
 def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Frozen]:
-    """The near disk. When it hangs nobody waits for half a minute."""
+    """The disk of the nearest tier; a call that hangs there is given up at once instead of after half a minute."""
     let_time_pass_where_calls_hang(monkeypatch)
     made = Frozen(tmp_path / "near", request.param)
     monkeypatch.setattr(Disk, request.param, lambda _, *rest: made.call(*rest))
@@ -99,8 +99,8 @@ def test_a_slot_is_not_filled_again_while_a_call_may_read_it(tmp_path: Path, fro
     assert sorted(info.step for info in Checkpointer(str(tmp_path / "near")).snapshots()) == [1, 4]
 
 
-def test_a_held_slot_is_given_up_with_its_writer(tmp_path: Path, frozen: Frozen) -> None:
-    """Nobody says any more when it is free: another one takes its place, and the run goes on."""
+def test_a_slot_that_hangs_is_given_up_with_its_writer(tmp_path: Path, frozen: Frozen) -> None:
+    """A lost writer never says that the slot is free: another slot takes its place, and the run goes on."""
     others = threading.enumerate()
     ckpt, _ = start(tmp_path, 1)
     ckpt.save(state(1), step=1).wait(WAIT_SECONDS)

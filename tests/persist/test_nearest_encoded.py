@@ -60,7 +60,7 @@ def require_exact(root: Path) -> list[int]:
 
 @pytest.mark.parametrize(("codec", "most"), [("zstd", 0.95), ("byteplane-zstd", 0.9), ("delta", 0.4)])
 def test_snapshots_are_written_encoded(codec: str, most: float, drifting: Run) -> None:
-    """What is written is told, and further tiers copy it as it is stored, or store it in their own way."""
+    """Events say how much is written; a further tier copies the stored bytes, or encodes with a codec of its own."""
     plain, other = drifting.tier(), drifting.tier(drifting.third, codec="delta")
     drifting.start(plain, other, codec=codec, keep={"last": 3})
     for step in range(1, 6):
@@ -126,7 +126,7 @@ def test_a_write_that_fails_leaves_nothing(drifting: Run) -> None:
     assert owners <= {1, 3}
 
 
-def test_what_the_far_place_builds_on_stays_near(drifting: Run) -> None:
+def test_what_a_further_tier_builds_on_stays_on_the_nearest(drifting: Run) -> None:
     """A far tier with a slower rhythm still finds what its newest snapshot was made of."""
     drifting.start(drifting.tier(codec="delta", every_n_steps=4), keep={"last": 1})
     for step in range(1, 10):

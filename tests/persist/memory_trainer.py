@@ -1,4 +1,4 @@
-"""A trainer that takes snapshots into memory, to be killed: `python -m tests.persist.holding ROOT LOG PLAN`.
+"""A trainer that takes snapshots into memory, to be killed: `python -m tests.persist.memory_trainer ROOT LOG PLAN`.
 
 It logs one JSON line per thing that a test must know, each with a single write, so that a kill tears at most the last.
 
@@ -6,15 +6,15 @@ Plans:
     die-holding N: holds the steps 1 to N, waits until the last is with the kernel, and kills itself.
     die-of SIGNAL: as die-holding 1, of another signal; 0: it just ends.
     die-forked: as die-holding 1, with a forked child that keeps every descriptor open.
-    die-mixed: step 1 durable, step 2 held and flushed, and kills itself.
-    die-in-persist GATE: submits step 1, whose storage hangs until GATE exists, and step 2 behind it; holds step 3.
-    die-after-forget: holds step 1, lets the writer forget all that it refers to, and kills itself.
-    die-away NEAR: holds step 1 of a run whose nearest tier, NEAR, cannot be written; ROOT is a further one.
-    die-blocked: holds step 1 of a run whose only tier cannot be written any more.
+    die-mixed: makes step 1 durable, keeps step 2 in memory, and kills itself.
+    die-in-persist GATE: submits step 1, whose storage hangs until GATE exists, and step 2; keeps step 3 in memory.
+    die-after-forget: keeps step 1 in memory, lets the writer forget all that it refers to, and kills itself.
+    die-away NEAR: keeps step 1 in memory; the nearest tier, NEAR, cannot be written; ROOT is a further one.
+    die-blocked: keeps step 1 in memory; the only tier of the run cannot be written any more.
     die-empty: takes nothing at all.
-    close: holds step 1, closes the writer, and ends.
-    storm: steps without end, each held, every tenth submitted; logs each one before its memory is touched.
-    wait: holds step 1, and waits to be killed; logs what it is asked for from outside.
+    close: keeps step 1 in memory, closes the writer, and ends.
+    storm: keeps each step in memory, without end, and submits every tenth; logs each one before its memory is touched.
+    wait: keeps step 1 in memory, and waits to be killed; logs what it is asked for from outside.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def settle(client: WriterClient) -> None:
 
 
 class Arena:
-    """Three slots, of which the newest held one is never filled, nor one that is being persisted."""
+    """Three slots; it fills neither the slot of the newest snapshot in memory nor one that is being persisted."""
 
     def __init__(self, client: WriterClient, nbytes: int = SLOT_BYTES) -> None:
         self.client = client
@@ -186,7 +186,7 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         client = start(rest[0], log, tiers=(TierConfig(root),))
         arena = Arena(client)
         arena.take(1, durable=True)
-        heard: list[Any] = []  # the copy may be told together with the outcome
+        heard: list[Any] = []  # the event of the copy may arrive together with the outcome
         while arena.busy or not any(isinstance(message, SnapshotReplicated) for message in heard):
             heard += arena.poll(1.0)
         shutil.rmtree(Path(rest[0]) / "data")

@@ -1,4 +1,4 @@
-"""Where writers of dead ranks meet: at the newest snapshot that all of them hold, whatever was written before."""
+"""Writers of dead ranks commit the newest snapshot that all of them have in memory, whatever was written before."""
 
 from __future__ import annotations
 
@@ -84,26 +84,26 @@ class Place:
 
 def meet(
     tier: Tier,
-    held: list[list[Order]],
+    kept: list[list[Order]],
     waits_for: dict[int, threading.Event] | None = None,
     *,
     give_up_at_first: bool = False,
 ) -> list[str]:
-    """What is committed when all writers have met; `held` by rank, newest first.
+    """What is committed once the writers of all ranks have agreed; `kept`: snapshots in memory by rank, newest first.
 
     Args:
         give_up_at_first: who finds that nothing is left to do but to wait does not do so before it has left something.
     """
-    places = [Place(tier, rank, (waits_for or {}).get(rank)) for rank in range(len(held))]
+    places = [Place(tier, rank, (waits_for or {}).get(rank)) for rank in range(len(kept))]
 
     def run(rank: int) -> None:
-        ranks = _rank(rank, len(held))
-        orders: Any = held[rank]
-        reunion = CrashRecovery(ranks, places[rank], 0.2 if give_up_at_first else PATIENCE_SECONDS)
-        places[rank].has_left = lambda: setattr(reunion, "_patience_seconds", PATIENCE_SECONDS)
-        reunion.run(orders, lambda err: False)
+        ranks = _rank(rank, len(kept))
+        orders: Any = kept[rank]
+        recovery = CrashRecovery(ranks, places[rank], 0.2 if give_up_at_first else PATIENCE_SECONDS)
+        places[rank].has_left = lambda: setattr(recovery, "_patience_seconds", PATIENCE_SECONDS)
+        recovery.run(orders, lambda err: False)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(held))]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(kept))]
     for thread in threads:
         thread.start()
     if waits_for:
@@ -134,29 +134,29 @@ def until_looked_twice(place: Place) -> None:
 
 
 def test_what_is_complete_already_does_not_end_the_wait_for_what_is_newer() -> None:
-    """All hold m. X was being written when the ranks died and is complete now; rank 1 takes longer to write m."""
+    """All ranks have m. X was being written when they died and is complete now; rank 1 takes longer to write m."""
     tier = Tier({"X": {0, 1}})
-    held = [[Order("m"), Order("X")], [Order("m"), Order("X", durable=True)]]
-    assert meet(tier, held, {1: threading.Event()}) == ["m"]
+    kept = [[Order("m"), Order("X")], [Order("m"), Order("X", durable=True)]]
+    assert meet(tier, kept, {1: threading.Event()}) == ["m"]
 
 
 def test_a_snapshot_that_was_taken_back_is_not_taken_for_a_committed_one() -> None:
-    """It failed on the coordinator, which removed all records. Rank 1 had written its share; all hold w."""
+    """X failed on the coordinator, which removed all records. Rank 1 had written its share; all ranks have w."""
     assert meet(Tier({}), [[Order("X"), Order("w")], [Order("X", durable=True), Order("w")]]) == ["w"]
 
 
 def test_a_share_that_was_cancelled_is_none() -> None:
     """There are records of all ranks, and one of them says that its rank has no share."""
     tier = Tier({"X": {0, 1, 2}}, frozenset({"X"}))
-    held = [[Order("X"), Order("w")], [Order("X", durable=True), Order("w")], [Order("w")]]
-    assert meet(tier, held, give_up_at_first=True) == ["w"]
+    kept = [[Order("X"), Order("w")], [Order("X", durable=True), Order("w")], [Order("w")]]
+    assert meet(tier, kept, give_up_at_first=True) == ["w"]
 
 
 @pytest.mark.parametrize("ahead", [(0, 0, 0), (2, 1, 0), (0, 1, 2), (1, 0, 2)])
 def test_ranks_at_different_snapshots_meet_at_the_newest_that_all_hold(ahead: tuple[int, int, int]) -> None:
     """Each holds three; how far each was when it died."""
-    held = [[Order(str(7 + far - back)) for back in range(3)] for far in ahead]
-    assert meet(Tier({}), held) == ["7"]
+    kept = [[Order(str(7 + far - back)) for back in range(3)] for far in ahead]
+    assert meet(Tier({}), kept) == ["7"]
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -164,7 +164,7 @@ def test_ranks_at_different_snapshots_meet_at_the_newest_that_all_hold(ahead: tu
 def test_what_one_rank_did_not_have_yet_counts_at_the_next_meeting(late: int, first_to_ask: int) -> None:
     """The ranks meet at x, and one gets its z a moment later. Whichever writer is asked first waits for the other."""
     tier = Tier({})
-    held: list[Any] = [[Order("z"), Order("x")], [Order("z"), Order("x")]]
+    kept: list[Any] = [[Order("z"), Order("x")], [Order("z"), Order("x")]]
     places = [Place(tier, rank) for rank in range(2)]
     reunions = [CrashRecovery(_rank(rank), places[rank], PATIENCE_SECONDS) for rank in range(2)]
 
@@ -181,12 +181,12 @@ def test_what_one_rank_did_not_have_yet_counts_at_the_next_meeting(late: int, fi
             thread.join(WAIT_SECONDS)
             assert not thread.is_alive()
 
-    meet_again([orders[1:] if rank == late else orders for rank, orders in enumerate(held)], lambda: None)
+    meet_again([orders[1:] if rank == late else orders for rank, orders in enumerate(kept)], lambda: None)
     assert tier.committed == ["x"]
     before = places[first_to_ask].looks
-    meet_again(held, lambda: until(lambda: places[first_to_ask].looks >= before + 2))
+    meet_again(kept, lambda: until(lambda: places[first_to_ask].looks >= before + 2))
     assert tier.committed == ["x", "z"]
-    assert held[0][0].durable and held[1][0].durable
+    assert kept[0][0].durable and kept[1][0].durable
 
 
 def _rank(rank: int, size: int = 2) -> RankConfig:
@@ -213,7 +213,7 @@ def flushes(root: Path, rank: int) -> object:
 
 
 def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
-    """Rank 1 has only the first of two at the first meeting, and both at the second: data is not written anew."""
+    """Rank 1 has one snapshot at the first flush and both at the second: the second flush writes no data again."""
     root, store = tmp_path / "run", SharedStore()
     tiers = ["memory", str(root)]
     engines = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store), linger=1) for rank in range(2)]

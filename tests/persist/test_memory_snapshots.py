@@ -73,7 +73,7 @@ def ids() -> Ids:
 
 
 @pytest.fixture
-def held(ids: Ids) -> Iterator[MemorySnapshots]:
+def snapshots(ids: Ids) -> Iterator[MemorySnapshots]:
     made = MemorySnapshots(ids, lambda: None)
     yield made
     made.close()
@@ -84,9 +84,9 @@ def files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def offered(held: MemorySnapshots) -> Offer:
-    assert held.wait_sealed(WAIT_SECONDS)
-    offer = held.offer()
+def offered(snapshots: MemorySnapshots) -> Offer:
+    assert snapshots.wait_sealed(WAIT_SECONDS)
+    offer = snapshots.offer()
     assert isinstance(offer, Offer)
     return offer
 
@@ -142,7 +142,7 @@ def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
 
 
 def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
-    """In the order in which they are asked for; beyond a parent that this writer has not seen; anew after a failure."""
+    """Numbers grow in the order of the requests, exceed the parent's number, and a failed snapshot gets a new one."""
     first, second, third = sending.hold(1), sending.hold(2), sending.hold(3, parent="00000041-s0000000009-00000000")
     found = [ids.of(order) for order in (first, second, first, third)]
     assert [parsed.seq for name in found if (parsed := parse_id(name))] == [5, 6, 5, 42]
@@ -151,24 +151,24 @@ def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
     assert ids.of(first) == again.id
 
 
-def test_what_is_held_is_replaced_by_what_is_newer(sending: Trainer, held: MemorySnapshots) -> None:
-    """What was held before is let go."""
+def test_a_newer_snapshot_replaces_the_one_in_memory(sending: Trainer, snapshots: MemorySnapshots) -> None:
+    """The memory of the older snapshot is free then."""
     first, second = sending.hold(1), sending.hold(2)
-    held.hold(first)
+    snapshots.hold(first)
     sending.say(gone=[0])
     sending.orders.remove(first)
     first.release()
-    held.hold(second)
-    assert held.newest is second
+    snapshots.hold(second)
+    assert snapshots.newest is second
 
 
-def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, held: MemorySnapshots) -> None:
+def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, snapshots: MemorySnapshots) -> None:
     """Only sealed, it is final."""
-    held.hold(sending.hold(1))
-    assert held.offer() is None
-    assert not held.wait_sealed(0.0)
-    held.seal(RUN)
-    offer = offered(held)
+    snapshots.hold(sending.hold(1))
+    assert snapshots.offer() is None
+    assert not snapshots.wait_sealed(0.0)
+    snapshots.seal(RUN)
+    offer = offered(snapshots)
     manifest = manifest_codec.decode(offer.manifest)
     assert (manifest.info.step, manifest.info.id, manifest.run) == (1, offer.snapshot, RUN.run)
     assert os.pread(offer.fd, 8, manifest.entries["model.weight"].pieces[0].offset) == weight_bytes(1, 8)
@@ -180,130 +180,130 @@ def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, he
 def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
     """Further tiers may still say that they have higher ones."""
     ids = Ids()
-    held = MemorySnapshots(ids, lambda: None)
-    held.hold(sending.hold(1))
-    held.seal(RUN)
-    assert held.wait_sealed(WAIT_SECONDS)
-    assert held.offer() is None
+    snapshots = MemorySnapshots(ids, lambda: None)
+    snapshots.hold(sending.hold(1))
+    snapshots.seal(RUN)
+    assert snapshots.wait_sealed(WAIT_SECONDS)
+    assert snapshots.offer() is None
     ids.begin(100)
-    offer = offered(held)
+    offer = offered(snapshots)
     assert offer.snapshot.startswith("00000100-")
     os.close(offer.fd)
-    held.close()
+    snapshots.close()
 
 
 def test_the_number_offered_is_the_one_it_becomes_durable_under(
-    sending: Trainer, held: MemorySnapshots, ids: Ids
+    sending: Trainer, snapshots: MemorySnapshots, ids: Ids
 ) -> None:
-    """Whoever asks first."""
+    """The offer gives the snapshot its number, and the writer commits it under the same one."""
     order = sending.hold(1)
-    held.hold(order)
-    held.seal(RUN)
-    offer = offered(held)
+    snapshots.hold(order)
+    snapshots.seal(RUN)
+    offer = offered(snapshots)
     os.close(offer.fd)
     assert ids.of(order) == offer.snapshot
 
 
-def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: MemorySnapshots) -> None:
+def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, snapshots: MemorySnapshots) -> None:
     """The reason is given instead."""
     order = sending.hold(1)
     os.ftruncate(sending.stage.fd, 0)
-    held.hold(order)
-    held.seal(RUN)
-    assert held.wait_sealed(WAIT_SECONDS)
-    why = held.offer()
+    snapshots.hold(order)
+    snapshots.seal(RUN)
+    assert snapshots.wait_sealed(WAIT_SECONDS)
+    why = snapshots.offer()
     assert isinstance(why, str) and "cannot be used: cannot map an arena slot" in why
 
 
-def test_nothing_held_is_an_answer_too(held: MemorySnapshots) -> None:
+def test_no_snapshot_is_an_answer_too(snapshots: MemorySnapshots) -> None:
     """At once."""
-    held.seal(RUN)
-    assert held.offer() == "no snapshot is in memory"
+    snapshots.seal(RUN)
+    assert snapshots.offer() == "no snapshot is in memory"
 
 
-def test_it_is_let_go_once_it_is_durable_and_nobody_wants_it(sending: Trainer, held: MemorySnapshots) -> None:
-    """Neither alone is enough; and what cannot be made durable is kept for nobody."""
+def test_a_snapshot_leaves_memory_once_it_is_durable_and_unused(sending: Trainer, snapshots: MemorySnapshots) -> None:
+    """Neither alone is enough. `settle` also gives up a snapshot that cannot become durable."""
     order = sending.hold(1)
-    held.hold(order)
-    held.let_go()
-    assert held.newest is order
-    risk = held.at_risk()
+    snapshots.hold(order)
+    snapshots.let_go()
+    assert snapshots.newest is order
+    risk = snapshots.at_risk()
     assert risk is order
     risk.release()
     order.durable = True
-    held.settle()
-    assert held.newest is None and held.at_risk() is None
+    snapshots.settle()
+    assert snapshots.newest is None and snapshots.at_risk() is None
     other = sending.hold(2)
-    held.hold(other)
-    held.settle()
-    assert held.newest is None
+    snapshots.hold(other)
+    snapshots.settle()
+    assert snapshots.newest is None
 
 
 class Visit:
-    """A desk whose trainer is what the test says."""
+    """The control handlers of a writer; the test says whether its trainer lives and takes requests."""
 
-    def __init__(self, held: MemorySnapshots) -> None:
+    def __init__(self, snapshots: MemorySnapshots) -> None:
         self.lives = self.takes = True
-        self.told: list[tuple[str, str]] = []
+        self.forwarded: list[tuple[str, str]] = []
         self.byes = 0
-        self.desk = ControlHandlers(held, self.forward, lambda: self.lives, lambda: None, self.bye)
+        self.handlers = ControlHandlers(snapshots, self.forward, lambda: self.lives, lambda: None, self.bye)
 
     def forward(self, what: str, who: str) -> bool:
-        self.told.append((what, who))
+        self.forwarded.append((what, who))
         return self.takes
 
     def bye(self) -> None:
         self.byes += 1
 
     def ask(self, what: str, **rest: Any) -> Any:
-        reply = self.desk.answer({"what": what, **rest})
+        reply = self.handlers.answer({"what": what, **rest})
         return None if reply is None else reply.body
 
 
-def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held: MemorySnapshots) -> None:
+def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, snapshots: MemorySnapshots) -> None:
     """What it sent last may not have arrived: neither its memory nor the name is given away before."""
-    visit = Visit(held)
-    held.hold(sending.hold(1))
+    visit = Visit(snapshots)
+    snapshots.hold(sending.hold(1))
     visit.lives = False
     assert visit.ask(control.SNAPSHOT) is None
     assert visit.ask(control.BYE) is None
-    visit.desk.leave(serves=True)
+    visit.handlers.leave(serves=True)
     assert visit.ask(control.SNAPSHOT) is None
-    held.seal(RUN)
-    assert held.wait_sealed(WAIT_SECONDS)
-    reply = visit.desk.answer({"what": control.SNAPSHOT})
+    snapshots.seal(RUN)
+    assert snapshots.wait_sealed(WAIT_SECONDS)
+    reply = visit.handlers.answer({"what": control.SNAPSHOT})
     assert reply is not None and reply.body["step"] == 1
     os.close(reply.fds[0])
-    assert not visit.desk.said_bye
+    assert not visit.handlers.said_bye
     assert visit.ask(control.BYE) == {"ok": True}
-    assert visit.desk.said_bye and visit.byes == 1
+    assert visit.handlers.said_bye and visit.byes == 1
 
 
-def test_a_run_that_was_closed_serves_nothing(sending: Trainer, held: MemorySnapshots) -> None:
-    """And says so at once, though what was held is still being written."""
-    visit = Visit(held)
-    held.hold(sending.hold(1))
+def test_a_run_that_was_closed_serves_nothing(sending: Trainer, snapshots: MemorySnapshots) -> None:
+    """The answer says at once that the run was closed, though its last snapshot is still being written."""
+    visit = Visit(snapshots)
+    snapshots.hold(sending.hold(1))
     visit.lives = False
-    visit.desk.leave(serves=False)
+    visit.handlers.leave(serves=False)
     assert visit.ask(control.SNAPSHOT) == {"snapshot": None, "why": "the run was closed"}
     assert visit.ask(control.BYE) == {"ok": True}
 
 
-def test_requests_are_forwarded_to_a_trainer_that_takes_them(held: MemorySnapshots) -> None:
+def test_requests_are_forwarded_to_a_trainer_that_takes_them(snapshots: MemorySnapshots) -> None:
     """Not to one that takes nothing in, nor to one that is gone; long names are cut."""
-    visit = Visit(held)
+    visit = Visit(snapshots)
     assert visit.ask(control.SAVE, who="x" * 9999) == {"trainer": True}
-    assert visit.told == [("save", "x" * 200)]
+    assert visit.forwarded == [("save", "x" * 200)]
     visit.takes = False
     assert visit.ask(control.STOP) == {"trainer": False}
     visit.lives = False
     assert visit.ask(control.STOP) == {"trainer": False}
-    assert len(visit.told) == 2
+    assert len(visit.forwarded) == 2
     assert visit.ask(control.STATUS)["held"] is None
 
 
 def test_a_request_waits_once(stage: Stage) -> None:
-    """Whoever asks again and again does not fill the trainer's memory."""
+    """A request that is repeated before the trainer reads it is kept once: it cannot fill the trainer's memory."""
     mailbox = Mailbox("tier")
     for what in ("save", "save", "stop", "save"):
         mailbox.hear({"kind": channel.REQUEST, "what": what, "who": "me"})
@@ -325,15 +325,15 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
     assert read_pulse(-1) is None
 
 
-def test_a_new_pulse_replaces_the_old_one(held: MemorySnapshots) -> None:
+def test_a_new_pulse_replaces_the_old_one(snapshots: MemorySnapshots) -> None:
     """One descriptor is kept."""
     pulses = [Pulse(), Pulse()]
     before = files()
     for step, pulse in enumerate(pulses):
         pulse.beat(step)
-        held.take_pulse(os.dup(pulse.fd))
+        snapshots.take_pulse(os.dup(pulse.fd))
     assert files() == before + 1
-    assert held.beat is not None and held.beat.step == 1
+    assert snapshots.beat is not None and snapshots.beat.step == 1
     for pulse in pulses:
         pulse.close()
 
@@ -379,7 +379,7 @@ def share(ids: Ids) -> Iterator[MemorySnapshots]:
 
 
 def hold_in(sending: Trainer, share: MemorySnapshots, slot: int, step: int) -> str:
-    """Hold a snapshot of `step` in a slot; its id, which the ranks have given it."""
+    """Keep a snapshot of `step` in memory, in a slot; returns its id, which the ranks have given it."""
     snapshot = session_id("session", step, step)
     sending.intake.take(*sending.stage.message(slot))
     share.hold(sending.hold(step, slot=slot, job=step, snapshot=snapshot))
@@ -396,7 +396,7 @@ def test_one_of_several_ranks_keeps_three(sending: Trainer, share: MemorySnapsho
     assert share.ids() == [again, found[3], found[1]]
 
 
-def test_what_was_being_overwritten_is_not_held(sending: Trainer, share: MemorySnapshots) -> None:
+def test_what_was_being_overwritten_is_not_kept(sending: Trainer, share: MemorySnapshots) -> None:
     """The trainer has said whose slot it fills before it did; one that is complete there again is whole."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2))]
     pulse = Pulse()

@@ -39,7 +39,7 @@ class Text(Dataset[Any]):
 
 
 class Endless(IterableDataset[Any]):
-    """The same in an order of each pass, which is told as HF's streaming data sets are told; of unknown length."""
+    """The same samples as a stream of unknown length; `set_epoch` chooses their order, as for HF's streaming sets."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -146,7 +146,7 @@ def test_a_copy_has_not_begun(tmp_path: Path) -> None:
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that divide the state in other ways than DDP; nobody pretends otherwise."""
+    """Processes that divide the state in other ways than DDP and FSDP get an error that says so."""
     script = Script()
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     with pytest.raises(ConfigError, match="supported with DDP and FSDP"):
@@ -321,7 +321,7 @@ def test_the_report_says_what_came_back(tmp_path: Path, caplog: pytest.LogCaptur
     assert "resumed at step 3, epoch 0" in caplog.text
 
 
-def test_a_loop_that_never_asks_a_prepared_loader_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_never_asks_a_prepared_loader_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Snapshots need a boundary; `step()` is one."""
     script = Script()
     ckpt = script.track(every_boundary(tmp_path))

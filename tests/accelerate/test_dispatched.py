@@ -93,11 +93,11 @@ class Several:
 
 
 @pytest.mark.parametrize(
-    ("samples", "drops", "told"),
+    ("samples", "drops", "reported"),
     [(24, False, False), (25, False, True), (25, True, False)],
     ids=["divides", "does not divide", "is dropped"],
 )
-def test_a_last_batch_that_is_filled_is_told(samples: int, drops: bool, told: bool) -> None:
+def test_a_last_batch_that_is_filled_is_reported(samples: int, drops: bool, reported: bool) -> None:
     """With the first samples of the pass, of which a resumed one has others; a resume between epochs is exact."""
     loader = DataLoaderDispatcher(range(samples), batch_size=4, _drop_last=drops)
     loader.state = Several()
@@ -107,11 +107,11 @@ def test_a_last_batch_that_is_filled_is_told(samples: int, drops: bool, told: bo
     assert feed.restoration is not None
     assert feed.restoration.exactness.level is Level.EXACT
     feed.begin_after(0, 2)
-    assert feed.restoration.exactness.level is (Level.ORDER_ONLY if told else Level.EXACT)
+    assert feed.restoration.exactness.level is (Level.ORDER_ONLY if reported else Level.EXACT)
     feed.release()
 
 
-def test_an_unknown_last_batch_is_told() -> None:
+def test_an_unknown_last_batch_is_reported() -> None:
     """A stream may end anywhere; alone, a process fills nothing."""
     loader = DataLoaderDispatcher(Stream(), batch_size=4)
     assert not source_of(loader).inexact

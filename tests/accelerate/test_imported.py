@@ -75,9 +75,9 @@ def test_a_folder_of_save_state_goes_on(imported: tuple[Path, dict[str, str]]) -
     ckpt = AdaptiveCheckpoint(after.accelerator, options)
     assert after.digest() == expected
     assert (ckpt.global_step, ckpt.epoch, ckpt.resumed_batches) == (STEPS, 0, 0)
-    told = report(root)
-    assert [one.name for one in told.not_restored] == ["random streams", "data position"]
-    assert {one.name for one in told.restored} == {"model", "optimizer", "scheduler", "custom_checkpoint_0"}
+    found = report(root)
+    assert [one.name for one in found.not_restored] == ["random streams", "data position"]
+    assert {one.name for one in found.restored} == {"model", "optimizer", "scheduler", "custom_checkpoint_0"}
     after.train(100)
     after.accelerator.end_training()
     trained = after.digest()

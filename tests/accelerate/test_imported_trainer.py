@@ -70,15 +70,15 @@ def test_an_imported_folder_goes_on_as_trainer_itself_would(step: int, more: dic
     root = imported(tmp_path / "out" / f"checkpoint-{step}", tmp_path / "run")
     resumed = trained(tmp_path / "again", every_boundary(root), **more)
     same_end(resumed, reference)
-    told = report(root)
-    assert {one.name for one in told.restored} == {
+    found = report(root)
+    assert {one.name for one in found.restored} == {
         "model",
         "optimizer",
         "scheduler",
         "data position",
         "random streams",
     }
-    assert [one.name for one in told.not_restored] == ["running loss"]
+    assert [one.name for one in found.not_restored] == ["running loss"]
     own = [one for one in saved(root) if one.reason not in ("import", "end")]
     assert own[0].step == step + 1
     third = only(root, own[0], tmp_path / "third")

@@ -1,4 +1,4 @@
-"""Scripts that are told to stop: they end at a boundary with a sensible status, and nothing of their work is lost."""
+"""Scripts that get a stop request end at a boundary with a sensible status, and lose nothing of their work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job_of(folder: Path, number: int, loop: str, **options: Any) -> dict[str, An
 
 
 def uninterrupted(loop: str) -> list[str]:
-    """The trace of the run that nobody stops."""
+    """The trace of a run without a stop."""
     case = replace(CASES["evaluation within epochs"], accumulate=2, epochs=3)
     reference = {"accelerate": train_accelerate, "plain": train_plain}[loop](case, None)
     return [repr(entry) for entry in (*reference.trace, ("digest", reference.digest))]

@@ -30,7 +30,7 @@ class Failing(list[Any]):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever had to wait for the lease would be refused at once."""
+    """A test that would have to wait for the lease fails at once."""
     monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.0)
 
 

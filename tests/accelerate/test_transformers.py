@@ -58,8 +58,8 @@ def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
         assert resumed.trace, where
         assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
         assert resumed.digest == reference.digest, where
-        told = [one.name for one in report(root).not_restored if one.name != "callback Recorder"]
-        assert told == [], where
+        lacking = [one.name for one in report(root).not_restored if one.name != "callback Recorder"]
+        assert lacking == [], where
 
 
 @pytest.mark.parametrize("name", ["accumulation with a remainder", "evaluation with persistent workers"])

@@ -204,7 +204,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 def test_what_transformers_counts_may_be_any_number(
     which: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or none: a run that fails in its last step resumes, and ends as one that was never told."""
+    """The counter may have any type: a run that fails in its last step resumes, and ends as one with an integer."""
     if which == "epoch" and "nan" in kind.lower() and not hasattr(Trainer, "_init_training_state"):
         pytest.skip("transformers 4 keeps an epoch that is no number, so its run never ends well")
     counts(which, KINDS[kind], tmp_path, caplog)

@@ -1,4 +1,4 @@
-"""The law for arguments, on values that nobody thought of: durable and the same again, or refused by the call."""
+"""The law for arguments, on random values: durable and the same again, or refused by the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that people pass where a number, a text or a path belongs, and some that nobody should."""
+"""Values that people pass where a number, a text or a path belongs, and some that make no sense."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Colour(enum.Enum):
 
 
 class Spiteful:
-    """A number by its methods, which raise what nobody expects."""
+    """A number by its methods, which raise unexpected exceptions."""
 
     def __float__(self) -> float:
         raise ZeroDivisionError("no")

@@ -20,7 +20,7 @@ from tests.support.writers import no_writing
 
 
 def test_interleaving_rotates_the_order() -> None:
-    """Everybody takes part in every round, and nobody always follows the same neighbour."""
+    """Every candidate takes part in every round, and none always follows the same one."""
     order: list[str] = []
 
     def candidate(name: str) -> float:

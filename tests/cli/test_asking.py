@@ -1,4 +1,4 @@
-"""`ckpt save-now` and `ckpt stop`: what they say to a run, and what where nobody trains it."""
+"""`ckpt save-now` and `ckpt stop`: what they say to a run, and what they answer where no process trains it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_waiting_has_an_end(verb: str, what: str, ckpt: Ckpt, run_folder: Any, w
 
 
 @pytest.mark.parametrize("verb", ["save-now", "stop"])
-def test_where_nobody_trains_that_is_the_answer(verb: str, ckpt: Ckpt, run_folder: Any) -> None:
+def test_a_run_without_a_trainer_gets_that_answer(verb: str, ckpt: Ckpt, run_folder: Any) -> None:
     """One line that says what to look at, and exit code 2."""
     done = ckpt(verb, run_folder.path)
     assert (done.code, done.out) == (2, "")

@@ -102,8 +102,8 @@ def test_what_must_not_be_written_is_refused(
     assert (refused.code, refused.out) == (2, "") and "holds another run" in refused.err
     assert files(other.path) == before
     with acquire(LocalStorage(tmp_path / "held")):
-        held = ckpt("cp", run_folder.path, tmp_path / "held")
-    assert held.code == 2 and "[CKPT500]" in held.err
+        refused = ckpt("cp", run_folder.path, tmp_path / "held")
+    assert refused.code == 2 and "[CKPT500]" in refused.err
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/thesis.tex").touch()
     assert "[CKPT402]" in ckpt("cp", run_folder.path, tmp_path / "thesis").err

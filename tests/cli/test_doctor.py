@@ -98,7 +98,7 @@ def test_bytes_that_come_back_wrong_are_bad_news(ckpt: Ckpt, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("skew", "mark"), [(0.0, "ok"), (4.0, "ok"), (-300.0, "note"), (300.0, "note")])
-def test_clocks_that_differ_are_told(
+def test_clocks_that_differ_are_reported(
     ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float, mark: str
 ) -> None:
     """Ahead or behind; nothing depends on it but what is shown."""
@@ -129,7 +129,7 @@ def test_a_store_that_fails_later_is_said(ckpt: Ckpt, tmp_path: Path, monkeypatc
     assert _marks(result)["throughput"] == "ok"
 
 
-def test_encrypted_channels_are_told_from_plain_ones() -> None:
+def test_encrypted_channels_differ_from_plain_ones() -> None:
     """By the endpoint, wherever it is given."""
     assert S3Storage("s3://b/r", {"anon": True}).encrypted()
     assert not S3Storage("s3://b/r", {"anon": True, "endpoint_url": "http://x"}).encrypted()

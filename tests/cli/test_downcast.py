@@ -1,4 +1,4 @@
-"""Exported numbers in a smaller format: rounded as torch rounds, and the loss told."""
+"""Exported numbers in a smaller format are rounded as torch rounds them, and the loss is reported."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_a_folder_appears_whole_or_not_at_all(ckpt: Ckpt, tmp_path: Path, monkey
 
 
 def test_a_file_name_of_the_snapshot_cannot_leave_the_folder(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Names of the files that go with the weights come from the snapshot, so from whoever made it."""
+    """The snapshot names the files that go with the weights; names that lead out of the folder are left out."""
     files = {"config.json": b"{}", "../evil.json": b"{}", "..": b"{}", "/tmp/evil.json": b"{}", "optimizer.pt": b""}
     _save(tmp_path / "run", {"model": nn.Linear(2, 2).state_dict(), "files": files})
     result = ckpt("export", tmp_path / "run", tmp_path / "outs", "--to", "transformers")

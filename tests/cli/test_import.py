@@ -85,7 +85,7 @@ def test_a_torch_file_comes_back_as_it_was(ckpt: Ckpt, tmp_path: Path) -> None:
     assert ckpt("verify", tmp_path / "run").code == 0
 
 
-def test_the_step_is_asked_for_where_nobody_says_it(ckpt: Ckpt, tmp_path: Path) -> None:
+def test_a_missing_step_is_asked_for(ckpt: Ckpt, tmp_path: Path) -> None:
     """A guess would order snapshots wrongly."""
     torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a.pt")
     result = ckpt("import", tmp_path / "a.pt", tmp_path / "run")
@@ -98,7 +98,7 @@ def test_the_step_is_asked_for_where_nobody_says_it(ckpt: Ckpt, tmp_path: Path) 
 def test_a_step_that_accelerate_does_not_count_is_asked_for(
     ckpt: Ckpt, tmp_path: Path, counted: int, kind: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    """Its own counter stays 0 without `accumulate`, and begins anew in each epoch with it."""
+    """Accelerate's own counter stays 0 without `accumulate`, and begins again in each epoch with it."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

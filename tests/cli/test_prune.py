@@ -145,9 +145,9 @@ def test_a_quota_that_cannot_hold_is_bad_news(ckpt: Ckpt, run_folder: Any, ids: 
     assert result.code == 1
     assert "the limits cannot be kept" in result.out
     assert len(run_folder.repository.list()) == 5
-    held = ckpt("prune", run_folder.path, "--keep", "last=5", "--keep", "quota=20 kB")
-    assert held.code == 0
-    assert "over the quota of 20 kB" in held.out
+    kept = ckpt("prune", run_folder.path, "--keep", "last=5", "--keep", "quota=20 kB")
+    assert kept.code == 0
+    assert "over the quota of 20 kB" in kept.out
     assert sum(map(len, _files(run_folder).values())) <= 20_000
 
 
@@ -166,7 +166,7 @@ def lines(run_folder: Any) -> list[str]:
 
 
 def test_another_line_stays_until_its_branch_is_named(ckpt: Ckpt, run_folder: Any, lines: list[str]) -> None:
-    """Rules hold for the line that a resume continues; `--branch` removes the other one, and nothing else."""
+    """The rules of retention apply to the line that a resume continues; `--branch` removes only the other line."""
     done = ckpt("prune", run_folder.path, "--keep", "last=1", "--json").json
     assert list(done["tiers"][0]["remove"]) == [lines[2]]
     assert done["tiers"][0]["keep"][lines[0]] == "of another line of history"

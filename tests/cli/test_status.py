@@ -36,7 +36,7 @@ def config(run_folder: Any, arrays: Any, tmp_path: Path, ckpt: Ckpt) -> Path:
     return path
 
 
-def test_each_tier_is_asked_and_its_trouble_is_told(ckpt: Ckpt, config: Path, tmp_path: Path) -> None:
+def test_each_tier_is_asked_and_its_trouble_is_shown(ckpt: Ckpt, config: Path, tmp_path: Path) -> None:
     """What is there now, and what the writer said last."""
     done = ckpt("status", config)
     assert done.code == 0
@@ -86,7 +86,7 @@ def test_no_run_is_an_error(ckpt: Ckpt, tmp_path: Path) -> None:
     assert "[CKPT303] no run at" in done.err
 
 
-def test_a_damaged_status_is_told_and_the_rest_shown(ckpt: Ckpt, config: Path, run_folder: Any) -> None:
+def test_a_damaged_status_is_reported_and_the_rest_shown(ckpt: Ckpt, config: Path, run_folder: Any) -> None:
     """The file is for people: what is wrong with it stops nothing."""
     (run_folder.path / names.STATUS).write_text("{")
     done = ckpt("status", config)

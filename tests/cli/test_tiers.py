@@ -20,7 +20,7 @@ Ckpt = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Tiered:
-    """A run on two tiers: `old` is on the far one only, `both` on both, `new` on the near one only."""
+    """A run on two tiers: `old` is only on the further tier, `both` on both, `new` only on the nearest."""
 
     yaml: Path
     near: Any
@@ -176,7 +176,7 @@ def test_verify_goes_on_without_a_tier(ckpt: Ckpt, tiered: Tiered) -> None:
 
 
 def test_export_reads_any_tier_and_mends(ckpt: Ckpt, tiered: Tiered, arrays: Any, tmp_path: Path) -> None:
-    """A snapshot of the far tier alone, and one whose near copy has a flipped bit: right bytes, and it is said."""
+    """A snapshot only on the further tier, and one damaged on the nearest: the bytes are right, and a note says it."""
     out = tmp_path / "old.safetensors"
     done = ckpt("export", tiered.yaml, "10", out, "--to", "safetensors")
     assert done.code == 0 and f"read from {tiered.urls[1]}" in done.out
@@ -205,7 +205,7 @@ def test_export_of_what_is_left_of_a_file(ckpt: Ckpt, run_folder: Any, arrays: A
 
 
 def test_cp_takes_each_snapshot_from_where_it_is_whole(ckpt: Ckpt, tiered: Tiered, tmp_path: Path) -> None:
-    """All snapshots of all tiers; damage to the near copy does not matter while the far one is good."""
+    """The snapshots of all tiers are copied; one that is damaged on the nearest tier comes from the further one."""
     tiered.flip_near("optimizer/exp_avg")
     done = ckpt("cp", tiered.yaml, tmp_path / "copy")
     assert done.code == 0 and done.out.startswith("3 snapshots copied")

@@ -269,7 +269,7 @@ def test_a_module_and_its_surroundings_run_as_python_runs_them(tmp_path: Path) -
 
 
 def test_command_lines_are_understood_or_refused(tmp_path: Path) -> None:
-    """Options of the interpreter stay with it; what does not run one Python program is told what to write."""
+    """Options of the interpreter stay with it; a command that does not run one Python program gets an answer."""
     script = tmp_path / "train.py"
     script.touch()
     parsed = PythonCommand.parse(["python3", "-u", "-X", "dev", str(script), "--lr", "1"])
@@ -329,7 +329,7 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
     assert area_of("rng/python/words") is Area.STREAM
 
 
-def test_copies_of_a_random_stream_are_no_order_of_samples_and_are_told_once() -> None:
+def test_copies_of_a_random_stream_are_no_order_of_samples_and_are_reported_once() -> None:
     """Data positions have the global streams in them; a stream that nothing draws from explains nothing else."""
 
     def difference(path: str) -> LeafDifference:

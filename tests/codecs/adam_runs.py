@@ -12,11 +12,11 @@ State = dict[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The state before and after one step, and what the optimizer was told."""
+    """The state before and after one step, and the numbers of the optimizer: learning rate, betas, step."""
 
     old: State
     new: State
-    told: dict[str, float]
+    numbers: dict[str, float]
 
 
 @cache
@@ -55,8 +55,8 @@ def one_step(
     for _ in range(apart):
         step()
     decoupled = weight_decay if issubclass(kind, torch.optim.AdamW) else 0.0
-    told = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": 1e-8, "weight_decay": decoupled}
-    return Steps(old, state(), {**told, "step": before + apart})
+    numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": 1e-8, "weight_decay": decoupled}
+    return Steps(old, state(), {**numbers, "step": before + apart})
 
 
 def views(state: State) -> dict[str, memoryview]:

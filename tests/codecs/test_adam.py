@@ -18,8 +18,8 @@ from tests.codecs.adam_runs import State, one_step, views
 CODEC = AdamCodec()
 
 
-def _encode(new: State, old: State, told: Mapping[str, float]) -> dict[str, bytes] | None:
-    stored = CODEC.encode(views(new), views(old), [told])
+def _encode(new: State, old: State, numbers: Mapping[str, float]) -> dict[str, bytes] | None:
+    stored = CODEC.encode(views(new), views(old), [numbers])
     return None if stored is None else {role: bytes(data) for role, data in stored.items()}
 
 
@@ -49,7 +49,7 @@ def test_one_step_of_torch_takes_a_third(
 ) -> None:
     """Every implementation of Adam and AdamW is predicted: weights but for a few last bits, second moments nearly."""
     steps = one_step(kind, betas=betas, **options)
-    stored = _encode(steps.new, steps.old, steps.told)
+    stored = _encode(steps.new, steps.old, steps.numbers)
     assert stored is not None
     nbytes = len(steps.new["p"])
     assert len(stored["p"]) < 0.02 * nbytes and len(stored["v"]) < 0.06 * nbytes
@@ -64,9 +64,9 @@ def test_weights_are_predicted_to_the_last_bit(options: dict[str, bool]) -> None
     from ckpt_engine.store.codecs.planes import scratch
 
     steps = one_step(**options)
-    told = AdamStep(**{**steps.told, "step": int(steps.told["step"])})
+    numbers = AdamStep(**{**steps.numbers, "step": int(steps.numbers["step"])})
     new, old = ({r: np.frombuffer(d, np.float32) for r, d in s.items()} for s in (steps.new, steps.old))
-    predicted = predict_weights(old["p"], new["m"], new["v"], told, scratch())
+    predicted = predict_weights(old["p"], new["m"], new["v"], numbers, scratch())
     off = predicted.view(np.uint32) != new["p"].view(np.uint32)
     roots = torch.from_numpy(new["v"].copy()).sqrt().numpy()
     assert not np.any(off & (roots == np.sqrt(new["v"])))
@@ -75,30 +75,30 @@ def test_weights_are_predicted_to_the_last_bit(options: dict[str, bool]) -> None
 
 @pytest.mark.parametrize("wrong", [{"lr": 2e-3}, {"step": 3}, {"beta2": 0.9}, {"weight_decay": 0.0}], ids=str)
 def test_wrong_numbers_cost_bytes_and_nothing_else(wrong: dict[str, float]) -> None:
-    """Whatever the codec is told, what it encodes decodes to the same bits."""
+    """With wrong numbers of the optimizer, what the codec encodes still decodes to the same bits."""
     steps = one_step()
-    stored = _encode(steps.new, steps.old, {**steps.told, **wrong})
+    stored = _encode(steps.new, steps.old, {**steps.numbers, **wrong})
     assert stored is None or _decode(stored, steps.old) == steps.new
 
 
 def test_ten_steps_apart_is_refused() -> None:
     """The prediction holds for one step; several are left to the difference codec."""
     steps = one_step(apart=10)
-    assert _encode(steps.new, steps.old, steps.told) is None
+    assert _encode(steps.new, steps.old, steps.numbers) is None
 
 
 @pytest.mark.parametrize("bad", [{"lr": float("nan")}, {"step": 0}, {"beta1": 1.0}, {"beta2": -0.1}], ids=str)
 def test_numbers_without_sense_are_refused(bad: dict[str, float]) -> None:
     """NaN, betas outside [0, 1) and a step before the first are no step of Adam."""
     steps = one_step(before=2, size=8)
-    assert _encode(steps.new, steps.old, {**steps.told, **bad}) is None
+    assert _encode(steps.new, steps.old, {**steps.numbers, **bad}) is None
 
 
 @pytest.mark.parametrize("missing", NUMBERS)
 def test_missing_numbers_are_refused(missing: str) -> None:
     """Everything that `NUMBERS` names is needed."""
     steps = one_step(before=2, size=8)
-    assert _encode(steps.new, steps.old, {k: v for k, v in steps.told.items() if k != missing}) is None
+    assert _encode(steps.new, steps.old, {k: v for k, v in steps.numbers.items() if k != missing}) is None
 
 
 @st.composite
@@ -120,15 +120,15 @@ def awkward(draw: st.DrawFn) -> tuple[State, State, dict[str, float]]:
             spoilt[role] = words.tobytes()
         return spoilt
 
-    return spoil(steps.new), spoil(steps.old), steps.told
+    return spoil(steps.new), spoil(steps.old), steps.numbers
 
 
 @given(case=awkward())
 @settings(max_examples=15, deadline=None)
 def test_any_bits_come_back(case: tuple[State, State, dict[str, float]]) -> None:
     """NaN payloads, infinities and subnormal numbers are kept to the bit."""
-    new, old, told = case
-    stored = _encode(new, old, told)
+    new, old, numbers = case
+    stored = _encode(new, old, numbers)
     assert stored is None or _decode(stored, old) == new
 
 
@@ -137,7 +137,7 @@ def test_any_bits_come_back(case: tuple[State, State, dict[str, float]]) -> None
 def test_damage_never_decodes_to_other_bits(data: st.DataObject) -> None:
     """A flipped, cut or swapped member raises CorruptError: what comes out is checked by its own digest."""
     steps = one_step(before=3, size=8)
-    stored = _encode(steps.new, steps.old, steps.told)
+    stored = _encode(steps.new, steps.old, steps.numbers)
     assert stored is not None
     role = data.draw(st.sampled_from(sorted(stored)))
     damaged = bytearray(stored[role])
@@ -152,10 +152,10 @@ def test_damage_never_decodes_to_other_bits(data: st.DataObject) -> None:
             assert isinstance(err, CorruptError | NewerFormatError)
 
 
-def test_another_base_is_told() -> None:
+def test_another_base_is_an_error() -> None:
     """Bases of another snapshot, absent ones and ones of other sizes are CorruptErrors."""
     steps = one_step(before=3, size=8)
-    stored = _encode(steps.new, steps.old, steps.told)
+    stored = _encode(steps.new, steps.old, steps.numbers)
     assert stored is not None
     for bad in (steps.new, {r: d[:-4] for r, d in steps.old.items()}):
         with pytest.raises(CorruptError):
@@ -167,7 +167,7 @@ def test_another_base_is_told() -> None:
 def test_a_thread_that_flushes_subnormal_numbers_neither_encodes_nor_decodes() -> None:
     """Its arithmetic is another one: encoding falls back, decoding says what to switch off."""
     steps = one_step(before=3, size=8)
-    stored = _encode(steps.new, steps.old, steps.told)
+    stored = _encode(steps.new, steps.old, steps.numbers)
     assert stored is not None
     seen: list[object] = []
 
@@ -176,7 +176,7 @@ def test_a_thread_that_flushes_subnormal_numbers_neither_encodes_nor_decodes() -
             return
         try:
             seen.append(flushes_subnormals())
-            seen.append(_encode(steps.new, steps.old, steps.told))
+            seen.append(_encode(steps.new, steps.old, steps.numbers))
             with pytest.raises(CorruptError, match="set_flush_denormal"):
                 _decode(stored, steps.old)
         finally:

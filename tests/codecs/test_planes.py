@@ -79,7 +79,7 @@ def test_an_unchanged_tensor_takes_next_to_nothing() -> None:
     assert stored is not None and len(stored) < 500
 
 
-def test_another_base_is_told() -> None:
+def test_another_base_is_an_error() -> None:
     """A difference knows the digest of its base: another one, none, or a shorter one is a CorruptError."""
     data = _bytes(weights(1000))
     base = _bytes(weights(1000) * np.float32(1.001))
@@ -129,7 +129,7 @@ def test_headers_that_claim_too_much_allocate_nothing() -> None:
         tracemalloc.stop()
 
 
-def test_a_later_version_is_told_from_damage() -> None:
+def test_a_later_version_is_distinguished_from_damage() -> None:
     """The last byte of the magic counts versions."""
     data = _bytes(weights(5000))
     stored = bytearray(PLANES.encode(data, Chunk("float32", (5000,)), None) or b"")
@@ -142,7 +142,7 @@ def test_a_later_version_is_told_from_damage() -> None:
 
 
 def test_stored_bytes_that_are_kept_do_not_change() -> None:
-    """Memory is used again for the next piece only when nobody holds the last one, not even a part of it."""
+    """The codec uses its memory for the next piece only when no view of the last piece, or of a part of it, is left."""
     first, second = (_bytes(weights(100_000, seed)) for seed in (1, 2))
     kept = PLANES.encode(first, Chunk("float32", (100_000,)), None)
     assert kept is not None

@@ -48,7 +48,7 @@ def test_dense_changes_are_left_to_other_codecs() -> None:
 @pytest.mark.parametrize("field", range(4))
 @pytest.mark.parametrize("value", [0, 1, 7, 1 << 40, (1 << 64) - 1])
 def test_headers_that_make_no_sense_are_refused(field: int, value: int) -> None:
-    """Sizes of rows, counts and lengths are held against each other before they are used."""
+    """Sizes of rows, counts and lengths are compared with each other before they are used."""
     data, base = _table(1000, 16, 10, True)
     stored = bytearray(ROWS.encode(data, Chunk("float32", (1000, 16)), base) or b"")
     at = HEADER_BYTES + 8 * field

@@ -1,4 +1,4 @@
-"""Repositories written by earlier programs stay readable, and every kind of damage is told and survived."""
+"""Repositories written by earlier programs stay readable, and every kind of damage is reported and survived."""
 
 from __future__ import annotations
 
@@ -222,6 +222,6 @@ def test_a_record_is_rebuilt(root: Path) -> None:
 
 
 def test_damage_is_an_error_of_our_own() -> None:
-    """Nobody has to catch json or system errors."""
+    """Damage never raises errors of json or of the system, which a caller would have to catch."""
     for kind in (*_UNREADABLE.values(), *_RECORD.values()):
         assert issubclass(kind, CkptError)

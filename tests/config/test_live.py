@@ -99,7 +99,7 @@ def test_an_edit_is_noticed(edited: tuple[Path, LiveFile]) -> None:
     assert file.take() is None
 
 
-def test_a_broken_edit_is_told_and_a_good_one_after_it_is_used(edited: tuple[Path, LiveFile]) -> None:
+def test_a_broken_edit_is_reported_and_a_good_one_after_it_is_used(edited: tuple[Path, LiveFile]) -> None:
     """With file, line and key."""
     path, file = edited
     replace_text(path, "tiers: /data/run1\noverhed: 3%\n")
@@ -140,7 +140,7 @@ def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_an_edit_that_comes_while_another_one_is_taken_is_not_lost(tmp_path: Path) -> None:
-    """The newest one counts, whoever was in the middle of looking."""
+    """An edit that is found while `take` returns the one before is returned by this call or the next one."""
 
     class Slow(LiveFile):
         meanwhile: Config | None = None

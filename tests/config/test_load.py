@@ -239,7 +239,7 @@ def test_both_the_place_and_tiers_is_refused() -> None:
 
 
 def test_frequency_options_tell_given_from_default() -> None:
-    """A fixed interval alone replaces the adaptive one, so defaults must be told apart."""
+    """A fixed interval alone replaces the adaptive one, so a default differs from a given value."""
     assert load_config("/d", every_n_steps=500).frequency_options()["overhead"] is None
     assert load_config("/d", every_n_steps=500, overhead="1%").frequency_options()["overhead"] == 0.01
     assert load_config("/d").frequency_options()["mtbf_seconds"] is None

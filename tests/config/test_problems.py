@@ -169,7 +169,7 @@ SECRET = {"url": "/b", "storage_options": {"secret": "hunter2"}}
         ([{**SECRET, "concurrency": 0}], "tiers.0.concurrency: must be a whole number of at least 1, got 0"),
     ],
 )
-def test_mistakes_in_tiers_are_told_without_secrets(tiers: object, text: str) -> None:
+def test_mistakes_in_tiers_are_reported_without_secrets(tiers: object, text: str) -> None:
     """What a tier carries for its storage, or in its URL, is in no message."""
     message = _message(None, tiers=tiers)
     assert text in message
@@ -177,7 +177,7 @@ def test_mistakes_in_tiers_are_told_without_secrets(tiers: object, text: str) ->
 
 
 def test_several_problems_are_listed_one_per_line_with_file_and_line(tmp_path: Path) -> None:
-    """All mistakes of a file are reported at once, in its order; keywords are told from the file."""
+    """All mistakes of a file are reported at once, in its order; mistakes in keywords are listed as such."""
     path = _file(
         tmp_path, "overhed: 1%\nslots: 0\nkeep:\n  last: 3\n  best: {mode: min}\ntiers:\n  - url: /d\n    codec: x\n"
     )

@@ -29,7 +29,7 @@ def imported(source: Path) -> BaseException | None:
 
 
 def shared(levels: int = 30) -> Any:
-    """Lists that hold the one before twice."""
+    """Nested lists, each of which has the one before it twice."""
     value: Any = [1]
     for _ in range(levels):
         value = [value, value]

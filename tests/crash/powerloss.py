@@ -233,7 +233,7 @@ def _choices(loose: list[Change], rng: random.Random) -> Iterator[list[Change]]:
 
 
 def _contents(files: Mapping[int, _File], rng: random.Random) -> Iterator[Mapping[int, bytes]]:
-    """What the files hold: nothing unsynced landed, all of it, sizes without bytes, torn at several places."""
+    """Possible contents of the files: no unsynced bytes, all of them, sizes without bytes, torn at several places."""
     loose = [inode for inode, file in files.items() if file.loose]
     base = {inode: file.synced for inode, file in files.items()}
     if not loose:

@@ -96,7 +96,7 @@ def test_a_power_loss_while_snapshots_share_data_is_survived(
 def test_a_power_loss_while_chains_are_shortened_is_survived(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deltas that replace several, and pieces that are written anew, under retention: no bad state."""
+    """Deltas that replace several deltas, and pieces written whole again, under retention: no state is bad."""
     monkeypatch.setattr(*bounds("PLAIN", most_bases=2))
     monkeypatch.setattr(*bounds("PLAIN", most_share=0.5))
     disk = _recorded(tmp_path)
@@ -210,7 +210,7 @@ def _compacting(tmp_path: Path, stage: Table, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _one_of_each(root: Path, labels: list[str]) -> None:
-    """A snapshot has one form or both, all of them whole; retention leaves one, and no data that nobody needs."""
+    """A snapshot has one form or both, all of them whole; retention leaves one form, and no data without a snapshot."""
     storage = LocalStorage(root, disk=QuietDisk())
     saved = [parsed.seq for label in labels if (parsed := parse_id(label.removeprefix("saved ")))]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Power loss at every point of an encoded copy: each snapshot at the far place is whole, and bit for bit the same."""
+"""Power loss at every point of an encoded copy: each snapshot on the further tier is whole and bit for bit the same."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _World:
-    """The near place. Every piece is a part of its own."""
+    """The nearest tier. Every piece is a part of its own."""
     monkeypatch.setattr(*bounds("ENCODED", part_bytes=1))
     return _World(_near(tmp_path / "near"))
 

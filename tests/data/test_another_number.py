@@ -297,7 +297,7 @@ def test_samples_that_do_not_follow_from_the_seed_are_found_out() -> None:
 
 
 def test_positions_of_earlier_versions_are_refused_and_of_later_ones_too() -> None:
-    """The former lack the recipe; nobody knows what the latter have."""
+    """Earlier versions lack the recipe, and what later versions contain is unknown."""
     states = [{key: value for key, value in state.items() if key != "recipe"} for state in two(distributed)]
     with pytest.raises(ResumeError, match="an earlier version"):
         Fleet(distributed, 64, 4, 1).resume(states)
@@ -337,7 +337,7 @@ def test_what_the_loader_drops_is_dropped() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_with_workers(persistent: bool) -> None:
-    """Workers start anew for the rest of the epoch; a second resume of the same ranks repeats their batches exactly."""
+    """New workers fetch the rest of the epoch; a second resume of the same ranks repeats their batches exactly."""
 
     def make(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
         sampler: DistributedSampler[Any] = DistributedSampler(range(count), size, rank, seed=3)  # type: ignore[arg-type]

@@ -307,7 +307,7 @@ def test_no_sample_is_loaded_to_tell_a_split() -> None:
     assert len(kept) == 2
 
 
-def test_a_split_of_a_hugging_face_dataset_is_told_by_its_rows() -> None:
+def test_a_split_of_a_hugging_face_dataset_is_recognised_by_its_rows() -> None:
     """They are read as they are stored."""
     datasets = pytest.importorskip("datasets")
 

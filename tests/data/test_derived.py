@@ -41,7 +41,7 @@ def test_they_follow_from_rank_0_alone() -> None:
 
 
 def test_what_was_the_same_on_all_ranks_stays_the_same() -> None:
-    """Ranks that decide something by a stream in common go on deciding alike; of one rank nobody knows that."""
+    """Ranks that decide by a common stream go on deciding alike; with one rank no stream is known to be common."""
     first, second = streams(1), streams(2)
     common = {**second, "python": first["python"]}
     (a, *_), (b, *_) = draws(derive([first, common], 1)), draws(derive([first, common], 2))

@@ -130,7 +130,7 @@ def test_a_later_version_is_refused() -> None:
 
 
 class Unrepeatable(EagerPermutation):
-    """Shuffles with a generator nobody can see."""
+    """Shuffles with a generator whose state cannot be read."""
 
     def __iter__(self) -> Iterator[int]:
         indices = list(range(self.samples))
@@ -168,7 +168,7 @@ def test_a_sampler_that_ends_too_early_is_a_mismatch() -> None:
 
 
 def test_a_dataset_that_ends_too_early_is_a_mismatch() -> None:
-    """A stream without state is fetched again, and must still hold what was trained."""
+    """A stream without state is fetched again, and must still have the samples that were trained."""
     state = state_after(4, loader(QuietStream()))
     position = attach(again := loader(QuietStream(9)))
     position.load_state(state)

@@ -102,7 +102,7 @@ class FailsLater(Augmented):
         return super().__getitem__(index)
 
 
-def test_a_sample_that_raised_when_nobody_asks_for_it_any_more_ends_nothing() -> None:
+def test_a_sample_that_raised_after_the_loop_left_ends_nothing() -> None:
     """Torch throws it away with the others that were made ahead; its worker's streams are unknown then."""
     loader = DataLoader(FailsLater(), batch_size=4, num_workers=2, persistent_workers=True)
     position = attach(loader)

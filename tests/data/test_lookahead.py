@@ -1,4 +1,4 @@
-"""Positions of loaders whose consumer holds batches that are fetched but not trained yet (Accelerate, Lightning)."""
+"""Positions of loaders whose consumer keeps batches that are fetched but not trained yet (Accelerate, Lightning)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CHOSEN = [pytest.param(kind, id=str(kind)) for kind in KINDS if str(kind) in NAM
 def ahead(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
     """Fetch `batches` batches ahead of the one that is given, as `accelerate.data_loader.DataLoaderShard` does."""
     iterator = iter(loader)
-    held: list[Any] = []
+    waiting: list[Any] = []
     for batch in iterator:
-        held.append(batch)
-        if len(held) > batches:
-            yield held.pop(0)
-    yield from held
+        waiting.append(batch)
+        if len(waiting) > batches:
+            yield waiting.pop(0)
+    yield from waiting
 
 
 def train_ahead(
@@ -79,7 +79,7 @@ def train_ahead(
 
 
 @pytest.mark.parametrize("kind", CHOSEN)
-def test_one_held_batch_is_fetched_again(kind: Kind) -> None:
+def test_one_batch_in_advance_is_fetched_again(kind: Kind) -> None:
     """At every boundary of an epoch one batch is fetched and not trained; it comes again, bitwise."""
     alone = train_ahead(kind.make, lookahead=1, follow=False)
     reference = train_ahead(kind.make, lookahead=1)
@@ -101,8 +101,8 @@ def test_one_held_batch_is_fetched_again(kind: Kind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=str(kind)) for kind in KINDS])
-def test_held_batches_are_fetched_again_from_every_boundary(kind: Kind, lookahead: int) -> None:
-    """Every kind of loader, every boundary, up to three held batches."""
+def test_batches_in_advance_are_fetched_again_from_every_boundary(kind: Kind, lookahead: int) -> None:
+    """Every kind of loader, every boundary, up to three batches that are fetched in advance."""
     reference = train_ahead(kind.make, lookahead=lookahead)
     for number, boundary in enumerate(reference.boundaries):
         resumed = train_ahead(kind.make, lookahead=lookahead, seed=50 + number, resume=boundary)

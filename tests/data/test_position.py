@@ -170,7 +170,7 @@ def test_a_loaded_state_holds_until_a_batch_is_fetched(workers: dict[str, Any], 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_dropped_iterator_of_a_fresh_epoch_leaves_nothing_in_the_samplers(workers: dict[str, Any]) -> None:
-    """Its prefetch drew from the sampler's own generators and moved its counter; the next iterator starts anew."""
+    """The dropped iterator drew from the sampler's generators and moved its counter; the next one starts as it did."""
 
     def make() -> DataLoader[Any]:
         return loader(sampler=OwnGenerators(), **workers)
@@ -181,7 +181,7 @@ def test_a_dropped_iterator_of_a_fresh_epoch_leaves_nothing_in_the_samplers(work
     again = make()
     attach(again).load_state(at.data, rng=at.rng)
     for _ in range(2):
-        next(iter(again.sampler))  # whoever looks at the sampler before the loader does
+        next(iter(again.sampler))  # another reader uses the sampler before the loader does
         attach(again).load_state(at.data, rng=at.rng)
         iter(again)
         iter(again)
@@ -368,7 +368,7 @@ def test_a_loader_that_does_not_ask_its_sampler_is_replayed() -> None:
 
 
 def test_a_position_before_any_epoch_starts_one() -> None:
-    """The state of a loader nobody has iterated yet."""
+    """The state of a loader that was never iterated leads to the same epoch."""
     generator = torch.Generator().manual_seed(8)
     state = attach(untouched := shuffled(generator=generator)).state()
     expected = [batch[0].tolist() for batch in untouched]

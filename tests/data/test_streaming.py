@@ -115,7 +115,7 @@ class ByHalves(Offset):
 
 
 class NeedsArguments(Offset):
-    """Has a `state_dict` that nobody but its own loader can call."""
+    """Has a `state_dict` that only its own loader can call."""
 
     def state_dict(self, samples: int) -> dict[str, Any]:  # type: ignore[override]
         return {"seen": samples}

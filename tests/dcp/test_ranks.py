@@ -109,7 +109,7 @@ def test_a_rank_killed_in_a_save_leaves_it_absent_or_whole(launcher: Launcher, t
 def test_a_rank_that_fails_makes_the_snapshot_absent_and_the_next_save_works(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """All ranks are told, nothing is committed, and the same processes save again right away."""
+    """All ranks raise, nothing is committed, and the same processes save again right away."""
     run(launcher, tmp_path, 2, "save", steps=[4], writer="failing")
     assert ids(tmp_path) == [5]
     run(launcher, tmp_path, 2, "load", steps=[5])

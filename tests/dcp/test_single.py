@@ -235,7 +235,7 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_somebody_writes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease is held by a Checkpointer: the save fails and says who has it. After a save it is free again."""
+    """A Checkpointer has the lease: the save fails and names it. After a save of dcp the lease is free again."""
     monkeypatch.setattr("ckpt_engine.interop.dcp_reader.LEASE_WAIT_SECONDS", 0.1)
     with Checkpointer(tmp_path, writer="thread") as ckpt:
         ckpt.save({"a": 1}, step=1).wait()

@@ -321,7 +321,7 @@ class Wrapped(nn.Module):
         return {"loss": ((out - y) ** 2).mean() * self.scale, "logits": out}
 
 
-class Told(TrainerCallback):  # type: ignore[misc]
+class Hooked(TrainerCallback):  # type: ignore[misc]
     """Hooks of the user; the model's scale is hidden state that a callback moves."""
 
     def __init__(self, cell: Cell) -> None:
@@ -379,7 +379,7 @@ def with_transformers(cell: Cell, job: dict[str, Any], options: dict[str, Any] |
         data_collator=collate_of(cell),
         train_dataset=dataset_of(cell),
         eval_dataset=None if cell.evaluation == "none" else Augmented(8),
-        callbacks=[Told(cell), *ours],
+        callbacks=[Hooked(cell), *ours],
     )
     seed_everything(job["seed"] + rank)
     trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)

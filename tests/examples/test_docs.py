@@ -176,7 +176,7 @@ class Nothing:
 
 
 def assert_resumes(code: str, folder: Path, **names: Any) -> None:
-    """A run that is stopped and started again under another seed ends as one that nobody stops."""
+    """A run that is stopped and started again under another seed ends as one without a stop."""
     whole = Script(0, None).run(code, folder / "whole", **names)
     assert whole
     assert Script(0, STEPS // 2).run(code, folder / "stopped", **names) == ""

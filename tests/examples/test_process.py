@@ -1,4 +1,4 @@
-"""The demo's training processes: failures are told with their output, and nothing is left running."""
+"""The demo's training processes: failures are reported with their output, and nothing is left running."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_training_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
+def test_a_training_that_fails_is_reported_with_the_end_of_its_output(tmp_path: Path) -> None:
     """The reason is in the message, not only in a log file."""
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     failure = pytest.raises(TrainingFailedError, match="status 1:\nno such model")

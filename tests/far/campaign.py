@@ -3,7 +3,7 @@
 Each cell trains with a far tier on a real S3 server over a line that gets into trouble at the start, in the middle or
 at the end, and right before or after that the same training without that tier. It tells how much later the first step
 came and the process had ended, what was said, and whether the last snapshot is durable. At the start the training
-resumes from the near folder; `--moments fresh` is a start of Lightning that does not resume.
+resumes from the nearest tier; `--moments fresh` is a start of Lightning that does not resume.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ HEADER = "trainer    tier     moment   first   exit lines last   step x secs  ve
 
 
 class Training:
-    """A process that has imported what it needs and waits to be told to begin."""
+    """A process that has imported what it needs and waits for the line that lets it begin."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
@@ -195,8 +195,8 @@ class Campaign:
     """Plays cells. What trainings resume from is made once for each kind of trainer, and copied.
 
     Args:
-        server: for the far tiers.
-        folder: for the near ones.
+        server: has the further tiers.
+        folder: has the nearest tiers.
     """
 
     def __init__(self, server: S3Server, folder: Path) -> None:
@@ -225,7 +225,7 @@ class Campaign:
         return job | ({"epochs": 2} if resumes else {})
 
     def _earlier(self, kind: str) -> tuple[Path, str]:
-        """The near folder and the bucket of a training that has ended well."""
+        """The folder of the nearest tier, and the bucket, of a training that has ended well."""
         if kind not in self._before:
             near, bucket = self._folder / f"{kind}-before", self._bucket()
             with self._line() as line:

@@ -78,7 +78,7 @@ class Line:
         self._listener = listener
 
     def _fill(self) -> None:
-        """Connections that nobody accepts: the kernel drops all further ones."""
+        """Make connections that the server never accepts: the kernel drops all further ones."""
         for _ in range(4):
             one = socket.socket()
             one.setblocking(False)

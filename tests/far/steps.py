@@ -1,6 +1,6 @@
 """What a writer's death costs the step under way: `python -m tests.far.steps --runs 50`; fails if a bar is missed.
 
-Each run trains with snapshots every few steps on a near folder and a far tier over a line; at a random step its writer
+Each run trains with snapshots every few steps on a local folder and a far tier over a line; at a random step its writer
 is killed, or the line gets into trouble. Beside it runs the same without either: both tell their slowest step as a
 multiple of their median.
 """

@@ -84,7 +84,7 @@ class Counting(LocalStorage):
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Nobody who waits for it would wait for less than the time of a test."""
+    """A far tier that answers only when the test lets it; a wait for it lasts longer than a test may take."""
     path = tmp_path / "far"
     Silent.speaks, Silent.asked = threading.Event(), threading.Event()
 
@@ -161,7 +161,7 @@ def plain(options: dict[str, Any], step: Step) -> None:
 def test_the_first_step_comes_before_the_far_tier_has_said_anything(
     train: Callable[[dict[str, Any], Step], None], far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that resume go on from the near folder when the far one's time is over. Later it gets what it lacks."""
+    """A trainer that resumes uses the nearest tier once the far one's time is over; later the far one catches up."""
     near = tmp_path / "near"
     options = {"writer": "thread", "every_n_steps": 2, "keep": {"last": 9}}
     before = 0

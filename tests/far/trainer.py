@@ -1,4 +1,4 @@
-"""One training of the campaign: a trainer of one kind on a near folder and perhaps a far tier; says when what happens.
+"""One training of the campaign: a trainer of one kind on a folder and perhaps a far tier; says when what happens.
 
 `python -m tests.far.trainer '{"kind": "plain", "near": …, "far": {…} | null, "steps": 60, "resume": true}'` prints JSON
 lines: `ready` when everything is imported, and waits for a line on its standard input; `built` before anything of ours

@@ -345,14 +345,14 @@ def _interpose(disk: FaultyDisk) -> None:
 
 def _write_manifests_first(storage: Any) -> None:
     put = storage.put
-    held: dict[str, bytes] = {}
+    kept: dict[str, bytes] = {}
 
     def swapped(self: Any, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         if name.startswith("data/"):
-            held[name] = b"".join(bytes(block) for block in blocks)
+            kept[name] = b"".join(bytes(block) for block in blocks)
             return
         put(self, name, blocks, exclusive=exclusive)
-        for data in [one for one in held if name.startswith("snapshots/")]:
-            put(self, data, [memoryview(held.pop(data))])
+        for data in [one for one in kept if name.startswith("snapshots/")]:
+            put(self, data, [memoryview(kept.pop(data))])
 
     storage.put = swapped

@@ -93,7 +93,7 @@ def draw(number: int, seed: int, fault: str, phase: str) -> Draw:
     near_lost = phase == "restore" and on_network and rng.random() < 0.5
     most = _MOMENTS[phase] if fault != "power_loss" else 60
     if phase == "restore" and on_network and not near_lost:
-        most = 2  # the near tier serves; the far one is only asked what it has
+        most = 2  # the nearest tier serves; the further one is only asked what it has
     return Draw(
         number=number,
         seed=rng.getrandbits(32),

@@ -1,4 +1,4 @@
-"""One training process of a run, as the campaign holds it: started, listened to, stopped, killed."""
+"""One training process of a run, as the campaign uses it: started, listened to, stopped, killed."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Life:
             self._pipe.send("stop")
 
     def look_around(self) -> None:
-        """Note its writer, which is nobody's child any more once the training is dead."""
+        """Note the writer, which is no child of this process once the training is dead."""
         with suppress(psutil.NoSuchProcess):
             self._writers.update(psutil.Process(self.pid).children(recursive=True))
 

@@ -108,7 +108,7 @@ def _take(digest: Any, value: Any) -> None:
         digest.update(repr(value).encode())
 
 
-class Told:
+class Reports:
     """Sends what happens. A pipe, so that what was said before a kill is heard."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -124,8 +124,8 @@ class Told:
 class Meter:
     """How long steps take, how much of it is the checkpointer's, and whether it waited there or was pushed aside."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
         self._rows: list[tuple[float, float, float, int]] = []
 
     def __enter__(self) -> Meter:
@@ -140,7 +140,7 @@ class Meter:
             self.send()
 
     def send(self) -> None:
-        self._told.say("steps", rows=self._rows)
+        self._reports.say("steps", rows=self._rows)
         self._rows = []
 
     def call(self, function: Any, *args: Any, **named: Any) -> Any:
@@ -154,17 +154,17 @@ class Meter:
 
 
 def train(order: Order, pipe: Connection) -> None:
-    """The whole life of a training process: load, train until told to stop, close."""
-    told = Told(pipe)
+    """The whole life of a training process: load, train until the campaign says stop, close."""
+    reports = Reports(pipe)
     try:
-        _train(order, pipe, told)
+        _train(order, pipe, reports)
     except CkptError as err:
-        told.say("refused", code=err.code, message=str(err), kind=type(err).__name__)
-    except Exception:  # noqa: BLE001 - whatever it is, it is told
-        told.say("broken", text=traceback.format_exc())
+        reports.say("refused", code=err.code, message=str(err), kind=type(err).__name__)
+    except Exception:  # noqa: BLE001 - whatever it is, it is reported
+        reports.say("broken", text=traceback.format_exc())
 
 
-def _train(order: Order, pipe: Connection, told: Told) -> None:
+def _train(order: Order, pipe: Connection, reports: Reports) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     os.environ["TEST_FAULTS"] = str(order.control)
@@ -172,31 +172,31 @@ def _train(order: Order, pipe: Connection, told: Told) -> None:
     install(order.control)
     model = Model(order.state_bytes)
     ckpt = Checkpointer(tiers=list(order.tiers), keep=order.keep, on_error="warn")
-    ckpt.engine.events = told
+    ckpt.engine.events = reports
     state = ckpt.load()
     if state is None:
-        told.say("fresh")
+        reports.say("fresh")
     else:
         assert ckpt.loaded is not None
         info = ckpt.loaded.info
-        told.say(
+        reports.say(
             "loaded", step=info.step, seq=info.seq, snapshot=info.id, bits=fingerprint(state), place=ckpt.loaded.place
         )
         model.restore(state)
     ckpt.engine.start()
-    told.say("started")
-    _loop(model, ckpt, pipe, told)
+    reports.say("started")
+    _loop(model, ckpt, pipe, reports)
     ckpt.close(CLOSE_SECONDS)
-    told.say("closed")
+    reports.say("closed")
 
 
-def _loop(model: Model, ckpt: Checkpointer, pipe: Connection, told: Told) -> None:
-    meter = Meter(told)
+def _loop(model: Model, ckpt: Checkpointer, pipe: Connection, reports: Reports) -> None:
+    meter = Meter(reports)
     handles: list[SaveHandle] = []
     while not (pipe.poll() and pipe.recv() == "stop"):
         due = model.step % SAVE_EVERY_STEPS == 0 and ckpt.engine.ready()
         if due:
-            told.say("saving", step=model.step, bits=fingerprint(model.state()))
+            reports.say("saving", step=model.step, bits=fingerprint(model.state()))
         with meter:
             if due:
                 handles.append(meter.call(ckpt.save, model.state(), step=model.step))
@@ -208,5 +208,5 @@ def _loop(model: Model, ckpt: Checkpointer, pipe: Connection, told: Told) -> Non
         for handle in [one for one in handles if one.done()]:
             handles.remove(handle)
             if handle.snapshot is not None:
-                told.say("durable", step=handle.step, snapshot=handle.snapshot)
+                reports.say("durable", step=handle.step, snapshot=handle.snapshot)
     meter.send()

@@ -39,7 +39,7 @@ class Place:
         return open_storage(self.url, self.options)
 
     def repository(self) -> Repository:
-        """Seen anew."""
+        """The run as a new process would read it from the disk."""
         return Repository(self.storage)
 
 

@@ -22,7 +22,7 @@ from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
-from tests.cli.test_truth import JOBS, WITHIN, told
+from tests.cli.test_truth import JOBS, WITHIN, useful_shares
 from tests.frequency.test_irregular import (
     BUDGET,
     MTBF_SECONDS,
@@ -307,7 +307,7 @@ def _lost_by_a_new_run(lives: Sequence[float], rng: random.Random) -> float:
 def misjudged(job: str) -> float:
     """By how much `ckpt goodput` and `ckpt plan`, whichever errs more, miss the share of useful work."""
     with tempfile.TemporaryDirectory() as folder:
-        truth, *found = told(job, Path(folder))
+        truth, *found = useful_shares(job, Path(folder))
     return max(abs(one - truth) for one in found)
 
 

@@ -59,7 +59,7 @@ def test_a_hundred_mutants_are_read(runs: dict[str, Path], tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_thousands_of_mutants_are_read_in_every_way() -> None:
-    """Loaded, listed, shown, verified, compared, exported, copied: no traceback, no hang, no more memory than told."""
+    """Loaded, listed, shown, verified, compared, exported, copied: no traceback, no hang, and bounded memory."""
     assert campaign(SLOW, seed=10_000) == []
 
 

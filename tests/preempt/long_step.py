@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 GRACE_SECONDS = 5.0
 HANG_SECONDS = 600.0
-Told = Callable[[int], None]
+Report = Callable[[int], None]
 
 
 def options(root: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def loader() -> Any:
     return DataLoader(TensorDataset(torch.randn(400, 8)), batch_size=4)
 
 
-def plain(root: str, told: Told) -> None:
+def plain(root: str, report: Report) -> None:
     from ckpt_engine import Checkpointer
 
     net, data = model(), loader()
@@ -49,12 +49,12 @@ def plain(root: str, told: Told) -> None:
         for (x,) in data:
             _wait_for_room(ckpt.engine)
             net(x).square().mean().backward()
-            told(run.global_step + 1)
+            report(run.global_step + 1)
             optimizer.step()
             optimizer.zero_grad()
 
 
-def accelerate(root: str, told: Told) -> None:
+def accelerate(root: str, report: Report) -> None:
     from accelerate import Accelerator
 
     from accelerate_ckpt import AdaptiveCheckpoint
@@ -66,12 +66,12 @@ def accelerate(root: str, told: Told) -> None:
     for (x,) in data:
         _wait_for_room(ckpt._engine)
         accelerator.backward(net(x).square().mean())
-        told(ckpt.global_step + 1)
+        report(ckpt.global_step + 1)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def lightning(root: str, told: Told) -> None:
+def lightning(root: str, report: Report) -> None:
     import lightning.pytorch as pl
 
     from lightning_ckpt import AdaptiveCheckpoint
@@ -86,7 +86,7 @@ def lightning(root: str, told: Told) -> None:
         def training_step(self, batch: Any, _: int) -> Any:
             if ckpt._run is not None:
                 _wait_for_room(ckpt._run.engine)
-            told(self.trainer.global_step + 1)
+            report(self.trainer.global_step + 1)
             return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self) -> Any:
@@ -117,7 +117,7 @@ def _wait_for_room(engine: Any) -> None:
 def main(loop: str, root: str, path: str, at: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def told(step: int) -> None:
+    def report(step: int) -> None:
         os.write(descriptor, f"{step}\n".encode())
         if step == int(at):
             os.write(descriptor, b"hangs\n")
@@ -125,7 +125,7 @@ def main(loop: str, root: str, path: str, at: str) -> None:
 
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO)
-    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[loop](root, told)
+    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[loop](root, report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def test_what_making_the_arena_ready_costs_is_paid_back_by_waiting() -> None:
 
 
 def test_only_what_is_new_is_charged() -> None:
-    """The cost is told as a total, again at each boundary."""
+    """`background` gets the cost as a total at each boundary, and only the growth is charged."""
     rig = Rig(overhead=0.01)
     for _ in range(10):
         rig.cadence.background(0.5)

@@ -118,7 +118,7 @@ def test_rpo_counts_the_time_of_validation() -> None:
 
 
 def test_infeasible_rpo_is_a_warning_once() -> None:
-    """The user is told, once per change from feasible to infeasible."""
+    """The user gets one warning per change from feasible to infeasible."""
     rig = Rig(overhead=0.01, mtbf_seconds=1e6, max_lost_work_seconds=20.0)
     for _ in range(5):
         rig.go(1000)
@@ -126,8 +126,8 @@ def test_infeasible_rpo_is_a_warning_once() -> None:
     notices = [event for event in rig.sink.events if isinstance(event, Notice)]
     assert [notice.level for notice in notices] == ["WARNING"]
     assert notices[0].message == "RPO infeasible: max_lost_work 20 s would need every 17 steps"
-    told = [event.why for event in rig.sink.events if isinstance(event, IntervalChanged)]
-    assert told and "infeasible" not in told[0]
+    reasons = [event.why for event in rig.sink.events if isinstance(event, IntervalChanged)]
+    assert reasons and "infeasible" not in reasons[0]
 
 
 def test_failed_snapshots_are_retried_at_the_usual_interval() -> None:

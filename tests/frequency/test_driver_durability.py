@@ -21,7 +21,7 @@ def test_age_is_counted_from_the_instant_of_the_newest_durable_snapshot() -> Non
     rig.cadence.committed(10, 6.0, 10**9)
     assert rig.cadence.age_of_last_durable() == pytest.approx(6.0)
     rig.go(2)
-    rig.cadence.committed(999, 3.0, 10**9)  # a snapshot the cadence was not told about
+    rig.cadence.committed(999, 3.0, 10**9)  # a snapshot that the cadence did not see taken
     assert rig.cadence.age_of_last_durable() == pytest.approx(3.0)
 
 
@@ -106,7 +106,7 @@ def test_a_restart_does_not_forget_what_the_budget_has_earned(extra: int, steps:
         {"version": 1, "failures": 5, "costs": None, "step_seconds": None, "interval_steps": None},
     ],
 )
-def test_an_unreadable_state_is_told_and_ignored(state: object) -> None:
+def test_an_unreadable_state_is_reported_and_ignored(state: object) -> None:
     """It only costs a little learning."""
     rig = Rig(overhead=0.05)
     rig.cadence.restore(state)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from tests.frequency.rig import Rig
 
 
 def test_the_first_boundary_only_starts_the_clock() -> None:
-    """Without `start`, the time before the first boundary is nobody's step."""
+    """Without `start`, the time before the first boundary belongs to no step."""
     rig = Rig(start=None, overhead=None, every_n_steps=1)
     rig.clock.now += 500.0
     assert rig.cadence.boundary(0) is None

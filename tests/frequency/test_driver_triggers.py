@@ -85,7 +85,7 @@ def test_a_pending_snapshot_is_due_at_the_end_without_an_end_trigger() -> None:
     assert rig.cadence.ended(5) == "every_n_steps"
 
 
-def test_a_skipped_snapshot_stays_due_with_its_reason_and_is_told_once() -> None:
+def test_a_skipped_snapshot_stays_due_with_its_reason_and_is_reported_once() -> None:
     """It is offered at each boundary until it is taken, and one event says so."""
     rig = Rig(overhead=None, every_n_steps=5)
     assert rig.go(5) == "every_n_steps"
@@ -103,7 +103,7 @@ def test_a_skipped_snapshot_stays_due_with_its_reason_and_is_told_once() -> None
     assert rig.cadence.overtaken == 1, "the writer had time"
 
 
-def test_a_second_postponed_snapshot_is_told_again() -> None:
+def test_a_second_postponed_snapshot_is_reported_again() -> None:
     """Once per due snapshot, not once per run."""
     rig = Rig(overhead=None, every_n_steps=5)
     for _ in range(2):

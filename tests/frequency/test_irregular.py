@@ -150,9 +150,9 @@ def test_one_outlier_moves_nothing(what: str) -> None:
     }[what]
     training = Training(FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), seed=2, **options).run(4900)
     before = training.cadence.interval_steps
-    told = len(training.sink.intervals())
+    changes = len(training.sink.intervals())
     training.run(10000)
-    assert training.sink.intervals()[told:] == []
+    assert training.sink.intervals()[changes:] == []
     assert training.cadence.interval_steps == before
 
 

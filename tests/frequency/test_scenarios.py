@@ -70,7 +70,7 @@ def test_postponing_never_lets_training_wait() -> None:
 def test_budget_under_jitter(budget: float, jitter: float, slowdown: float, persist: float) -> None:
     """With noisy steps the true overhead stays within the budget on average, and the interval settles.
 
-    A slowdown of 5 % over 40 steps has to be told from 10 % of jitter, which leaves a few per cent of the budget.
+    A slowdown of 5 % over 40 steps has to be separated from 10 % of jitter, which leaves a few per cent of the budget.
     """
     training = Training(
         FrequencySettings(overhead=budget, mtbf_seconds=60.0),

@@ -189,12 +189,12 @@ def test_without_the_waits_snapshots_are_torn(
 
 
 def test_memory_that_cannot_be_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told once; snapshots are whole all the same."""
+    """One notice says that memory cannot be page-locked; snapshots are whole all the same."""
     monkeypatch.setattr(Cuda, "register", lambda self, device, address, nbytes: "refused")
-    told: list[str] = []
+    messages: list[str] = []
     with Checkpointer(tmp_path) as ckpt:
         emit = ckpt.engine.events.emit
-        sink = lambda event: told.append(event.message) if isinstance(event, Notice) else emit(event)  # noqa: E731
+        sink = lambda event: messages.append(event.message) if isinstance(event, Notice) else emit(event)  # noqa: E731
         ckpt.engine.events = type("Sink", (), {"emit": staticmethod(sink)})()
         for step in (1, 2):
             state = new_state()
@@ -204,7 +204,7 @@ def test_memory_that_cannot_be_page_locked(tmp_path: Path, monkeypatch: pytest.M
             overwrite(state)
             handle.wait(SECONDS)
             assert_saved(ckpt, expected)
-    assert [line for line in told if "page-locked (refused)" in line] == told[:1]
+    assert [line for line in messages if "page-locked (refused)" in line] == messages[:1]
 
 
 def test_the_arena_is_page_locked_and_the_device_memory_bounded(ckpt: Checkpointer) -> None:

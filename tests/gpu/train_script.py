@@ -1,4 +1,4 @@
-"""Trains with dropout and mixed precision on a device, and kills itself where told: `python -m tests.gpu.train_script`.
+"""Trains with dropout and mixed precision on a device, and kills itself at a step: `python -m tests.gpu.train_script`.
 
 Prints one line of JSON at its end: digests of weights, optimizer and random streams, the losses, the first step.
 """

@@ -1,4 +1,4 @@
-"""Stores a snapshot anew as awkwardly as the format allows: in pieces, files, codecs and bases by chance."""
+"""Stores a snapshot again as awkwardly as the format allows: in pieces, files, codecs and bases by chance."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Scatter:
         self.bases: dict[str, dict[str, dict[int, Piece]]] = {}
 
     def rewrite(self, snapshot: str) -> Manifest:
-        """Store it anew under its id; returns its manifest."""
+        """Store the snapshot again under its id; returns its new manifest."""
         repository = self.repository
         plain = repository.read(snapshot)
         entries = {

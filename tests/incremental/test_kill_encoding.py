@@ -1,4 +1,4 @@
-"""Real `kill -9` of writers that encode, store differences and begin chains anew: every snapshot is whole, always."""
+"""Real `kill -9` of writers that encode, store differences and begin new chains: every snapshot is whole, always."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def children(pid: int) -> list[int]:
 
 
 def storm(root: Path, kills: int, seed: int, codec: str) -> Seen:
-    """Kill the writer, and now and then the trainer as well; look while nobody writes."""
+    """Kill the writer, and now and then the trainer as well; check the run while no process writes it."""
     chance, seen, done = random.Random(seed), Seen(), 0
     command = [sys.executable, "-m", "tests.incremental.training", str(root), codec]
     while done < kills and seen.newest < STEPS - 20:
@@ -124,13 +124,13 @@ def test_a_few_kills(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["raw", "delta", "byteplane-zstd"])
 @pytest.mark.parametrize("seed", [2, 3])
 def test_many_kills(codec: str, seed: int, tmp_path: Path) -> None:
-    """A long storm, for each way that the near tier may store what the far one gets."""
+    """A long storm, for each way in which the nearest tier may store what the further one gets."""
     require(tmp_path, storm(tmp_path, 25, seed, codec), 25)
 
 
 @pytest.mark.slow
 def test_a_trainer_that_dies_is_resumed_from_memory_and_the_disk_has_it_encoded(tmp_path: Path) -> None:
-    """The memory tier before a tier with a codec: what is held is the arena itself, and is rescued encoded."""
+    """With a memory tier before a tier with a codec, the arena itself is kept in memory, and the rescue encodes it."""
     command = [sys.executable, "-m", "tests.incremental.training", str(tmp_path), "delta", "memory"]
     durable = 0
     for life in range(3):

@@ -277,7 +277,7 @@ def test_weights_are_found_in_the_order_of_the_optimizer(tmp_path: Path) -> None
 
 
 def test_the_learning_rate_before_is_a_guess_as_well(tmp_path: Path) -> None:
-    """Schedulers change it between steps: which one was used nobody says."""
+    """Schedulers change the learning rate between steps: the codec tries the one before and the one after."""
     network = torch.nn.Linear(4, 4)
     optimizer = trained(network)
     older = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}

@@ -91,7 +91,7 @@ def step(life: Evolving) -> str:
 
 
 def test_what_is_stored_follows_what_has_changed(tmp_path: Path) -> None:
-    """Changed rows, differences of numbers, references; chains end, and begin anew."""
+    """Changed rows, differences of numbers and references are stored as such; chains end, and new ones begin."""
     life = tables(tmp_path / "near")
     far = far_of(life, tmp_path / "far")
     sent, kinds = [], []
@@ -102,14 +102,14 @@ def test_what_is_stored_follows_what_has_changed(tmp_path: Path) -> None:
         kinds.append([manifest.entries[name].pieces[0].codec for name in ("few", "little", "still")])
     assert kinds[0] == ["byteplane-zstd"] * 3
     assert kinds[1] == ["rows", "delta-byteplane-zstd", "byteplane-zstd"]
-    assert {kind for _, kind, _ in kinds[1:]} == {"byteplane-zstd", "delta-byteplane-zstd"}, "a chain began anew"
+    assert {kind for _, kind, _ in kinds[1:]} == {"byteplane-zstd", "delta-byteplane-zstd"}, "a new chain began"
     assert sent[1] < 0.3 * sent[0]
     assert sum(sent[1:]) < 0.45 * len(sent[1:]) * sent[0]
     assert life.check(far) == 12
 
 
-def test_with_nothing_near_the_far_place_reads_what_it_has(tmp_path: Path) -> None:
-    """The near place has forgotten what the far one builds on: a far disk is read, anything else is not."""
+def test_a_base_that_the_nearest_tier_lacks_is_read_from_a_disk_only(tmp_path: Path) -> None:
+    """The nearest tier has forgotten the base: it is read from the further tier if that is a disk, else not."""
     for make, expected in ((LocalStorage, {"rows", "delta-byteplane-zstd"}), (Remote, set())):
         root = tmp_path / make.__name__
         life = tables(root / "near")
@@ -124,8 +124,8 @@ def test_with_nothing_near_the_far_place_reads_what_it_has(tmp_path: Path) -> No
         assert life.check(far) == 2
 
 
-def test_what_is_near_is_enough_for_a_place_that_is_not_read(tmp_path: Path) -> None:
-    """Nothing is read back from a far place as long as the near one has it."""
+def test_bases_come_from_the_nearest_tier_while_it_has_them(tmp_path: Path) -> None:
+    """No data is read back from a further tier as long as the nearest one has it."""
     reads: list[str] = []
     life = tables(tmp_path / "near")
     far = Repository(Remote(tmp_path / "far", lambda what, name: reads.append(name) if what == "get" else None))

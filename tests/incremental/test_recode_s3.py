@@ -1,4 +1,4 @@
-"""Differences in a real S3 server: made of what is near, restored from there alone."""
+"""Differences in a real S3 server: made from the nearest tier, restored from the server alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_differences_on_s3_are_enough_to_resume(far: dict[str, Any], tmp_path: P
     found = restore.load([remote])
     assert found is not None
     assert same(found.state, training.state())
-    # Nothing to build on is near now, and what is far is not read for it.
+    # The nearest tier has no base now, and the further one is not read for it.
     [again] = copies(tiers, training, 1)
     assert again.sent_bytes > 0.9 * sent[0]
     found = restore.load([remote])

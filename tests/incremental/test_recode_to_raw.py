@@ -53,7 +53,7 @@ def newest(folder: Path) -> Manifest:
     return repository.read(repository.ids()[-1].id)
 
 
-def test_weights_that_did_not_change_stay_whole_when_their_moments_are_written_anew(run: Run, tmp_path: Path) -> None:
+def test_weights_that_did_not_change_stay_whole_when_their_moments_are_written_again(run: Run, tmp_path: Path) -> None:
     """They were decoded from the moments: a reference to them alone could not be read."""
     with Checkpointer(tmp_path / "run", keep={"last": 1}) as ckpt:
         assert ckpt.load(into=run.state()) is not None

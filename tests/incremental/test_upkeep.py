@@ -47,7 +47,7 @@ class Chains:
         self.written.append(written / (self.share * PIECE * len(self.levels)))
 
     @property
-    def held(self) -> float:
+    def stored(self) -> float:
         """Bytes of all deltas, against those of the entry."""
         deltas = sum(sum(sizes[:-1]) for sizes in self.sizes().values())
         return deltas / (PIECE * len(self.levels))
@@ -61,7 +61,7 @@ def test_chains_are_bounded_in_number_and_bytes(pieces: int, share: float, snaps
     for _ in range(snapshots):
         chains.touch()
         assert max(len(levels) for levels in chains.levels.values()) <= PLAIN.most_bases < MAX_CHAIN
-        assert chains.held <= PLAIN.most_share + 1.1 * share
+        assert chains.stored <= PLAIN.most_share + 1.1 * share
 
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
@@ -107,6 +107,6 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
             assert max(map(len, chains)) <= PLAIN.most_bases + 1
     assert len(chains) > 60
     assert max(sizes[1:20]) <= 1.5 and max(sizes[1:]) <= 9 and mean(sizes[1:]) <= 3.5, sizes
-    held = sum(path.stat().st_size for path in (life.root / "data").iterdir())
-    assert held <= 3 * table.nbytes
+    stored = sum(path.stat().st_size for path in (life.root / "data").iterdir())
+    assert stored <= 3 * table.nbytes
     life.check(states)

@@ -344,7 +344,7 @@ def test_a_table_that_changes_everywhere_again_is_written_whole(tmp_path: Path) 
 
 
 def test_show_says_what_was_written_and_who_needs_it(tmp_path: Path, ckpt: Callable[..., Outcome]) -> None:
-    """Bytes written against the size, what older files hold, and which snapshots need this one."""
+    """`show` says the bytes written, the size, the bytes in older files, and which snapshots need this one."""
     life = Life(tmp_path / "run")
     life.save(state(1), state(2), state(3))
     first, second, third = (one.info.id for one in life.manifests())

@@ -22,7 +22,7 @@ WIDTH, STEPS = 768, 250
 
 
 class Training:
-    """Batches depend on the number of the step only, so that whoever goes on from a state ends with the same bits.
+    """Batches depend on the number of the step only, so that a run that goes on from a state ends with the same bits.
 
     Args:
         width: of the hidden layer.

@@ -184,7 +184,7 @@ LOOPS: Mapping[str, Case] = {
     "datamodule": Case(loader=StatefulData),
     "validation every second epoch": Case(val=1.0, trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}),
     "validation across epochs": Case(val=4, trainer={"check_val_every_n_epoch": None}),
-    "loaders made anew": Case(trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}),
+    "loaders made again": Case(trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}),
 }
 
 CASES: Mapping[str, Case] = {**LOADERS, **LOOPS}

@@ -287,7 +287,7 @@ def model_checkpoint(folder: Path) -> ModelCheckpoint:
 
 
 def test_files_of_model_checkpoint_load_without_us(tmp_path: Path) -> None:
-    """They hold nothing of ours, and plain Lightning resumes from them."""
+    """They contain nothing of ours, and plain Lightning resumes from them."""
     case = Case(val=1, trainer={"enable_checkpointing": True}, needs_epoch_start=False)
     fit(case, [*every_batch(tmp_path / "run"), model_checkpoint(tmp_path / "files")])
     last = tmp_path / "files" / "last.ckpt"
@@ -399,7 +399,7 @@ def test_the_folder_as_ckpt_path_is_refused_with_what_to_write(tmp_path: Path) -
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strategies that divide the state in other ways than DDP; nobody pretends otherwise."""
+    """Strategies that divide the state in other ways than the supported ones get an error that says so."""
 
     class Divides(DDPStrategy): ...
 

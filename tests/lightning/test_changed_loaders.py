@@ -48,7 +48,7 @@ def test_in_the_middle_of_an_epoch_another_batch_size_is_refused_with_both_ways_
 
 @pytest.mark.parametrize("kind", ["plain", "validated"])
 def test_restart_epoch_trains_the_whole_epoch_again(kind: str, tmp_path: Path) -> None:
-    """Its batches are counted from 0, its means start anew, validation and the following epochs come as always."""
+    """Its batches are counted from 0, its means start from zero, validation and the following epochs come as always."""
     val = 1.0 if kind == "plain" else 3
     trace, root = interrupted(Case(loader=shuffled(), val=val), tmp_path / "run", tmp_path / "1", 1, 3)
     case = Case(loader=loader(SAMPLES, 8), val=1.0)
@@ -61,9 +61,9 @@ def test_restart_epoch_trains_the_whole_epoch_again(kind: str, tmp_path: Path) -
     means = [dict(entry[2]) for entry in resumed.trace if entry[0] == "log" and "mean" in dict(entry[2])]
     losses = [float.fromhex(entry[5]) for entry in resumed.trace if entry[:2] == ("train", 1)]
     assert float.fromhex(means[0]["mean"]) == pytest.approx(sum(losses) / 3, rel=1e-5)
-    told = report(root)
-    assert any("data: restart_epoch: batch_size was 4, now 8" in one.why for one in told.not_restored)
-    assert any("epoch 1 starts again at its first batch" in note for note in told.notes)
+    found = report(root)
+    assert any("data: restart_epoch: batch_size was 4, now 8" in one.why for one in found.not_restored)
+    assert any("epoch 1 starts again at its first batch" in note for note in found.notes)
 
 
 def test_continue_trains_what_is_left_of_the_epoch(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_copy_of_all_callbacks_is_one_that_has_not_begun(hook: str, tmp_path: 
 
 
 def test_copying_changes_nothing_of_the_run(tmp_path: Path) -> None:
-    """The run ends as one whose callbacks nobody copies."""
+    """The run ends as one whose callbacks are not copied."""
     ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, writer="thread")
     copying = Copying("on_train_batch_start", copy.deepcopy)
     assert fit(Case(), [ckpt, copying]).digest == fit(Case()).digest

@@ -40,7 +40,7 @@ FINISHED = {
     ),
     "iterable": Case(loader=lambda: DataLoader(Stream(), batch_size=BATCH)),
     **({"averaged": Case(callbacks=averaging)} if HAS_AVERAGING else {}),
-    "loaders made anew": Case(trainer={"reload_dataloaders_every_n_epochs": 1}),
+    "loaders made again": Case(trainer={"reload_dataloaders_every_n_epochs": 1}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Replaying `on_train_epoch_start` sets up what a snapshot cannot hold and changes nothing that it does hold."""
+"""Replaying `on_train_epoch_start` sets up what a snapshot lacks and changes nothing that the snapshot contains."""
 
 from __future__ import annotations
 

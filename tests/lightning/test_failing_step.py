@@ -202,7 +202,7 @@ class Remembers(Callback):
 
 
 class SavesMore(Fragile):
-    """Nobody but the user knows what of this a step changes."""
+    """Saves more state, and only the user knows what of it a step changes."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["more"] = 1

@@ -23,19 +23,19 @@ class SlowCopies(Callback):
     Any missing fence then is a torn snapshot: nothing is copied before weights change, or while others stand in.
     """
 
-    def __init__(self, held: list[Staging], copy: Any) -> None:
-        self.held, self.copy = held, copy
+    def __init__(self, queued: list[Staging], copy: Any) -> None:
+        self.queued, self.copy = queued, copy
 
     def on_validation_batch_start(self, *args: Any) -> None:
-        for staging in self.held:
+        for staging in self.queued:
             self.copy(staging)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
-    held: list[Staging] = []
-    callback = SlowCopies(held, Staging.help_lazily)
-    monkeypatch.setattr(Staging, "help_lazily", lambda staging: held.append(staging))
+    queued: list[Staging] = []
+    callback = SlowCopies(queued, Staging.help_lazily)
+    monkeypatch.setattr(Staging, "help_lazily", lambda staging: queued.append(staging))
     return callback
 
 

@@ -71,7 +71,7 @@ def test_three_crashes_in_a_row_leave_one_exact_run(name: str, tmp_path: Path) -
 
 
 def test_a_crash_takes_no_new_snapshot_and_hides_no_exception(tmp_path: Path) -> None:
-    """The state in the middle of a batch is nobody's; what was in flight becomes durable."""
+    """The state in the middle of a batch belongs to no boundary; a snapshot that was in flight becomes durable."""
     interrupted(Case(), tmp_path, 3)
     assert [s.step for s in saved(tmp_path)] == [0, 1, 2, 3][-len(saved(tmp_path)) :]
     assert saved(tmp_path)[-1].step == 3

@@ -29,9 +29,9 @@ def assert_continues(reference: Outcome, case: Case, root: Path, snapshot: Saved
         assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
         assert trained(resumed.trace, 0, 0) == trained(reference.trace, snapshot.epoch, snapshot.batch), where
         assert resumed.digest == reference.digest, where
-        # What such a dataset drew for its order and for its samples cannot be told apart.
-        told = [one.why for one in report(folder).not_restored]
-        assert [why for why in told if "IterableDataset draws from the global random streams" not in why] == [], where
+        # Draws of such a dataset for its order and for its samples look the same.
+        lost = [one.why for one in report(folder).not_restored]
+        assert [why for why in lost if "IterableDataset draws from the global random streams" not in why] == [], where
         later = [s for s in saved(folder) if s.kind not in ("stopped", "finished") and s.step > snapshot.step]
         if last or not later:
             return

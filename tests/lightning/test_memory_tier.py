@@ -20,8 +20,8 @@ from tests.lightning.runs import fit, saved
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of the snapshots that the writer was told to keep in memory only."""
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of the snapshots that the writer keeps in memory only."""
     steps: list[int] = []
     hold = ProcessWriter.hold
 
@@ -35,9 +35,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(
-    tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is bit for bit the one without the callback, and the cadence is told what each one cost."""
+    """The run is bit for bit the one without the callback, and the cadence learns the cost of each snapshot."""
     charged: list[int] = []
     tell = Cadence.held
 
@@ -54,29 +54,29 @@ def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(
     assert (watched.trace, watched.digest) == (reference.trace, reference.digest)
     durable = {snapshot.step for snapshot in saved(tmp_path)}
     steps = reference.trainer.global_step
-    assert held == sorted(set(range(1, steps)) - durable) or held == sorted(set(range(2, steps)) - durable)
+    assert kept in (sorted(set(range(1, steps)) - durable), sorted(set(range(2, steps)) - durable))
     assert steps in durable
-    assert charged == held
+    assert charged == kept
 
 
-def test_no_stop_waits_for_what_only_stays_in_memory(tmp_path: Path, held: list[int]) -> None:
+def test_no_stop_waits_for_what_only_stays_in_memory(tmp_path: Path, kept: list[int]) -> None:
     """The status, from whose numbers stops are planned, counts none of them as on its way to a tier."""
     status = tmp_path / "status.json"
     tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path / "run")]
     fit(CASES["shuffled"], [AdaptiveCheckpoint(tiers=tiers, every_n_steps=5, status={"file": str(status)})])
-    assert held
+    assert kept
     assert json.loads(status.read_text())["snapshots_in_flight"] == 0
 
 
 def test_no_snapshot_in_memory_while_gradients_accumulate(
-    tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What could not be taken right after the optimizer step is not made up for in the middle of an accumulation."""
     ready, refused = Engine.ready, []
 
     def once_not(self: Engine, *, durable: bool = True) -> bool:
-        if held and not durable and not refused:
-            refused.append(held[-1] + 1)
+        if kept and not durable and not refused:
+            refused.append(kept[-1] + 1)
             return False
         return ready(self, durable=durable)
 
@@ -86,10 +86,10 @@ def test_no_snapshot_in_memory_while_gradients_accumulate(
     tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path)]
     watched = fit(case, [AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000)])
     assert watched.digest == reference.digest
-    assert held == sorted(set(held))
-    assert len(held) >= reference.trainer.global_step - 3
+    assert kept == sorted(set(kept))
+    assert len(kept) >= reference.trainer.global_step - 3
     assert len(refused) == 1
-    assert not set(refused) & set(held)
+    assert not set(refused) & set(kept)
 
 
 class Steps(Callback):
@@ -110,18 +110,18 @@ class Steps(Callback):
         self.now += 1.0
 
 
-def test_without_a_rhythm_the_budget_decides(tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_rhythm_the_budget_decides(tmp_path: Path, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run that fails all the time: a generous one has them between its durable ones, that of 1 % at few steps."""
     case, steps = CASES["shuffled"], Steps(monkeypatch)
     tiers = ["memory", str(tmp_path / "a")]
     fit(case, [steps, AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000, overhead="99%", mtbf="2 s")])
-    many = len(held)
-    held.clear()
+    many = len(kept)
+    kept.clear()
     fit(case, [steps, AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "b")], every_n_steps=1000, mtbf="2 s")])
-    assert 0 < len(held) < many
+    assert 0 < len(kept) < many
 
 
-def test_without_a_memory_tier_nothing_is_kept(tmp_path: Path, held: list[int]) -> None:
+def test_without_a_memory_tier_nothing_is_kept(tmp_path: Path, kept: list[int]) -> None:
     """The engine works as before."""
     fit(CASES["shuffled"], [AdaptiveCheckpoint(str(tmp_path), every_n_steps=5)])
-    assert held == []
+    assert kept == []

@@ -1,4 +1,4 @@
-"""A Lightning run on two tiers that loses its near one."""
+"""A Lightning run on two tiers that loses its nearest one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.lightning.runs import every_batch, fit, only, resumer, saved, tail
 
 
 def test_a_run_resumes_exactly_from_the_far_tier_alone(tmp_path: Path) -> None:
-    """The near folder is gone: training continues bit for bit from what was copied, in the same run."""
+    """The nearest folder is gone: training continues bit for bit from what was copied, in the same run."""
     case = next(iter(CASES.values()))
     reference = fit(case)
     near, far = tmp_path / "near", tmp_path / "far"

@@ -124,7 +124,7 @@ def kill_writer_then_trainer(run: Run, draw: random.Random) -> Life:
     first = life.writer()
     assert life.kill_writer()
     until(lambda: life.over or life.writer() not in (None, first), life.log)
-    # Training has not waited for it: what it keeps is what it was told since.
+    # Training has not waited for the new writer, which keeps what it got since.
     begun = max(life.steps("begin"))
     until(lambda: life.over or max(life.steps("held"), default=0) > begun, life.log)
     known = len(life.steps("begin"))
@@ -190,7 +190,7 @@ def test_without_a_restart_the_writer_leaves_a_durable_snapshot_and_goes(tmp_pat
     assert newest.reason == "memory" or newest.step % run.durable_every == 0
 
 
-def test_whoever_only_loads_does_not_take_the_memory_from_the_next_trainer(
+def test_a_process_that_only_loads_does_not_take_the_memory_from_the_next_trainer(
     tmp_path: Path, trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A look at the run after the crash, from memory; then the training is restarted, from memory too."""

@@ -16,7 +16,7 @@ import pytest
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit
 from tests.lightning.test_kill import Trainers, kill_after, log, read
-from tests.preempt.held import HeldTrainers
+from tests.preempt.waiting import WaitingTrainers
 
 MOST_LOST = 2
 PACE_SECONDS = 0.01
@@ -24,7 +24,7 @@ PACE_SECONDS = 0.01
 
 @pytest.fixture(scope="module")
 def lightning_trainers() -> Iterator[Trainers]:
-    server = HeldTrainers()
+    server = WaitingTrainers()
     yield server
     server.close()
 
@@ -49,7 +49,7 @@ def survive(name: str, kills: list[tuple[int, float]], folder: Path, trainers: T
             "patient": True,
         }
         if kill is not None:
-            job["hold_after"] = kill[0] + 4  # a busy machine may kill it late
+            job["wait_after"] = kill[0] + 4  # a busy machine may kill it late
         pid = trainers.start(job)
         try:
             if kill is not None:

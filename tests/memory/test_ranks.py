@@ -1,4 +1,4 @@
-"""Several ranks that die together resume from the memory of their writers: the newest snapshot that all hold."""
+"""Several ranks that die together resume from the memory of their writers: the newest snapshot that all have."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_dead_ranks_leave_is_stored_as_the_tier_stores_snapshots(tmp_path: 
 @pytest.mark.parametrize("replicate", [0, 1])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_of_nodes_with_folders_lose_no_more(tmp_path: Path, size: int, replicate: int) -> None:
-    """Each node makes durable all that its ranks hold: what all of them hold is among it. Replicas are in memory."""
+    """Each node makes durable all that its ranks have in memory, so also what all of them have. Replicas stay there."""
     host = Host(tmp_path, size, nodes=2, replicate=replicate)
     host.until_step(12)
     begun = host.kill()
@@ -158,7 +158,7 @@ def test_lives_that_end_at_random_moments(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_a_share_that_is_gone_with_its_writer_makes_the_durable_tier_serve(tmp_path: Path) -> None:
-    """Nobody restores a part of a snapshot: without one of the shares the last durable snapshot counts."""
+    """No rank restores a part of a snapshot: without one of the shares the last durable snapshot counts."""
     root = tmp_path / "run"
     host = Host(root, 2, durable_every=4)
     host.until_step(12)
@@ -193,23 +193,23 @@ def test_one_process_is_not_given_the_share_of_a_rank(tmp_path: Path) -> None:
         assert not alone.loaded.from_memory
 
 
-def test_the_writers_meet_at_the_newest_snapshot_that_all_hold() -> None:
-    """Whoever is ahead leaves what the others have left; in whatever order they look, all arrive at the same one."""
-    held = {0: ["9", "8", "7"], 1: ["8", "7", "6"], 2: ["7", "6", "5"]}
+def test_the_writers_agree_on_the_newest_snapshot_that_all_have() -> None:
+    """A writer that is ahead follows the others; in whatever order they look, all arrive at the same snapshot."""
+    kept = {0: ["9", "8", "7"], 1: ["8", "7", "6"], 2: ["7", "6", "5"]}
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [2, 0, 1]):
         there: dict[str, set[int]] = {}
         for rank in order:
-            there.setdefault(held[rank][0], set()).add(rank)
+            there.setdefault(kept[rank][0], set()).add(rank)
             for other in order:  # everybody who is there looks again
                 if any(other in ranks for ranks in there.values()):
-                    while (wanted := follow(held[other], there, other, range(3))) is not None:
+                    while (wanted := follow(kept[other], there, other, range(3))) is not None:
                         there.setdefault(wanted, set()).add(other)
         assert [snapshot for snapshot, ranks in there.items() if len(ranks) == 3] == ["7"]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_waits_for_what_the_writers_make_durable(tmp_path: Path, size: int) -> None:
-    """Their shares are of no use to it in memory; the snapshot that all held is on the tier before it looks there."""
+    """Shares of another division in memory are useless; the snapshot that all had is on the tier when `load` looks."""
     root = tmp_path / "run"
     host = Host(root, 3)
     host.until_step(12)

@@ -50,10 +50,10 @@ def lines(trace: str, rank: int) -> list[str]:
 
 
 def newest(job: dict[str, Any], rank: int) -> int:
-    """The step of the newest snapshot that the writer of a rank holds; -1: none."""
+    """The step of the newest snapshot in the memory of a rank's writer; -1: none."""
     reply = control.ask(job["root"], {"what": control.STATUS}, 5.0, rank)
-    held = reply.body["held"] if reply is not None else None
-    return int(held["step"]) if held is not None else -1
+    snapshot = reply.body["held"] if reply is not None else None
+    return int(snapshot["step"]) if snapshot is not None else -1
 
 
 def logs(folder: Path) -> str:
@@ -62,7 +62,7 @@ def logs(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def reference(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], Any]:
-    """The lines of each rank of a run that nobody kills, and its weights."""
+    """The lines of each rank of a run that is not killed, and its weights."""
     folder = tmp_path_factory.mktemp("reference")
     job = job_of(folder, pace=0.0, memory=False)
     launcher.start(job, SIZE, folder / "log")
@@ -121,7 +121,7 @@ def test_ranks_that_die_lose_a_step_and_resume_exactly(
 def test_with_a_writer_dead_the_durable_tier_has_the_run(
     tmp_path: Path, launcher: Launcher, reference: tuple[list[list[str]], Any]
 ) -> None:
-    """A share is missing: nobody gets a part of a snapshot, and the last durable one serves."""
+    """A share is missing: no rank gets a part of a snapshot, and the last durable one serves."""
     expected, weights = reference
     job = job_of(tmp_path, trace=str(tmp_path / "trace0"))
     pids = launcher.start(job, SIZE, tmp_path / "log0")

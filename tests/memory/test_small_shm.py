@@ -48,8 +48,8 @@ def test_the_arena_needs_no_shared_memory_mount(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["shm"] == 8 << 20
-    assert told["arena"] > told["shm"]
-    assert told["used"] == 0
-    assert told["last"] == 5.0
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["shm"] == 8 << 20
+    assert found["arena"] > found["shm"]
+    assert found["used"] == 0
+    assert found["last"] == 5.0

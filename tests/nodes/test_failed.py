@@ -67,6 +67,6 @@ def test_what_failed_ranks_had_in_memory_is_there_for_the_next_ones(tmp_path: Pa
 
 
 def test_what_is_durable_is_not_kept_in_memory(tmp_path: Path) -> None:
-    """Whoever stops a run with a last snapshot leaves no process behind."""
+    """A run that is stopped with a last snapshot leaves no process behind."""
     train(tmp_path, durable=True)
     assert resumed(tmp_path) != "memory"

@@ -76,7 +76,7 @@ class Run:
         return json.loads((self._folder / f"trace{self._life}.end").read_text())
 
     def require_exact(self, expected: list[list[str]]) -> tuple[int, int]:
-        """What all ranks have trained in this life is what a run that nobody disturbs trains; from where to where."""
+        """What all ranks have trained in this life is what a run without failures trains; from where to where."""
         starts, ends = set(), []
         for rank in range(SIZE):
             done = self.lines(rank)
@@ -99,7 +99,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], Any]:
-    """The lines of each rank of a run that nobody disturbs, and its weights."""
+    """The lines of each rank of a run without failures, and its weights."""
     run = Run(cluster, tmp_path_factory.mktemp("reference"))
     run.start(pace=0.0)
     run.finish()

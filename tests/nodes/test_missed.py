@@ -28,8 +28,8 @@ def test_what_a_rank_has_missed_is_not_waited_for() -> None:
     assert store.get("missed") == IDS[2]
 
 
-def test_without_replication_nobody_is_told() -> None:
-    """Nobody waits."""
+def test_without_replication_no_rank_is_informed() -> None:
+    """A missed snapshot leaves no key in the store: no rank waits for one."""
     store = SharedStore()
     _, other = _ranks(store)
     miss(Session(other), IDS[1])

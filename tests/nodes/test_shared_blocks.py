@@ -1,4 +1,4 @@
-"""Blocks that the ranks of a node share: one fetches, a dead or slow neighbour harms nobody, damage is found."""
+"""Blocks that the ranks of a node share: one fetches, a dead or slow neighbour harms no other, damage is found."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("end", ["killed", "hangs"])
-def test_a_neighbour_that_dies_or_hangs_holds_nobody_up(
+def test_a_neighbour_that_dies_or_hangs_delays_no_other(
     end: str,
     shared: Open,
     stored: tuple[Counting, Manifest, torch.Tensor],

@@ -77,7 +77,7 @@ def trainer(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def reference(trainer: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], str]:
-    """The lines of each rank of a run that nobody disturbs, on one machine, and where it ends."""
+    """The lines of each rank of a run without failures, on one machine, and where it ends."""
     folder = tmp_path_factory.mktemp("reference")
     launcher = Launcher("tests.ranks.train_elastic")
     try:
@@ -154,11 +154,11 @@ class Torchrun:
         """No rank and no writer stays behind."""
         deadline = time.monotonic() + LINGER_SECONDS
         while left := [one for node in range(MACHINES) for one in self._nodes.processes(node)]:
-            told = []
+            commands = []
             for one in left:
                 with suppress(psutil.NoSuchProcess):
-                    told.append(one.cmdline())
-            assert time.monotonic() < deadline, f"left behind: {told}"
+                    commands.append(one.cmdline())
+            assert time.monotonic() < deadline, f"left behind: {commands}"
             time.sleep(0.05)
 
     def text(self) -> str:
@@ -195,7 +195,7 @@ def require_exact(folder: Path, expected: list[list[str]], resumes: int, text: s
 def test_torchrun_restarts_what_was_lost(
     lost: str, torchrun: Torchrun, reference: tuple[list[list[str]], str], tmp_path: Path
 ) -> None:
-    """A rank; a machine, which is replaced; or the machine of the rendezvous, after which all torchruns start anew."""
+    """A rank is lost; or a machine, which is replaced; or that of the rendezvous, after which all torchruns restart."""
     for node in range(MACHINES):
         torchrun.start(node)
     torchrun.until_durable(6)

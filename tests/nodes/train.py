@@ -85,8 +85,8 @@ class Trace:
 def main(job: dict[str, Any]) -> None:
     """Resume, train, save.
 
-    `waits`: for each snapshot until it is durable. Otherwise one is taken whenever all ranks are ready, and nobody
-    waits.
+    `waits`: each snapshot is waited for until it is durable. Otherwise one is taken whenever all ranks are ready, and
+    no rank waits.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_SECONDS))

@@ -1,4 +1,4 @@
-"""The line that nobody may miss: seen without any logging set up, and once with it."""
+"""An announced line is always shown: on standard error without any logging set up, and once in a log with it."""
 
 from __future__ import annotations
 

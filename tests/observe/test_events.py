@@ -47,6 +47,6 @@ def test_unknown_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("event", SAMPLES, ids=lambda event: event.name)
 def test_events_are_values(event: Event) -> None:
-    """Nobody can change an event on its way through the sinks."""
+    """No sink can change an event."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, dataclasses.fields(event)[0].name, "changed")

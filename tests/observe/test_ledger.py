@@ -52,7 +52,7 @@ def test_a_snapshot_is_in_flight_until_it_is_durable() -> None:
 
 
 def test_a_snapshot_that_only_stays_in_memory_is_never_in_flight() -> None:
-    """Nobody writes it, so no plan waits for it; its size and its stall are those of the next durable one."""
+    """It is not written, so no plan waits for it; its size and its stall are those of the next durable one."""
     book, _ = ledger()
     for step in range(7, 10):
         book.emit(SnapshotStaged("", step, 0.5, 1000, durable=False))
@@ -133,7 +133,7 @@ def test_a_folder_has_one_name() -> None:
 
 
 def test_what_only_stays_in_memory_is_known_until_it_is_durable_or_lost() -> None:
-    """The newest snapshot, if nobody writes it: of a writer that is lost nothing is left."""
+    """`held_step` is the newest snapshot if it is only in memory; a lost writer leaves nothing."""
     book, _ = ledger()
     book.emit(SnapshotStaged("", 7, 0.5, 1000, durable=False))
     assert book.standing.held_step == 7
@@ -150,13 +150,13 @@ def test_what_only_stays_in_memory_is_known_until_it_is_durable_or_lost() -> Non
 
 
 def test_a_resume_from_memory_counts_as_durable_when_the_writer_says_so() -> None:
-    """Whichever comes first. An older one, where the rescue has failed, is of a moment that nobody knows."""
+    """The two events may come in any order. An older snapshot, where the rescue failed, has an unknown age."""
     for order in (0, 1):
         book, clock = ledger()
-        told = [lambda book=book: book.resumed(7, "memory"), lambda book=book: book.emit(SnapshotFound("s7", 7, NEAR))]
-        told[order]()
+        news = [lambda book=book: book.resumed(7, "memory"), lambda book=book: book.emit(SnapshotFound("s7", 7, NEAR))]
+        news[order]()
         assert book.standing.tiers[0].newest_step is None
-        told[1 - order]()
+        news[1 - order]()
         assert book.standing.tiers[0] == TierStanding(NEAR, None, 7, clock.now)
     book, _ = ledger()
     book.resumed(7, "memory")

@@ -113,7 +113,7 @@ def test_percent_signs_in_messages_are_text() -> None:
 
 
 def test_unknown_levels_and_kinds_are_logged_all_the_same() -> None:
-    """A level nobody knows is info; a kind nobody knows shows its repr."""
+    """An unknown level counts as info; an unknown kind shows its repr."""
     assert level_of(Notice("LOUD", "x")) == logging.INFO
     assert line(Event()) == "Event()"
 

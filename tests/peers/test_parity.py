@@ -48,11 +48,11 @@ def test_any_lost_share_is_made_from_the_others(images: list[bytes], draw: Any) 
     """Of any lengths; whichever member looks at the group, and in whatever order chunks had come."""
     group = list(range(len(images)))
     draw.shuffle(group)
-    held = {rank: memoryview(image) for rank, image in zip(group, images, strict=True)}
+    blocks = {rank: memoryview(image) for rank, image in zip(group, images, strict=True)}
     parity: dict[int, memoryview] = {}
     for keeper in group:
         pieces = [
-            held[one][chunk(held[one].nbytes, len(group), number_of(group, one, keeper))]
+            blocks[one][chunk(blocks[one].nbytes, len(group), number_of(group, one, keeper))]
             for one in group
             if one != keeper
         ]
@@ -63,12 +63,12 @@ def test_any_lost_share_is_made_from_the_others(images: list[bytes], draw: Any) 
     turn = draw.randrange(len(group))
     seen = group[turn:] + group[:turn]
     for lost in group:
-        out = memoryview(bytearray(os.urandom(held[lost].nbytes)))
+        out = memoryview(bytearray(os.urandom(blocks[lost].nbytes)))
         for keeper in group:
             if keeper != lost:
-                others = {rank: image for rank, image in held.items() if rank != lost}
+                others = {rank: image for rank, image in blocks.items() if rank != lost}
                 restore_chunk(out, lost, keeper, seen, parity[keeper], others)
-        assert out == held[lost]
+        assert out == blocks[lost]
 
 
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(3, 4), st.randoms(use_true_random=False))
@@ -301,7 +301,7 @@ def test_a_durable_snapshot_may_follow_one_that_is_on_its_way(group: list[Writer
     [{"rank": 2}, {"snapshot": "x"}, {"snapshot": IDS[4]}, {"part": "{}"}],
     ids=["another rank", "no snapshot", "another snapshot", "no part record"],
 )
-def test_what_nobody_expects_is_refused(group: list[Writer], senders: list[Sender], changes: dict[str, Any]) -> None:
+def test_unexpected_messages_are_refused(group: list[Writer], senders: list[Sender], changes: dict[str, Any]) -> None:
     """Before any of it is taken in."""
     senders[0].begin(IDS[1], **changes)
     assert "why" in senders[0].line.receive()
@@ -326,7 +326,7 @@ def test_a_chunk_comes_once(group: list[Writer], senders: list[Sender]) -> None:
     assert kept(group[0]) == [IDS[1]]
 
 
-def test_a_member_that_is_gone_is_told_and_its_successor_takes_part(group: list[Writer]) -> None:
+def test_a_member_that_is_gone_is_reported_and_its_successor_takes_part(group: list[Writer]) -> None:
     """The next writer of that rank says where it is; the next snapshot is complete again."""
     first = offer_all(group, 1)
     until(lambda: first in group[0].mirrored)  # no sender waits for the one that goes now
@@ -384,14 +384,14 @@ def test_impossible_parity_is_refused(tier: dict[str, Any], why: str) -> None:
 
 
 def test_parity_needs_several_ranks(tmp_path: Any) -> None:
-    """One process is told so."""
+    """A run of one process gets an error that says so."""
     with pytest.raises(ConfigError, match="parity needs several ranks on several machines"):
         Checkpointer(tiers=[{"url": "memory", "parity": 3}, str(tmp_path / "run")])
 
 
 @pytest.mark.slow
 def test_parity_needs_groups_of_machines(tmp_path: Any) -> None:
-    """Ranks on two machines are told so when they start, and no writer is left."""
+    """Ranks on two machines get an error that says so when they start, and no writer is left."""
     tiers = [{"url": "memory", "parity": 3, "bandwidth": "1 GB/s"}, str(tmp_path / "run")]
     store = SharedStore()
     made = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store, node=f"node{rank}")) for rank in range(2)]

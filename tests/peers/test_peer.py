@@ -63,7 +63,7 @@ def test_the_two_newest_are_kept(writers: list[Writer]) -> None:
 
 
 def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None:
-    """What was copied from it is nobody's snapshot."""
+    """The copy of a slot that changed meanwhile becomes no snapshot."""
     writers[0].changes = True
     writers[0].offer(1)
     until(lambda: writers[0].asked == 1)
@@ -74,7 +74,7 @@ def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None
 
 
 def test_who_does_not_know_the_secret_gets_nothing(writers: list[Writer]) -> None:
-    """Neither as a client nor as a server, and not by handing back what it was told."""
+    """A stranger without the secret fails as a client, as a server, and as one that sends back what it receives."""
     with pytest.raises((WriterError, OSError)):
         connect("127.0.0.1", writers[1].peers.port, "another")
     with socket.create_server(("127.0.0.1", 0)) as fake:
@@ -110,7 +110,7 @@ def test_a_share_that_is_damaged_on_the_way_is_not_kept(writers: list[Writer]) -
     assert writers[1].peers.guests.ids() == {0: [snapshot]}
 
 
-def test_nobody_elses_shares_are_kept(writers: list[Writer]) -> None:
+def test_shares_of_other_ranks_are_not_kept(writers: list[Writer]) -> None:
     """Memory is for one guest."""
     line = connect("127.0.0.1", writers[1].peers.port, SECRET)
     line.send({"what": "keep", "rank": 7, "nbytes": 1 << 40})
@@ -119,7 +119,7 @@ def test_nobody_elses_shares_are_kept(writers: list[Writer]) -> None:
 
 
 def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
-    """Each rank keeps a connection to it; whoever comes too late for the others' limit is still let in."""
+    """Each rank keeps a connection to rank 0, which accepts more of them than the limit of other ranks allows."""
     lead = Writer(0, 100)
     lines = [connect("127.0.0.1", lead.peers.port, SECRET) for _ in range(99)]
     snapshot = IDS[1]
@@ -148,7 +148,7 @@ def attempts_of(writer: Writer) -> list[bool]:
     return found
 
 
-def test_a_partner_that_is_gone_is_told_once_and_its_successor_is_used(writers: list[Writer]) -> None:
+def test_a_partner_that_is_gone_is_reported_once_and_its_successor_is_used(writers: list[Writer]) -> None:
     """The next writer of that rank says where it is; the shares that come then go there."""
     attempts = attempts_of(writers[0])
     writers[0].offer(1)
@@ -228,14 +228,14 @@ def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: 
 
 
 def test_replication_needs_several_ranks(tmp_path: Any) -> None:
-    """One process is told so."""
+    """A run of one process gets an error that says so."""
     with pytest.raises(ConfigError, match="several ranks on several machines"):
         Checkpointer(tiers=[{"url": "memory", "replicate": 1}, str(tmp_path / "run")])
 
 
 @pytest.mark.slow
 def test_replication_needs_several_machines(tmp_path: Any) -> None:
-    """Ranks on one machine are told so when they start, and no writer is left."""
+    """Ranks on one machine get an error that says so when they start, and no writer is left."""
     tiers = [{"url": "memory", "replicate": 1}, str(tmp_path / "run")]
     store = SharedStore()
     made = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store)) for rank in range(2)]

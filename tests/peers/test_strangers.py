@@ -1,4 +1,4 @@
-"""Who has no business with a writer's port: it costs the writer little, and keeps nobody away from it."""
+"""A stranger that connects to a writer's port costs the writer little, and keeps no partner away from it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def hung_up(sock: socket.socket) -> bool:
 @pytest.mark.parametrize(
     "said", [b"", b"ckpt", peer_service._HELLO + bytes(20)], ids=["nothing", "little", "half a hello"]
 )
-def test_strangers_that_wait_keep_nobody_away(echo: Echo, said: bytes) -> None:
+def test_strangers_that_wait_keep_no_partner_away(echo: Echo, said: bytes) -> None:
     """However many there are, from the same address, and whatever they have said: the oldest ones make room."""
     crowd = [echo.stranger() for _ in range(3 * STRANGERS)]
     for one in crowd:

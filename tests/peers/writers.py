@@ -61,7 +61,7 @@ class Writer:
         return snapshot
 
     def join(self) -> None:
-        """Wait until its sender, which was told to end, has let go of the slot and of its lines."""
+        """Wait until its sender, which ends, has freed the slot and its connections."""
         if self.peers._mirror._thread.ident is not None:
             self.peers._mirror._thread.join(WAIT_SECONDS)
             assert not self.peers._mirror._thread.is_alive()

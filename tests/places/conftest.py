@@ -1,4 +1,4 @@
-"""Folders of one machine show new files at once: nobody has to look for a beacon twice."""
+"""Folders of one machine show new files at once: no rank has to look for a beacon twice."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_folders_of_nodes_are_places(tmp_path: Path) -> None:
     assert not any(path.name.startswith(".tmp") for path in tmp_path.rglob("*"))
 
 
-def test_without_a_folder_nobody_is_asked(tmp_path: Path) -> None:
+def test_without_a_folder_no_rank_is_asked(tmp_path: Path) -> None:
     """An object store is one place, and one process is too: no word in the store, no file."""
     remote = sessions([None] * 4, ["n0", "n1", "n2", "n3"])
     assert [one.places(make=True) for one in remote] == [EVERYBODY] * 4
@@ -93,7 +93,7 @@ def test_looking_makes_no_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_says_nothing_of_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody takes it for one that all see: who only reads has each machine count, and all ranks are told who write."""
+    """A rank that only reads counts each machine as a place; ranks that write all raise the error."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -165,7 +165,7 @@ def test_leaders_start_before_their_ranks_and_numbers_are_free_everywhere(tmp_pa
 
 
 def test_one_place_starts_as_ever(tmp_path: Path) -> None:
-    """With one root for all ranks the writers are told nothing of places."""
+    """With one root for all ranks the writers get no places."""
     started: list[RankConfig] = []
 
     def start(ranks: RankConfig) -> Any:
@@ -194,9 +194,9 @@ def test_a_leader_that_cannot_start_is_heard_of_by_all(tmp_path: Path) -> None:
     found = on_two_nodes(tmp_path)
 
     def open_it(rank: int) -> str:
-        with pytest.raises(LeaseHeldError) as told:
+        with pytest.raises(LeaseHeldError) as refused:
             found[rank].open(start)
-        return told.value.message
+        return refused.value.message
 
     assert on_all(open_it, 4) == [
         "on rank 2: somebody writes here",
@@ -220,9 +220,9 @@ def test_a_leader_that_fails_by_an_error_of_others_is_heard_of_too(tmp_path: Pat
     found = on_two_nodes(tmp_path)
 
     def open_it(rank: int) -> str:
-        with pytest.raises(RuntimeError if rank == 2 else WriterError) as told:
+        with pytest.raises(RuntimeError if rank == 2 else WriterError) as refused:
             found[rank].open(start)
-        return str(told.value)
+        return str(refused.value)
 
     said = on_all(open_it, 4)
     assert said[2] == "can't start new thread"
@@ -230,7 +230,7 @@ def test_a_leader_that_fails_by_an_error_of_others_is_heard_of_too(tmp_path: Pat
 
 
 def test_a_rank_that_cannot_look_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking for the beacon fails on one rank: all are told, and the next question has an answer again."""
+    """Looking for the beacon fails on one rank: all ranks raise, and the next question has an answer again."""
     found = on_two_nodes(tmp_path)
 
     def look(root: LocalStorage, beacon: str) -> bool:

@@ -48,14 +48,14 @@ def test_each_node_has_its_part_and_all_parts_are_the_snapshot(tmp_path: Path, o
     assert whole.info.partial is None
     assert set(whole.tree[RANKS]) == {str(rank) for rank in range(len(of))}
     assert whole.entries["model/weight"].shape == (257, 33)
-    told = [e.message for e in nodes.sinks[0].events if isinstance(e, Notice) and e.level == "INFO"]
-    assert any("a lost node takes all of them with it" in message for message in told)
+    messages = [e.message for e in nodes.sinks[0].events if isinstance(e, Notice) and e.level == "INFO"]
+    assert any("a lost node takes all of them with it" in message for message in messages)
 
 
 def test_what_fails_at_one_node_is_absent_there_and_the_next_one_is_fine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that does not come costs its node the part; nobody waits for ever, and other nodes keep theirs."""
+    """A rank that does not come costs its node the part; the wait for it ends, and other nodes keep theirs."""
     patience = Patience(monkeypatch)
     nodes = Nodes(tmp_path, (0, 0, 1, 1))
     nodes.save(1)

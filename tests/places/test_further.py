@@ -75,8 +75,8 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
     while not any(isinstance(event, TierDegraded) for event in nodes.sinks[0].events):
         assert time.monotonic() < deadline
         nodes.ranks[0].engine.poll()
-    (told,) = [event for event in nodes.sinks[0].events if isinstance(event, TierDegraded)]
-    assert "came from ranks 2, 3 in time" in told.message
+    (degraded,) = [event for event in nodes.sinks[0].events if isinstance(event, TierDegraded)]
+    assert "came from ranks 2, 3 in time" in degraded.message
     assert far(tmp_path).ids() == ()
     assert not list((tmp_path / "far" / "parts").iterdir())
     answers.set()
@@ -100,8 +100,8 @@ def test_a_node_that_has_lost_its_part_says_so(tmp_path: Path, monkeypatch: pyte
     nodes.close()
     assert [one.step for one in far(tmp_path).ids()] == [2]
     nothing_left(tmp_path)
-    told = [event.message for event in nodes.sinks[0].events if isinstance(event, Notice)]
-    assert any("rank 1 has no part in it: it is not on its node" in message for message in told)
+    messages = [event.message for event in nodes.sinks[0].events if isinstance(event, Notice)]
+    assert any("rank 1 has no part in it: it is not on its node" in message for message in messages)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_what_a_dead_session_left_is_completed_or_dropped(tmp_path: Path, left: 
     for node in left:
         near = nodes.repository(node)
         commit_of_ranks.give(near, target, snapshot, partial(copy_data, near, target))
-    if len(left) == 1:  # nobody has it any more
+    if len(left) == 1:  # no node has it any more
         for node in (0, 1):
             (nodes.root(node) / names.manifest_name(snapshot)).unlink()
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
@@ -168,8 +168,8 @@ def test_what_a_dead_session_left_is_completed_or_dropped(tmp_path: Path, left: 
     again.close()
     assert [one.step for one in far(tmp_path).ids()] == ([1, 5] if len(left) == 2 else [5])
     nothing_left(tmp_path)
-    told = [e.message for e in again.sinks[0].events if isinstance(e, Notice)]
-    assert any("is committed there now" in message for message in told) == (len(left) == 2)
+    messages = [e.message for e in again.sinks[0].events if isinstance(e, Notice)]
+    assert any("is committed there now" in message for message in messages) == (len(left) == 2)
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_what_more_nodes_have_saved_is_asked_of_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_node_is_asked_for_what_more_nodes_have_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is gone: what the others still have of its time can never be whole, and new snapshots are copied."""
     before = Nodes(tmp_path, (0, 1, 2))
     before.save(1)
@@ -265,15 +265,15 @@ def test_a_node_that_never_had_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
     on_all(lambda rank: again.ranks[rank].engine.start(), 4)
 
-    def told() -> list[str]:
+    def notices() -> list[str]:
         again.ranks[0].engine.poll()
         events = again.sinks[0].events
         late = [event.message for event in events if isinstance(event, TierDegraded)]
         return late + [event.message for event in events if isinstance(event, Notice) and "copied" in event.message]
 
-    until(told)
+    until(notices)
     assert asked == [snapshot]
-    assert "rank 2 has no part in it: it is not on its node" in told()[0]
+    assert "rank 2 has no part in it: it is not on its node" in notices()[0]
     again.close()
 
 

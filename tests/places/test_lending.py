@@ -82,7 +82,7 @@ def test_only_data_files_are_lent(borrower: Borrower, tmp_path: Path) -> None:
 
 
 def test_without_the_secret_there_is_nothing(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has another one is hung up on."""
+    """The lender closes the connection of a client that has another secret."""
     monkeypatch.setattr(node_roots, "PATIENCE_SECONDS", 0.0)
     stranger = Borrower("127.0.0.1", lender.port, "guess", 0, 2)
     with pytest.raises(StorageError, match=r"the folder of rank 0 at 127\.0\.0\.1 does not answer"):

@@ -66,7 +66,7 @@ def divided(draw: st.DrawFn) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
 def test_the_partial_manifests_of_all_places_make_what_all_ranks_make_at_once(
     drawn: tuple[list[int], tuple[tuple[int, ...], ...]],
 ) -> None:
-    """Whoever shares a root with whom, and though each manifest is written and read again."""
+    """The result is the same for every division of the ranks among roots, and after encoding and decoding."""
     rows, places = drawn
     size = sum(map(len, places))
     expected = part_records.merge(made(size, rows))
@@ -119,6 +119,6 @@ def test_a_record_tells_its_place_and_a_place_that_has_nothing_says_so() -> None
     ("ranks", "text"),
     [((1,), "rank 1 of 4"), ((2, 3), "ranks 2, 3 of 4"), ((0, 2), "ranks 0, 2 of 4"), ((1, 2, 3), "ranks 1 to 3 of 4")],
 )
-def test_people_are_told_whose_shares_are_there(ranks: tuple[int, ...], text: str) -> None:
+def test_a_text_says_whose_shares_are_there(ranks: tuple[int, ...], text: str) -> None:
     """In words."""
     assert str(Partial(ranks, 4)) == text

@@ -108,10 +108,10 @@ def test_a_damaged_share_makes_all_take_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["n1", pytest.param("n0", marks=pytest.mark.slow)])
-def test_a_lost_node_without_another_tier_is_told(tmp_path: Path, lost: str) -> None:
-    """Nothing is usable: every rank is told whose shares are missing, and nobody starts from scratch.
+def test_a_lost_node_without_another_tier_is_reported(tmp_path: Path, lost: str) -> None:
+    """Nothing is usable: every rank raises, names the missing shares, and does not start from scratch.
 
-    Not the next time either, when the node has a folder again that a writer has made.
+    The next attempt, when a writer has made a folder on the node again, ends in the same way.
     """
     saved(tmp_path)
     shutil.rmtree(tmp_path / lost)
@@ -133,7 +133,7 @@ def refused(ranks: list[Checkpointer], why: str) -> None:
 
 
 def test_snapshots_that_were_pruned_apart_are_refused(tmp_path: Path) -> None:
-    """One node has only what the other one has not, because somebody removed it: nobody starts from scratch."""
+    """No snapshot is on both nodes, as each lost other ones: every rank raises instead of starting from scratch."""
     saved(tmp_path, (1, 2, 3), 1)
     first, second = (Repository(open_storage(tmp_path / node)) for node in NODES)
     second.forget([second.ids()[-1].id])
@@ -209,7 +209,7 @@ def test_a_leader_that_cannot_be_reached_is_asked_once(
 
 @pytest.mark.parametrize("starts", [True, False])
 def test_a_first_snapshot_that_was_never_finished_is_no_snapshot(tmp_path: Path, starts: bool) -> None:
-    """All were killed when one node had committed and the other one had not: the run starts anew, and goes on."""
+    """All ranks were killed when only one node had committed: the run starts from scratch, and goes on."""
     saved(tmp_path, steps=(1,))
     for path in (tmp_path / "n0").glob("*/0*"):
         path.unlink()

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.preempt.held import HeldTrainers
+from tests.preempt.waiting import WaitingTrainers
 
 
 @pytest.fixture(scope="package")
-def trainers() -> Iterator[HeldTrainers]:
-    server = HeldTrainers()
+def trainers() -> Iterator[WaitingTrainers]:
+    server = WaitingTrainers()
     yield server
     server.close()

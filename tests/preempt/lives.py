@@ -16,7 +16,7 @@ from ckpt_engine.store.storage.open import open_storage
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit
 from tests.lightning.test_kill import Trainers, log, read
-from tests.preempt.held import go_file
+from tests.preempt.waiting import go_file
 
 PATIENCE_SECONDS = 60.0
 
@@ -26,7 +26,7 @@ class Life:
 
     Args:
         number: of the life; a resumed one must not depend on its seed.
-        job: more of it; see `held`.
+        job: more of it; see `waiting`.
     """
 
     def __init__(self, trainers: Trainers, folder: Path, case: str, number: int = 0, **job: Any) -> None:
@@ -45,7 +45,7 @@ class Life:
         )
 
     def go(self) -> None:
-        """Let it go on that was started with `hold_after`, once it was told what to do."""
+        """Let a run that was started with `wait_after` go on, once the test has signalled it."""
         go_file(self.trace).touch()
 
     def join(self) -> int:
@@ -79,7 +79,7 @@ class Life:
 
 @cache
 def uninterrupted(case: str) -> tuple[str, ...]:
-    """The trace of the run that nobody stops."""
+    """The trace of a run without a stop."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the trainers
     try:

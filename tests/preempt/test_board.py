@@ -55,7 +55,7 @@ def test_the_outlook_says_what_a_kill_would_cost_and_a_snapshot_would_take() -> 
 
 
 def test_before_the_first_snapshot_all_work_is_at_risk() -> None:
-    """And nobody knows how long one takes."""
+    """All steps are at risk, and the time that a snapshot takes is unknown."""
     found = seen(TierStanding("/run"))
     assert (found.durable_step, found.age_of_last_durable_seconds, found.work_at_risk_steps) == (None, None, None)
     assert (found.work_at_risk_seconds, found.seconds_to_durable) == (90.0, None)
@@ -151,7 +151,7 @@ def test_a_device_is_not_replaced(
 
 
 def test_the_page_is_served_to_this_machine(board: Callable[..., Board]) -> None:
-    """Metrics and status; anything else is not there. Opened on the loopback address unless told otherwise."""
+    """The page has metrics and status and nothing else, on the loopback address unless the options say otherwise."""
     port = free_port()
     shown = board(port=port)
     assert "ckpt_work_at_risk_seconds 60\n" in get(port, "/metrics")

@@ -43,7 +43,7 @@ class Draw:
 
     @property
     def must_succeed(self) -> bool:
-        """The rest of the step, what both slots hold, and the new snapshot fit, even at the slowest pace allowed."""
+        """The rest of the step, what is in both slots, and the new snapshot fit, even at the slowest pace allowed."""
         queued = (2 if self.pressed else 1) * self.write
         return self.step + MARGIN * (queued + self.write) + NOISE_SECONDS <= self.grace
 

@@ -21,7 +21,7 @@ from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from tests.preempt.long_step import GRACE_SECONDS
-from tests.preempt.test_watch import MB, Desk, desk, until  # noqa: F401 - a fixture
+from tests.preempt.test_watch import MB, Bench, bench, until  # noqa: F401 - a fixture
 from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
@@ -99,12 +99,12 @@ def test_the_step_before_a_step_that_is_too_long_is_durable(loop: str, job: Call
 
 
 def test_what_is_in_memory_is_written_when_the_step_is_too_long(
-    desk: Callable[..., Desk],  # noqa: F811
+    bench: Callable[..., Bench],  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As late as it can be, because a snapshot at the end of the step would be newer; and it is watched."""
     caplog.set_level(logging.INFO)
-    one = desk(signals=[], grace="1000 s")
+    one = bench(signals=[], grace="1000 s")
     one.committed(4, seconds=800.0)
     one.ledger.emit(SnapshotStaged("", 7, 0.5, MB, durable=False))
     one.held = 7
@@ -124,11 +124,11 @@ def test_what_is_in_memory_is_written_when_the_step_is_too_long(
 @pytest.mark.parametrize("left_seconds", [0.25, 2.0, 100.0])
 def test_what_becomes_durable_before_the_end_is_said_before_the_end(
     left_seconds: float,
-    desk: Callable[..., Desk],  # noqa: F811
+    bench: Callable[..., Bench],  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However little time is left: a machine that is switched off says nothing afterwards."""
-    one = desk(signals=[])
+    one = bench(signals=[])
     one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
     one.held = 7
     one.watch.boundary(7)
@@ -146,9 +146,9 @@ def test_what_becomes_durable_before_the_end_is_said_before_the_end(
     assert one.watch._now() < now + 0.9 * left_seconds
 
 
-def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callable[..., Desk]) -> None:  # noqa: F811
-    """The plan counts it as in flight; it is over when the writer has told that it is durable, or is not."""
-    one = desk(signals=[], grace="1000 s")
+def test_a_boundary_that_comes_after_all_waits_for_what_is_written(bench: Callable[..., Bench]) -> None:  # noqa: F811
+    """The plan counts the snapshot as in flight; that ends when the writer says that it is durable, or has failed."""
+    one = bench(signals=[], grace="1000 s")
     one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
     one.held = 7
     one.watch.boundary(7)
@@ -164,9 +164,9 @@ def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callabl
     assert not one.watch.flushing
 
 
-def test_of_several_ranks_less_may_become_durable(desk: Callable[..., Desk]) -> None:  # noqa: F811
+def test_of_several_ranks_less_may_become_durable(bench: Callable[..., Bench]) -> None:  # noqa: F811
     """What all have is older than what this one has, or nothing: the writer says when the meeting is over."""
-    one = desk(signals=[], grace="1000 s")
+    one = bench(signals=[], grace="1000 s")
     one.held = 7
     one.watch.boundary(8)
     assert one.watch.flush() == 7
@@ -180,11 +180,11 @@ def test_of_several_ranks_less_may_become_durable(desk: Callable[..., Desk]) -> 
 
 
 def test_a_writer_that_has_nothing_in_memory_is_no_reason_to_wait(
-    desk: Callable[..., Desk],  # noqa: F811
+    bench: Callable[..., Bench],  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It may have been killed meanwhile: that is said, and nothing is watched."""
-    one = desk(signals=[], grace="0.2 s")
+    one = bench(signals=[], grace="0.2 s")
     one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
     one.watch.boundary(7)
     one.watch.start()

@@ -101,7 +101,7 @@ def test_a_step_that_is_durable_already_is_not_taken_again() -> None:
         (TierFacts(FAR, None, 80), 80),
     ],
 )
-def test_each_further_tier_is_told_apart(far: TierFacts, step: int) -> None:
+def test_each_further_tier_has_a_forecast_of_its_own(far: TierFacts, step: int) -> None:
     """The upload that fits, the one that is under way, or the nearest tier only."""
     plan = plan_stop(facts(tiers=(TierFacts(NEAR, 1 * GB, 90), far)))
     assert (plan.step, plan.tiers[1].step) == (100, step)

@@ -26,7 +26,7 @@ def assert_continues(first: Life, second: Life, case: str) -> None:
 )
 def test_sigterm_loses_nothing(case: str, tmp_path: Path, trainers: Trainers) -> None:
     """143, as a shell reports it; the next life goes on with the next batch, bit for bit."""
-    first = Life(trainers, tmp_path, case, options=RARELY, hold_after=5)
+    first = Life(trainers, tmp_path, case, options=RARELY, wait_after=5)
     first.reaches(5)
     os.kill(first.pid, signal.SIGTERM)
     first.go()
@@ -40,7 +40,7 @@ def test_sigterm_loses_nothing(case: str, tmp_path: Path, trainers: Trainers) ->
 def test_the_first_ctrl_c_saves(tmp_path: Path, trainers: Trainers) -> None:
     """Lightning ends the process with 1 after an interrupt, as always."""
     case = "shuffled"
-    first = Life(trainers, tmp_path, case, options=RARELY, hold_after=5)
+    first = Life(trainers, tmp_path, case, options=RARELY, wait_after=5)
     first.reaches(5)
     os.kill(first.pid, signal.SIGINT)
     first.go()
@@ -52,7 +52,7 @@ def test_the_first_ctrl_c_saves(tmp_path: Path, trainers: Trainers) -> None:
 def test_the_second_ctrl_c_waits_for_nothing(tmp_path: Path, trainers: Trainers) -> None:
     """A snapshot that takes a minute is left; what was durable before stays."""
     life = Life(
-        trainers, tmp_path, "shuffled", options={**RARELY, "writer": "thread"}, write_seconds=60.0, hold_after=5
+        trainers, tmp_path, "shuffled", options={**RARELY, "writer": "thread"}, write_seconds=60.0, wait_after=5
     )
     life.reaches(5)
     os.kill(life.pid, signal.SIGINT)
@@ -67,7 +67,7 @@ def test_the_second_ctrl_c_waits_for_nothing(tmp_path: Path, trainers: Trainers)
 def test_sigusr1_counts_when_it_is_asked_for(tmp_path: Path, trainers: Trainers) -> None:
     """As schedulers send it ahead of the end; 138 is 128 and its number."""
     options = {**RARELY, "preemption": {"signals": ["SIGUSR1"], "grace": "10 s"}}
-    life = Life(trainers, tmp_path, "shuffled", options=options, hold_after=5)
+    life = Life(trainers, tmp_path, "shuffled", options=options, wait_after=5)
     life.reaches(5)
     os.kill(life.pid, signal.SIGUSR1)
     life.go()
@@ -79,7 +79,7 @@ def test_a_stop_file_stops_the_run(tmp_path: Path, trainers: Trainers) -> None:
     """It may stay there: the next life is not stopped by it."""
     case, file = "shuffled", tmp_path / "STOP"
     options = {**RARELY, "preemption": {"sources": [{"file": str(file), "every": 0.01}]}}
-    first = Life(trainers, tmp_path, case, options=options, hold_after=5)
+    first = Life(trainers, tmp_path, case, options=options, wait_after=5)
     first.reaches(5)
     file.touch()
     first.until(lambda: "a snapshot at the end of this step" in first.log)
@@ -95,7 +95,7 @@ def test_a_signal_to_the_whole_job_is_survived_by_its_step(
 ) -> None:
     """Terminals, Slurm and systemd send it to loader workers too, which die of it: the batch that runs is finished."""
     case = "two workers"
-    first = Life(trainers, tmp_path, case, options=RARELY, hold_after=5)
+    first = Life(trainers, tmp_path, case, options=RARELY, wait_after=5)
     first.reaches(5)
     os.killpg(first.pid, number)
     first.go()

@@ -59,7 +59,7 @@ def test_a_divergence_further_on_is_a_new_one() -> None:
 
 
 def test_it_is_remembered_at_the_root(tmp_path: Path) -> None:
-    """What is damaged is told, not taken for nothing."""
+    """The record of a rollback survives at the root; a damaged record is an error and not the same as none."""
     storage = LocalStorage(tmp_path)
     assert read_rollback(storage) is None
     made = RollbackRecord("a", 10, "b", 21, 5, 1, "the loss of step 21 is nan")

@@ -64,7 +64,7 @@ def test_the_handler_that_was_there_is_called_each_time_and_put_back() -> None:
 
 
 def test_a_handler_that_came_later_stays() -> None:
-    """Whoever replaced ours is not replaced in turn."""
+    """A handler that replaced ours stays when we remove ours."""
     watched = watch(TERM)
 
     def later(number: int, frame: Any) -> None:
@@ -86,7 +86,7 @@ def test_the_first_ctrl_c_is_noted_and_the_second_interrupts() -> None:
 
 
 def test_a_ctrl_c_after_another_signal_interrupts_at_the_second_press_too() -> None:
-    """The run is stopping already; whoever presses it once is not asked for more than with us."""
+    """The first Ctrl-C of a run that stops already is noted, and the second one interrupts, as in any other run."""
     signal.signal(INT, signal.default_int_handler)
     watch(TERM, INT)
     send(TERM)
@@ -142,7 +142,7 @@ def test_a_fork_passes_signals_on_to_the_handler_that_was_there() -> None:
 
 
 def test_a_run_that_never_ended_does_not_keep_signals_from_the_next_one() -> None:
-    """A refused training is over, and nobody has told its callback; or a thread that is not the main one has."""
+    """A refused training never closes its watch, or closes it from another thread: the next run still gets signals."""
     for closes in (False, True):
         first, second = Wake(), Wake()
         for bell in (first, second):
@@ -178,7 +178,7 @@ def test_a_thread_hears_a_signal_while_the_main_one_is_stuck() -> None:
         thread.join(60.0)
         assert heard == [USR1]
         watched.heard = None
-        watched.note(TERM)  # nobody asked for that one
+        watched.note(TERM)  # a signal that it does not watch
         assert watched.heard is None
         watched.note(USR1)
         assert watched.heard is not None and watched.heard.who == "SIGUSR1"

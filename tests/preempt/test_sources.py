@@ -161,7 +161,7 @@ def test_a_page_that_is_always_there_must_match(page: Page) -> None:
 
 
 def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error, an answer that never ends, nobody there."""
+    """An error, an answer that never ends, and a server that is not there all raise an error of the source."""
     watched = source(http=page.url)
     page.status = 500
     with pytest.raises(PreemptionSourceError, match="answers 500"):
@@ -182,7 +182,7 @@ def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_a_launcher_that_is_gone_is_a_notice(launcher: str, tmp_path: Path) -> None:
-    """Whoever stopped it wants no training to go on; a shell may end, as under nohup."""
+    """The end of a launcher is a stop request; the end of another parent, such as a shell under nohup, is none."""
     child = (
         "import sys, time; from ckpt_engine.preempt.stop_requests import launcher_source as f; "
         "from ckpt_engine.observe.events import SystemClock; s = f(SystemClock()); "

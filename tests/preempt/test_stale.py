@@ -35,14 +35,14 @@ def same(before: Manifest, after: Manifest, trainable: list[str]) -> bool:
     return unchanged(Content.of(before, trainable), Content.of(after, trainable))
 
 
-def test_weights_that_are_the_same_are_told() -> None:
+def test_weights_that_are_the_same_are_reported() -> None:
     """Whatever else has changed: counters, buffers, random streams."""
     before, after = manifest(1, w="a", b="b", rng="x"), manifest(2, w="a", b="b", rng="y")
     assert same(before, after, ["w", "b"])
     assert not same(before, manifest(2, w="a", b="c"), ["w", "b"])
 
 
-def test_nothing_is_told_where_nothing_is_known() -> None:
+def test_nothing_is_reported_where_nothing_is_known() -> None:
     """No trainable entry in common, no step in between, bytes that are encoded, other pieces."""
     before, after = manifest(1, w="a"), manifest(2, w="a")
     assert not same(before, after, [])
@@ -136,10 +136,10 @@ KEEPS = ({"last": 9}, {"last": 1}, {"last": 9, "components": {"state_dict": {"la
 
 
 @pytest.mark.parametrize(
-    ("model", "told", "keep"), [*((Stuck, True, keep) for keep in KEEPS), (Model, False, KEEPS[1])]
+    ("model", "warned", "keep"), [*((Stuck, True, keep) for keep in KEEPS), (Model, False, KEEPS[1])]
 )
-def test_a_run_whose_optimizer_does_nothing_is_told(
-    model: type[Model], told: bool, keep: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_optimizer_does_nothing_is_warned(
+    model: type[Model], warned: bool, keep: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch norm's buffers and the counters change all the same. A run that trains hears nothing."""
     monkeypatch.setattr(divergence, "EVERY_SECONDS", math.inf)  # else a slow run hears it again
@@ -168,5 +168,5 @@ def test_a_run_whose_optimizer_does_nothing_is_told(
 
     fit(Case(model=model), [ckpt, Listen(ckpt)])
     found = [event for event in events if isinstance(event, StaleSnapshot)]
-    assert [one.tensors for one in found] == ([6] if told else [])
+    assert [one.tensors for one in found] == ([6] if warned else [])
     assert all(one.step > one.since_step for one in found)

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 60.0
 MB = 1_000_000
 
 
-class Desk:
+class Bench:
     """A watch with a ledger of its own, and a nearest tier that tests fill."""
 
     def __init__(self, **options: Any) -> None:
@@ -55,13 +55,13 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
-    """Makes desks whose threads end with the test."""
-    made: list[Desk] = []
+def bench() -> Iterator[Callable[..., Bench]]:
+    """Makes watches whose threads end with the test."""
+    made: list[Bench] = []
     others = threading.enumerate()
 
-    def make(**options: Any) -> Desk:
-        made.append(Desk(**options))
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
         return made[-1]
 
     yield make
@@ -78,9 +78,9 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_a_signal_stops_the_run_within_its_grace(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
-    """The deadline counts from the signal; people are told at once, not at the end of the step."""
-    one = desk(signals=["USR1"], grace="40 s")
+def test_a_signal_stops_the_run_within_its_grace(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    """The deadline counts from the signal; the log says so at once, not at the end of the step."""
+    one = bench(signals=["USR1"], grace="40 s")
     one.watch.start()
     assert one.watch.stop is None
     before = time.monotonic()
@@ -94,10 +94,10 @@ def test_a_signal_stops_the_run_within_its_grace(desk: Callable[..., Desk], capl
 
 
 def test_the_stop_is_announced_before_what_is_done_about_it(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The training thread may be the first to see it: then it says so itself, and nobody says it again."""
-    one = desk(signals=[])
+    """The training thread may be the first to see the stop: it logs the line, and the watch does not log it again."""
+    one = bench(signals=[])
     one.watch.emit(Requested("stop", "ann"))
     one.watch.attend()
     assert caplog.text.count("ckpt stop by ann: a snapshot at the end of this step") == 1
@@ -106,10 +106,10 @@ def test_the_stop_is_announced_before_what_is_done_about_it(
     assert caplog.text.count("a snapshot at the end of this step") == 1
 
 
-def test_a_source_stops_the_run_while_a_step_runs(desk: Callable[..., Desk], tmp_path: Path) -> None:
+def test_a_source_stops_the_run_while_a_step_runs(bench: Callable[..., Bench], tmp_path: Path) -> None:
     """It is asked on a thread of its own, with the grace that it leaves; a shorter one wins."""
     file = tmp_path / "STOP"
-    one = desk(signals=["USR1"], sources=[{"file": str(file), "every": 0.01, "grace": "2 min"}])
+    one = bench(signals=["USR1"], sources=[{"file": str(file), "every": 0.01, "grace": "2 min"}])
     one.watch.start()
     file.touch()
     until(lambda: one.watch.stop is not None)
@@ -121,11 +121,11 @@ def test_a_source_stops_the_run_while_a_step_runs(desk: Callable[..., Desk], tmp
 
 
 def test_a_source_in_trouble_is_said_once_and_asked_again(
-    desk: Callable[..., Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    bench: Callable[..., Bench], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run goes on; when it answers again it counts again."""
     script = f"echo asked >> {tmp_path}/asked; test -e {tmp_path}/go || exit 3"
-    one = desk(signals=[], sources=[{"command": ["sh", "-c", script], "every": 0.01}])
+    one = bench(signals=[], sources=[{"command": ["sh", "-c", script], "every": 0.01}])
     one.watch.start()
     asked = tmp_path / "asked"
     until(lambda: asked.exists() and asked.read_text().count("asked") >= 3)
@@ -135,9 +135,9 @@ def test_a_source_in_trouble_is_said_once_and_asked_again(
     assert caplog.text.count("the command sh ended with 3") == 1
 
 
-def test_requests_come_as_events(desk: Callable[..., Desk]) -> None:
+def test_requests_come_as_events(bench: Callable[..., Bench]) -> None:
     """A stop that somebody asks for ends with 0; a save is handed out once."""
-    one = desk(signals=[])
+    one = bench(signals=[])
     one.watch.emit(Requested("save", "ann on node7"))
     assert one.watch.stop is None
     assert [one.watch.take_save(), one.watch.take_save()] == ["ann on node7", None]
@@ -146,9 +146,9 @@ def test_requests_come_as_events(desk: Callable[..., Desk]) -> None:
     assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ckpt stop by ann on node7", 0)
 
 
-def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:
+def test_the_plan_knows_what_was_measured(bench: Callable[..., Bench]) -> None:
     """State and speed from the ledger, the step from the boundary."""
-    one = desk(grace="1000 s")
+    one = bench(grace="1000 s")
     one.committed(4, seconds=200.0)
     one.watch.boundary(9)
     one.watch.emit(Requested("stop", "ann"))
@@ -160,9 +160,9 @@ def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:
     assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
 
 
-def test_a_step_that_is_too_long_is_told_in_time(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_too_long_step_is_reported_in_time(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     """As soon as a snapshot at its end would be late: what is durable, and what is lost."""
-    one = desk(signals=[], grace="1000 s")
+    one = bench(signals=[], grace="1000 s")
     one.committed(4, seconds=900.0)
     one.watch.boundary(7)
     one.watch.start()
@@ -174,11 +174,11 @@ def test_a_step_that_is_too_long_is_told_in_time(desk: Callable[..., Desk], capl
 
 
 def test_the_last_complete_snapshot_is_watched_until_it_is_durable(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The training thread hears nothing in the middle of a step, so the tier itself is asked."""
     caplog.set_level(logging.INFO)
-    one = desk(signals=[], grace="1000 s")
+    one = bench(signals=[], grace="1000 s")
     one.committed(4, seconds=500.0)
     one.ledger.emit(SnapshotStaged("", 6, 0.0, MB))
     one.watch.boundary(7)
@@ -191,11 +191,11 @@ def test_the_last_complete_snapshot_is_watched_until_it_is_durable(
     until(lambda: "the snapshot of step 6 is durable\n" in caplog.text)
 
 
-def test_a_run_that_reaches_its_boundary_is_not_told_off(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_reaches_its_boundary_gets_no_warning(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From there on the training thread decides."""
-    one = desk(signals=[], grace="1 min")
+    one = bench(signals=[], grace="1 min")
     waits, wait = list[float](), one.watch._wake.wait
 
     def listen(seconds: float) -> list[int]:

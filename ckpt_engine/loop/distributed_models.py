@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import ConfigError, MismatchError, StateError
+from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateError
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
 from ckpt_engine.state.sharding import FlatPart, grid_of_runs
@@ -359,6 +359,7 @@ DDP_PRIVATE = {
     "DistributedDataParallel._comm_hooks": "what else sees gradients: nothing is done then",
     "DistributedDataParallel.find_unused_parameters": "there is no other order then",
     "DistributedDataParallel.reducer": "a backward pass without a forward",
+    "DistributedDataParallel._join_config": "whether ranks may make other numbers of steps",
     "ProcessGroup._get_sequence_number_for_group": "whether all ranks are behind the same collective",
 }
 """Every name in use that is not public, and what for."""
@@ -372,11 +373,12 @@ _FEW = 2
 def wrappers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The DDP objects around modules, which only their owner knows. Looks at all objects there are: once.
 
-    Nothing where the order does not matter, or a module has several: which one trains is not known.
+    Nothing where there is one process, or a module has several: which one trains is not known.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() <= _FEW:
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
-    gc.collect()  # what is garbage on one rank only must not count
+    if dist.get_world_size() > _FEW:
+        gc.collect()  # what is garbage on one rank only must not count
     wrappers = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
     found = [[one for one in wrappers if one.module is module] for module in modules]
     return [one for (one,) in (some for some in found if len(some) == 1)]
@@ -415,7 +417,17 @@ class GradientOrder:
         self._known: dict[int, bytes] = {}
 
     def state(self) -> list[bytes]:
-        """The order of each model; empty where it has none yet, or never another one."""
+        """The order of each model; empty where it has none yet, or never another one.
+
+        Raises:
+            RanksError: the ranks may make other numbers of steps, so that the same step is another moment on each.
+        """
+        if any(model._join_config.enable for model in self._models):
+            raise RanksError(
+                "under Join (join_uneven_inputs) the ranks make different numbers of steps, and have no moment for a "
+                "snapshot of all",
+                hint="give all ranks the same number of batches instead: drop_last, or even_batches of Accelerate",
+            )
         return [self._order_of(number, model) for number, model in enumerate(self._models)]
 
     def restore(self, saved: Sequence[bytes], engine: Engine, step: int, *, last: bool) -> tuple[str, bool]:

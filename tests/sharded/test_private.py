@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.errors import ConfigError, RanksError
 from ckpt_engine.loop import distributed_models
 from ckpt_engine.loop.components import NamedParts
 from ckpt_engine.loop.distributed_models import GradientOrder
@@ -186,3 +187,13 @@ def test_ddp_has_it(name: str) -> None:
     wrapped: Any = DistributedDataParallel(nn.Linear(4, 3))
     assert hasattr({"DistributedDataParallel": wrapped, "ProcessGroup": wrapped.process_group}[owner], attribute)
     assert GradientOrder([wrapped]).state() == [b""]
+
+
+def test_ranks_that_may_make_other_numbers_of_steps_have_no_snapshot() -> None:
+    """A rank that is ahead would give its part at another moment: under Join, and after it."""
+    wrapped = DistributedDataParallel(nn.Linear(4, 3))
+    Join([wrapped], enable=False)
+    assert GradientOrder([wrapped]).state() == [b""]
+    Join([wrapped])
+    with pytest.raises(RanksError, match="under Join"):
+        GradientOrder([wrapped]).state()

@@ -57,8 +57,8 @@ class Ending(Protocol):
         ...
 
     @property
-    def raises(self) -> bool:
-        """Whether what is late at the end is an error, and not only said by whatever ends the run."""
+    def tells(self) -> bool:
+        """Whether the end says what is late, as an error unless the run is to stop, and not whatever ends the run."""
         ...
 
     def seconds_left(self, at_most: float) -> float:
@@ -83,7 +83,7 @@ class EndsByItself:
     """The ending of a run that nothing stops."""
 
     stops = hurries = False
-    raises = True
+    tells = True
 
     def seconds_left(self, at_most: float) -> float:
         return at_most
@@ -449,9 +449,9 @@ class Engine:
             left, failed = self.ending.seconds_left(wait_seconds(most)), failed and not self.ending.stops
             self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda: self.ending.hurries)
         except WaitTimeoutError as err:
-            if self.ending.raises:
+            if self.ending.tells and not self.ending.stops:
                 raise
-            if self.ending.stops:
+            if self.ending.tells:
                 logging.getLogger(LOGGER_NAME).error("%s", err)
         except KeyboardInterrupt:
             self._closing = False
@@ -479,7 +479,7 @@ class Engine:
             self._emit(Notice("WARNING", news))
 
     def _emit(self, event: Event) -> None:
-        if self._closing and not (self.ending.raises or self.ending.stops) and _is_late(event):
+        if self._closing and not self.ending.tells and _is_late(event):
             return
         if isinstance(event, AttemptsFound):
             self.times.found(event)

@@ -124,9 +124,9 @@ class Halt:
             self._gone_by = time.monotonic() + (_OTHERS_SECONDS if gathers else EXCEPTION_WAIT_SECONDS)
 
     @property
-    def raises(self) -> bool:
-        """See `engine.Ending`."""
-        return self.stop is None and self._gone_by is None
+    def tells(self) -> bool:
+        """See `engine.Ending`: a rank that has failed has said what is durable, also where its launcher signals it."""
+        return self._gone_by is None
 
     def stop_too(self, stop: Stop) -> None:
         """All ranks end for a divergence, and have agreed that they are stopped as well."""

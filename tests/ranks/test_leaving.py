@@ -58,7 +58,8 @@ def halted(store: Looked, *, pressed_again: bool = False) -> Halt:
     stop = Stop(StopNotice("Ctrl-C", now, PATIENCE_SECONDS, 130, interrupts=True), now + PATIENCE_SECONDS)
     watch: Any = SimpleNamespace(stop=stop, interrupted=pressed_again)
     times = RunTimes(SystemClock())
-    engine: Any = SimpleNamespace(ranks=ThreadRanks(1, 2, store), memory=False, times=times)  # type: ignore[arg-type]
+    ranks = ThreadRanks(1, 2, store)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False)
     cadence = SharedCadence(FrequencySettings.from_options(every_n_steps=1), SystemClock(), LogSink(), engine)
     halt = Halt(watch, engine, SystemExit, logging.getLogger("test"), cadence)
     halt.done = True
@@ -118,3 +119,12 @@ def test_a_second_ctrl_c_counts_where_the_handlers_were_put_back_already(store: 
             except KeyboardInterrupt:
                 halt.leave()
     assert not store.looked.is_set()
+
+
+def test_a_rank_that_has_failed_says_once_what_is_late(store: Looked) -> None:
+    """The launcher signals it as well, but the line about the exception was the last word."""
+    halt = halted(store)
+    assert halt.tells
+    halt.fail()
+    assert halt.stops
+    assert not halt.tells

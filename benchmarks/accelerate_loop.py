@@ -191,7 +191,7 @@ def _gpt2(sizes: Sizes) -> GPT2Config:
 
 
 def _options(folder: Path, sizes: Sizes) -> dict[str, Any]:
-    # All are kept, so that afterwards it can be told which steps were saved.
+    # All are kept, so that the saved steps can be listed afterwards.
     return {"tiers": str(folder), "every_n_steps": sizes.every, "at_end": False, "keep": {"last": sizes.steps}}
 
 

@@ -179,9 +179,9 @@ class AdamCoding:
     """The adam codec on whole arrays: weights and moments one step apart."""
 
     def __init__(
-        self, new: Mapping[str, Mapping[str, Any]], old: Mapping[str, Mapping[str, Any]], told: Mapping[str, float]
+        self, new: Mapping[str, Mapping[str, Any]], old: Mapping[str, Mapping[str, Any]], hyper: Mapping[str, float]
     ) -> None:
-        self._codec, self._told = AdamCodec(), [told]
+        self._codec, self._hyper = AdamCodec(), [hyper]
         self._groups = [
             ({role: view(new[role][name]) for role in new}, {role: view(old[role][name]) for role in old})
             for name in new["p"]
@@ -199,7 +199,7 @@ class AdamCoding:
                 raise AssertionError("the adam codec does not give back what it was given")
 
     def _encode(self, group: Mapping[str, memoryview], bases: Mapping[str, memoryview]) -> dict[str, bytes]:
-        stored = self._codec.encode(group, bases, self._told)
+        stored = self._codec.encode(group, bases, self._hyper)
         if stored is None:
             # As the writer does: each array by itself.
             way, width = Ours("delta-byteplane-zstd"), next(iter(group.values())).nbytes // 4
@@ -210,7 +210,7 @@ class AdamCoding:
         """Processor seconds of encoding everything once."""
         began = time.process_time()
         for group, bases in self._groups:
-            self._codec.encode(group, bases, self._told)
+            self._codec.encode(group, bases, self._hyper)
         return time.process_time() - began
 
     def decode(self) -> float:

@@ -19,7 +19,7 @@ Answer = Mapping[str, float]
 
 
 class Crew:
-    """So many ranks, idle unless told; a context manager.
+    """So many ranks, idle until an order comes; a context manager.
 
     Args:
         size: how many.
@@ -60,7 +60,7 @@ class Crew:
         return _answer(self._ranks[rank])
 
     def statuses(self) -> list[int]:
-        """The exit statuses of ranks that were told to end."""
+        """The exit statuses of ranks that got the order to end."""
         return [rank.wait(PATIENCE_SECONDS) for rank in self._ranks]
 
     def tell(self, order: str, **more: Any) -> None:

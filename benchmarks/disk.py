@@ -1,4 +1,4 @@
-"""Raw reads and writes of a file, the references that persisting and restoring are held against."""
+"""Raw reads and writes of a file, the references for persisting and restoring."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Samples of every candidate, one per round, so that drift hits all of them alike.
 
-    The order rotates from round to round: nobody always runs after the same neighbour.
+    The order rotates from round to round: no candidate always runs after the same one.
 
     Args:
         at_most: rounds of candidates that are too slow to take part in all of them; they take part in the first ones.
@@ -89,7 +89,7 @@ def started_since(before: Iterable[psutil.Process]) -> tuple[psutil.Process, ...
 
 
 class PeakMemory:
-    """The most memory this process held since `restart`, beyond what it held then."""
+    """The most memory this process used since `restart`, beyond what it used then."""
 
     def __init__(self) -> None:
         self._base = 0
@@ -101,7 +101,7 @@ class PeakMemory:
         self._base = _status_bytes("VmRSS")
 
     def extra_bytes(self) -> int:
-        """Peak since `restart`, minus what was held at that time."""
+        """Peak since `restart`, minus the memory at that time."""
         return _status_bytes("VmHWM") - self._base
 
 

@@ -58,7 +58,7 @@ class TorchSave:
         """Every save is finished when it returns."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
 
 class DcpAsync:

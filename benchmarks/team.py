@@ -1,4 +1,4 @@
-"""Several ranks of one run that save when told: `python -m benchmarks.team` is one of them."""
+"""Several ranks of one run that save on an order: `python -m benchmarks.team` is one of them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The state after one step: arrays by role (`p`, `m`, `v`), then by parameter, and what the optimizer was told."""
+    """The state after one step: arrays by role (`p`, `m`, `v`), then by parameter, and the optimizer's settings."""
 
     step: int
     roles: Mapping[str, Arrays]

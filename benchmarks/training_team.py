@@ -1,4 +1,4 @@
-"""Several ranks of one run that train, and resume, when told: `python -m benchmarks.training_team` is one of them."""
+"""Several ranks of one run that train, and resume, on an order: `python -m benchmarks.training_team` is one of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.workloads import gpt2_state, state_bytes
 from ckpt_engine import Checkpointer
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 
-HELD = "hold"
+DOOMED = "die"
 
 
 class TrainingTeam(Crew):
@@ -52,15 +52,15 @@ class TrainingTeam(Crew):
         return max(one["seconds"] for one in self.all("train", saver=saver, iterations=iterations))
 
     def restart(self, name: str) -> Answer:
-        """Let as many trainers die that hold a state, and load it as they would when started again; the slowest rank.
+        """Kill as many trainers with a state in memory, and load it as they would when started again; the slowest rank.
 
         Returns:
             Seconds: `load` and `start` from memory; `fresh`, a start in a new folder; and `cold` and `warm`, to load
             the same state from disk.
         """
         root = self._folder / name
-        with Crew(self.size, "benchmarks.training_team", [str(root), str(self._nbytes), HELD]) as doomed:
-            doomed.tell(HELD)
+        with Crew(self.size, "benchmarks.training_team", [str(root), str(self._nbytes), DOOMED]) as doomed:
+            doomed.tell(DOOMED)
             statuses = doomed.statuses()
         if set(statuses) != {-signal.SIGKILL}:
             raise RuntimeError(f"the trainers to be killed ended with statuses {statuses}")
@@ -127,7 +127,7 @@ def _checkpointer(root: str, *, memory: bool = False) -> Checkpointer:
     return Checkpointer(tiers=tiers, ranks=ProcessGroupRanks(), **({"linger": LINGER_SECONDS} if memory else {}))
 
 
-def _hold(root: str, nbytes: int) -> None:
+def _die_with_a_state(root: str, nbytes: int) -> None:
     """Keep a state in memory, and get killed as soon as all have it."""
     join_group()
     ckpt = _checkpointer(root, memory=True)
@@ -139,8 +139,8 @@ def _hold(root: str, nbytes: int) -> None:
 
 def _main(folder: str, nbytes: str, *more: str) -> None:
     answers = take_stdout()
-    if more == (HELD,):
-        _hold(folder, int(nbytes))
+    if more == (DOOMED,):
+        _die_with_a_state(folder, int(nbytes))
     join_group()
     rank = _Rank(Path(folder), int(nbytes), int(more[0]), float(more[1]))
     serve(answers, rank.handle)

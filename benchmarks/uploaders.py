@@ -38,7 +38,7 @@ class Upload:
     """What one upload took.
 
     Args:
-        extra_bytes: the most memory that the process held during it, beyond what it held before the first one.
+        extra_bytes: the most memory that the process used during it, beyond what it used before the first one.
     """
 
     seconds: float
@@ -98,7 +98,7 @@ Way = Callable[[Job, memoryview], AbstractContextManager[Put]]
 
 
 class Uploader:
-    """A process that uploads when told to.
+    """A process that uploads on an order.
 
     Args:
         way: one of `WAYS`.

@@ -44,7 +44,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One target and the samples it is held against; it is the median that counts.
+    """One target and the samples that are compared with it; the median counts.
 
     Args:
         what: the quantity, as the target names it.

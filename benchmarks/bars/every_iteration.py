@@ -139,7 +139,7 @@ def _note(name: str) -> str:
 
 
 class _Lightning:
-    """Fits of the same model; every one starts anew."""
+    """Fits of the same model; every one starts from scratch."""
 
     def __init__(self, folder: Path, size: Size, batch_size: int) -> None:
         self._folder = folder

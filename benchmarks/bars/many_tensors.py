@@ -30,7 +30,7 @@ METADATA_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much to measure: two states of `tensors`, and one of so many that only packs hold them."""
+    """How much to measure: two states of `tensors`, and one of so many that they are only stored in packs."""
 
     tensors: int
     nbytes: int

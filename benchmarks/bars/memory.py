@@ -1,4 +1,4 @@
-"""How much memory snapshots hold, and whether a thousand of them leave anything behind."""
+"""How much memory snapshots occupy, and whether a thousand of them leave anything behind."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ SIZES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What trainer and writer hold at one moment."""
+class Usage:
+    """What trainer and writer occupy at one moment."""
 
     trainer_bytes: int
     writer_bytes: int
@@ -54,9 +54,9 @@ def run(bench: Bench) -> BarResult:
     """Measure the arena of a big state, then growth over many durable snapshots of a small one."""
     size = SIZES[bench.scale]
     slots, per_slot = _arena(bench, size)
-    held, files = _many(bench, size)
-    settled = held[int(len(held) * _SETTLED)]
-    ended, count = held[-1], len(held) - 1 - int(len(held) * _SETTLED)
+    usage, files = _many(bench, size)
+    settled = usage[int(len(usage) * _SETTLED)]
+    ended, count = usage[-1], len(usage) - 1 - int(len(usage) * _SETTLED)
 
     def growth(attribute: str) -> float:
         return float(getattr(ended, attribute) - getattr(settled, attribute)) / 1024 / (count * size.stride)
@@ -99,12 +99,12 @@ def _arena(bench: Bench, size: Size) -> tuple[int, float]:
         return slots, checkpointer.engine.arena_bytes() / slots / state_bytes(state)
 
 
-def _many(bench: Bench, size: Size) -> tuple[list[Held], int]:
-    """What is held every so often during many snapshots, and how many of them are on disk at the end."""
+def _many(bench: Bench, size: Size) -> tuple[list[Usage], int]:
+    """What is occupied every so often during many snapshots, and how many of them are on disk at the end."""
     state = gpt2_state(size.state_bytes)
     before = children()
     trainer = psutil.Process()
-    held = []
+    usage = []
     with bench.scratch("memory") as folder:
         with Checkpointer(folder) as checkpointer:
             checkpointer.engine.start()
@@ -117,8 +117,8 @@ def _many(bench: Bench, size: Size) -> tuple[list[Held], int]:
                 if (step + 1) % size.stride == 0:
                     bench.say(f"snapshot {step + 1}/{size.snapshots}")
                     gc.collect()
-                    held.append(
-                        Held(
+                    usage.append(
+                        Usage(
                             rss_bytes(trainer),
                             rss_bytes(writer),
                             checkpointer.engine.arena_bytes(),
@@ -126,4 +126,4 @@ def _many(bench: Bench, size: Size) -> tuple[list[Held], int]:
                             trainer.num_threads() + writer.num_threads(),
                         )
                     )
-        return held, len(checkpointer.snapshots())
+        return usage, len(checkpointer.snapshots())

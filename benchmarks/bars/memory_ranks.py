@@ -113,7 +113,7 @@ def _result(
             "keeps half of the state; the slower one counts",
             MORE: "likewise; each keeps a quarter of the state",
             "overhead": "wall time of the loop beyond that of the same processes without snapshots in the same round",
-            "restart": f"{nbytes / 1e6:.0f} MB (GPT-2 with Adam) held for {RANKS} trainers that were killed: `load` "
+            "restart": f"{nbytes / 1e6:.0f} MB (GPT-2 with Adam) kept for {RANKS} trainers that were killed: `load` "
             "into live tensors on both at once, every byte verified, and `start`, which waits until their writers have "
             "made it durable; then the same snapshot from disk",
         },

@@ -87,7 +87,7 @@ def run(bench: Bench) -> BarResult:
             "floor": f"processor time of one `copy_` of the state ({copy_cpu:.3g} s), divided by cores and step: "
             f"{100 * floor:.2f} %",
             "overhead": "wall time of the loop beyond that of the loop without snapshots in the same round",
-            "restart": f"{restarts[0].nbytes / 1e9:.2f} GB (GPT-2 with Adam) held for a trainer that was killed: "
+            "restart": f"{restarts[0].nbytes / 1e9:.2f} GB (GPT-2 with Adam) kept for a trainer that was killed: "
             "`load` into live tensors, every byte verified, and `start` while the rescue is written; less a `start` in "
             "a new folder",
         },
@@ -140,7 +140,7 @@ class Restart:
 
     @property
     def added(self) -> float:
-        """What resuming took beyond starting anew."""
+        """What resuming took beyond a start from scratch."""
         return self.load + self.start - self.fresh
 
 

@@ -141,7 +141,7 @@ class _Seen:
 
 
 _COLD = 2
-"""The first saves fill memory that nobody has touched."""
+"""The first saves fill memory that was never touched."""
 
 
 def run(bench: Bench) -> BarResult:

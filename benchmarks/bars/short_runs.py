@@ -1,4 +1,4 @@
-"""What meets whoever tries the engine first: the first snapshot of a process, and a training of a few steps."""
+"""What a first trial of the engine costs: the first snapshot of a process, and a training of a few steps."""
 
 from __future__ import annotations
 

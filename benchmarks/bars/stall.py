@@ -176,7 +176,7 @@ def ratios_minus(with_it: list[float], without: list[float]) -> tuple[float, ...
 
 
 def _first(folder: Path, state: State, bench: Bench) -> float:
-    """Stall of the first snapshot of a new Checkpointer that was told the state before."""
+    """Stall of the first snapshot of a new Checkpointer, after `prepare`."""
     bench.say(f"first snapshot · {folder.name}")
     matrix = torch.randn(256, 256)
     with Checkpointer(folder) as checkpointer:

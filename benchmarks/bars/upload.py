@@ -78,7 +78,7 @@ def run(bench: Bench) -> BarResult:
     peer = fastest([way for way in taken if not way.startswith("engine")])
     series = [Series(_LABELS[way], "GB/s", rate(seconds(way), gigabytes), _NOTES.get(way, "")) for way in taken]
     series += [Series(_LABELS[way], "CPU-s/GB", each_per(cpu(way), gigabytes)) for way in taken]
-    series += [Series(_LABELS[way], "MB", memory(way), "peak, beyond what was held before the first") for way in taken]
+    series += [Series(_LABELS[way], "MB", memory(way), "peak, beyond what was used before the first") for way in taken]
     series += [
         Series(f"far: {_LABELS[way]}", "MB/s", rate([one.seconds for one in uploads], size.far_nbytes / 1e6))
         for way, uploads in far.items()
@@ -99,7 +99,7 @@ def run(bench: Bench) -> BarResult:
             f"{size.far_nbytes >> 20} MiB in parts of 5 MiB"
             if far
             else "not measured: needs root and /dev/net/tun",
-            "memory": "resident memory at its peak, beyond what the prepared process held before its first upload",
+            "memory": "resident memory at its peak, beyond what the prepared process used before its first upload",
             "processor time": "user and system of the uploading process; on the loopback device that includes much of "
             "what the kernel does for the receiver",
         },

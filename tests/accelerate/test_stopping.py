@@ -47,7 +47,7 @@ def uninterrupted(loop: str) -> list[str]:
 @pytest.mark.parametrize("loop", ["accelerate", pytest.param("plain", marks=pytest.mark.slow)])
 def test_sigterm_loses_nothing(loop: str, tmp_path: Path, trainers: Trainers) -> None:
     """143, as a shell reports it; the next life goes on with the next batch, bit for bit."""
-    job = {**job_of(tmp_path, 0, loop), "hold": 5}
+    job = {**job_of(tmp_path, 0, loop), "wait_after": 5}
 
     def stop(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)

@@ -23,7 +23,7 @@ def run(job: dict[str, Any]) -> None:
     else:
         case = replace(CASES[job["case"]], accumulate=job["accumulate"], epochs=job["epochs"])
     train = {"accelerate": train_accelerate, "plain": train_plain}[job["loop"]]
-    trace = TraceFile(job["trace"], PACE_SECONDS, job.get("hold"))
+    trace = TraceFile(job["trace"], PACE_SECONDS, job.get("wait_after"))
     options = {"tiers": job["root"], "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
     done = train(case, options, seed=job["seed"], trace=trace)
     trace.append(("digest", done.digest))

@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 300.0
 
 
 def free_port() -> int:
-    """One that nobody has, nor gets by chance until it is used: the system gives others to those who connect."""
+    """A free port outside the range that the system gives to clients, so that it stays free until it is used."""
     given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         with socket.socket() as sock, suppress(OSError):

@@ -52,7 +52,7 @@ class SharedStore:
     def wait(self, key: str, timeout: float) -> str:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._found, min(timeout, PATIENCE_SECONDS)):
-                raise WaitTimeoutError(f"nobody said {key}")
+                raise WaitTimeoutError(f"no rank said {key}")
             return self._found[key]
 
 

@@ -130,11 +130,11 @@ class Lives:
             self.join()
 
     def reference(self, folder: Path, **changes: Any) -> Account:
-        """Of another run, which nobody stops."""
+        """The account of another run, without a stop."""
         return Account(Lives(self._launcher, self.loop, folder).whole(**changes))
 
     def whole(self, **changes: Any) -> Traces:
-        """A life that nobody stops."""
+        """A life without a stop."""
         traces = self.start(pace=0.0, **changes)
         assert self.join() == [0] * SIZE, traces.log()
         return traces

@@ -130,7 +130,7 @@ def test_a_share_is_its_part_of_the_bytes_and_a_safetensors_file(tmp_path: Path)
 
 
 def test_one_process_reads_what_several_have_written(tmp_path: Path) -> None:
-    """A checkpointer alone loads the state of rank 0, and is told what the other ranks had of their own."""
+    """A checkpointer alone loads the state of rank 0, and `loaded.own` has what was each other rank's own."""
     ranks = open_ranks(tmp_path / "run", 2)
     save_all(ranks, 3)
     close_all(ranks)
@@ -156,7 +156,7 @@ def test_tensors_are_read_into_live_ones(tmp_path: Path) -> None:
     close_all(ranks)
 
 
-def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_nobody_waits_for_ever(
+def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_all_waits_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks' snapshot fails after the patience of the coordinator; the next one of all ranks is fine."""
@@ -214,7 +214,7 @@ def test_a_component_may_not_have_the_name_of_what_is_ours(tmp_path: Path) -> No
 
 
 def test_no_rank_starts_where_the_coordinator_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease that somebody else holds is told to all ranks."""
+    """While another process has the lease, all ranks raise the error that names it."""
     with Checkpointer(tmp_path / "run", writer="thread") as other:
         other.engine.start()
         ranks = open_ranks(tmp_path / "run", 2)
@@ -252,7 +252,7 @@ def test_what_another_rank_is_writing_is_not_collected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved", [1, 2, 4])
 @pytest.mark.parametrize("resumed", [1, 2, 4])
 def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path: Path, saved: int, resumed: int) -> None:
-    """Shared tensors are bit for bit the same, whoever wrote which part of them."""
+    """Shared tensors are bit for bit the same, whichever rank wrote which part of them."""
     first = open_ranks(tmp_path / "run", saved)
     save_all(first, 6)
     close_all(first)

@@ -153,11 +153,11 @@ def test_the_same_processes_may_call_fit_again(lives: Lives) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_signal_is_not_lost_on_who_calls_fit_again(told: int, lives: Lives) -> None:
-    """It comes in the step whose loss is bad, or after it where rank 0 has been told already."""
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_is_not_lost_on_who_calls_fit_again(stopped: int, lives: Lives) -> None:
+    """The signal comes in the step whose loss is bad, or for rank 0 in the step after it: both ranks stop."""
     job: dict[str, Any] = {"options": ROLLBACK, "sick": [SICK], "fits": 3}
-    life = lives.run(**job, events={f"{told}/1/{2 + (told == 0)}": "SIGTERM"})
+    life = lives.run(**job, events={f"{stopped}/1/{2 + (stopped == 0)}": "SIGTERM"})
     assert life.statuses == [143, 143], life.log()
     assert not life.of(0, "again") and not life.of(1, "again")
     assert lives.rollback()["step"] == AT - 1
@@ -170,7 +170,7 @@ def test_a_signal_is_not_lost_on_who_calls_fit_again(told: int, lives: Lives) ->
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("extra", [{"guard": "nan"}, ROLLBACK])
 def test_one_rank_alone_has_no_guard(extra: dict[str, Any], lives: Lives) -> None:
-    """All are told at once, where they would wait for each other in vain."""
+    """All ranks raise at once; otherwise they would wait for each other in vain."""
     life = lives.run(only=1, extra=extra)
     assert life.statuses == [1, 1], life.log()
     kind, text = life.error()

@@ -77,7 +77,7 @@ def check(folder: Path, life: Life, launcher: Launcher, first: int, rank: int) -
 def test_torchrun_starts_it_again_and_it_goes_on(
     size: int, rank: int, first: int, launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Nobody does anything: the run ends with 0, and lacks these batches."""
+    """Without any action of a person the run ends with status 0, and lacks these batches."""
     sick = [[rank, (first - 1) // 8, (first - 1) % 8, 1, "nan"]]
     status, life = run(tmp_path, size, torchrun(size, 1), sick=sick)
     assert status == 0, life.log()

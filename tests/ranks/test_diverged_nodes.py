@@ -45,7 +45,7 @@ def pending(engines: list[Checkpointer], newest: str) -> list[RollbackRecord | N
     return on_all(lambda rank: Rollbacks(engines[rank].engine, _log).pending(newest), 2)
 
 
-def test_a_new_node_of_rank_0_does_not_begin_the_history_anew(tmp_path: Path) -> None:
+def test_a_new_node_of_rank_0_does_not_begin_the_history_again(tmp_path: Path) -> None:
     """It has no part of any snapshot, and whole ones from the further tier: the others know what happened before."""
     engines = opened(tmp_path)
     for step in (1, 2):
@@ -83,7 +83,7 @@ def test_of_what_nodes_remember_that_of_this_start_counts(tmp_path: Path) -> Non
     close_all(engines)
 
 
-def test_a_damaged_one_is_told_with_its_node(tmp_path: Path) -> None:
+def test_a_damaged_one_is_reported_with_its_node(tmp_path: Path) -> None:
     """The folder has the same name on all nodes, and removing one file is not forgetting the rollback."""
     engines = opened(tmp_path)
     save_all(engines, 1)

@@ -35,16 +35,16 @@ SOON = 0.3
 _log = logging.getLogger("test")
 
 
-def steps_until_the_end(found: list[Rank], told: dict[tuple[int, int], Any]) -> list[tuple[int, Any]]:
+def steps_until_the_end(found: list[Rank], news: dict[tuple[int, int], Any]) -> list[tuple[int, Any]]:
     """Step by step, either rank first; at which step each has ended, and the decision for it.
 
     Args:
-        told: by step and rank: a divergence that it sees then, or a stop that it hears of.
+        news: by step and rank: a divergence that it sees then, or a stop that it hears of.
     """
     ends: list[tuple[int, Any]] = []
     for step in range(1, 12):
         for number in (0, 1) if step % 2 else (1, 0):
-            together, what = found[number].together, told.get((step, number))
+            together, what = found[number].together, news.get((step, number))
             decision = together.decided(step)
             if decision is not None and (decision.diverged is not None or decision.stop is not None):
                 ends.append((step, decision))
@@ -60,7 +60,7 @@ def steps_until_the_end(found: list[Rank], told: dict[tuple[int, int], Any]) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_sees_ends_all_after_the_same_step(rank: int) -> None:
-    """At the next boundary but one at the latest, without a last snapshot; who has seen it is told to all."""
+    """All end at the next boundary but one at the latest, without a last snapshot; each knows which rank saw it."""
     seen = replace(LOST, rank=rank)
     ends = steps_until_the_end([*ranks(1)], {(3, rank): seen})
     assert len(ends) == 2
@@ -84,16 +84,16 @@ def test_of_both_at_once_none_is_forgotten() -> None:
     """Rank 0 has a stop where it hears of the divergence: one decision for both, without a last snapshot."""
     now = time.monotonic()
     stop = Stop(StopNotice("SIGTERM", now, 30.0, 143), now + 30.0)
-    for told in ({(3, 1): LOST, (4, 0): stop}, {(3, 0): LOST, (4, 0): stop}, {(3, 1): LOST, (4, 1): stop}):
-        ends = steps_until_the_end([*ranks(100)], told)
-        assert all(decision.diverged is not None for _, decision in ends), told
-        stops = ["SIGTERM"] * 2 if (3, 1) in told and (4, 0) in told else [None] * 2
-        assert [decision.stop for _, decision in ends] == stops, told
+    for news in ({(3, 1): LOST, (4, 0): stop}, {(3, 0): LOST, (4, 0): stop}, {(3, 1): LOST, (4, 1): stop}):
+        ends = steps_until_the_end([*ranks(100)], news)
+        assert all(decision.diverged is not None for _, decision in ends), news
+        stops = ["SIGTERM"] * 2 if (3, 1) in news and (4, 0) in news else [None] * 2
+        assert [decision.stop for _, decision in ends] == stops, news
         assert all(decision.reason is None for _, decision in ends)
 
 
 def test_a_rank_that_is_past_that_boundary_ends_at_its_next_one() -> None:
-    """Nothing has held it up: no all-reduce in those steps."""
+    """A rank may be ahead, as those steps have no all-reduce: it ends at its next boundary."""
     first, second = ranks(100)
     for step in range(1, 4):
         second.step(step)
@@ -134,8 +134,8 @@ class End:
         self.rollbacks = rollbacks
         self.diverging = Diverging(engine.engine, watch, self.halt, rollbacks, _log)
 
-    def until_told(self) -> None:
-        """Another rank has told of its stop."""
+    def until_another_stops(self) -> None:
+        """Wait until another rank has announced its stop."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.shared.verdicts.stops():
             assert time.monotonic() < deadline
@@ -160,7 +160,7 @@ def texts(errors: list[DivergedError | None]) -> set[tuple[type[Any], str]]:
 
 
 def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> None:
-    """And the next start of any of them is told the same."""
+    """All ranks raise the error, and at the next start all ranks find the same rollback."""
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     for step in (1, 2):
         save_all(engines, step)
@@ -186,7 +186,7 @@ def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> N
     close_all(again)
 
 
-def test_what_was_told_after_the_decision_counts_too(tmp_path: Path) -> None:
+def test_what_is_announced_after_the_decision_counts_too(tmp_path: Path) -> None:
     """One rank has a spike, and knows it at its fourth loss, when that of another one was lost already."""
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     save_all(engines, 1)

@@ -36,13 +36,13 @@ def codes(ends: list[End], errors: list[DivergedError | None]) -> list[Any]:
 
 
 @pytest.mark.parametrize("where", ["together", "over"])
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_stop_of_any_rank_is_one_of_all_that_have_diverged(where: str, told: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stop_of_any_rank_is_one_of_all_that_have_diverged(where: str, who: int, tmp_path: Path) -> None:
     """Who calls `fit` again after a rollback must not get there, and the next start goes back all the same."""
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]
-    stopped(ends[told])
+    stopped(ends[who])
     errors = on_all(lambda rank: getattr(ends[rank], where)(LOST if rank == 1 else None), 3)
     assert {type(error) for error in errors} == {RollbackRequestedError}
     assert codes(ends, errors) == [143] * 3
@@ -50,20 +50,20 @@ def test_a_stop_of_any_rank_is_one_of_all_that_have_diverged(where: str, told: i
     close_all(engines)
 
 
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("who", [0, 1])
 def test_a_stop_that_comes_while_ranks_wait_for_the_verdict(
-    told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    who: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told late, but before rank 0 has said how all end."""
+    """The stop comes late, but before rank 0 has said how all end: all ranks end with its status."""
     engines = open_ranks(tmp_path / "run", 2, **OPTIONS)
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]
     rule = ends[0].diverging._rule
 
     def late(found: Divergence) -> Any:
-        stopped(ends[told])
-        if told:
-            ends[0].until_told()
+        stopped(ends[who])
+        if who:
+            ends[0].until_another_stops()
         return rule(found)
 
     monkeypatch.setattr(ends[0].diverging, "_rule", late)

@@ -1,4 +1,4 @@
-"""The rest of an epoch, dealt anew."""
+"""The rest of an epoch is dealt to another number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks, one, four, two: whoever goes on has the weights that were saved, and each sample comes once."""
+"""Two ranks, one, four, two: each next life has the weights that were saved, and each sample comes once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of several ranks for other programs: shares merged, nobody's own components taken for weights."""
+"""Snapshots of several ranks for other programs: shares are merged, and a rank's own components are no weights."""
 
 from __future__ import annotations
 

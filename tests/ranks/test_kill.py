@@ -54,7 +54,7 @@ def logs(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def reference(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], Any]:
-    """The lines of each rank of a run that nobody kills, and its weights."""
+    """The lines of each rank of a run that is not killed, and its weights."""
     folder = tmp_path_factory.mktemp("reference")
     job = job_of(folder, pace=0.0)
     launcher.start(job, SIZE, folder / "log")

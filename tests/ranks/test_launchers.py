@@ -45,7 +45,7 @@ def finish(way: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a run that nobody kills."""
+    """The weights of a run that is not killed."""
     found = finish("fork", tmp_path_factory.mktemp("reference"))
     assert found.startswith("weights ")
     return found

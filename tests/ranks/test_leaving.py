@@ -67,19 +67,19 @@ def halted(store: Looked, *, pressed_again: bool = False) -> Halt:
 
 
 def press_while_it_waits(store: Looked, over: threading.Event) -> list[str]:
-    """Ctrl-C as soon as somebody waits; told is what had to end the wait instead, if that did not."""
-    told: list[str] = []
+    """Press Ctrl-C as soon as a rank waits; the list names what had to end the wait if Ctrl-C did not."""
+    needed: list[str] = []
 
     def press() -> None:
         store.looked.wait(PATIENCE_SECONDS)
         os.kill(os.getpid(), signal.SIGINT)
         if not over.wait(LATE_SECONDS):
-            told.append("rank 0")
+            needed.append("rank 0")
             for key in ("over", "stuck"):
                 store.set(key, "")
 
     threading.Thread(target=press, daemon=True).start()
-    return told
+    return needed
 
 
 @pytest.mark.parametrize("waits", ["for the end of rank 0", "for what rank 0 finds"])
@@ -88,14 +88,14 @@ def test_a_ctrl_c_ends_the_wait(store: Looked, waits: str) -> None:
     halt, over = halted(store), threading.Event()
     assert halt.shared is not None
     stop = Stop(StopNotice("Ctrl-C", 0.0), time.monotonic() + PATIENCE_SECONDS)
-    told = press_while_it_waits(store, over)
+    needed = press_while_it_waits(store, over)
     with pytest.raises(KeyboardInterrupt):
         halt.leave() if waits == "for the end of rank 0" else halt.shared.stop_stuck(stop, "here")
     over.set()
-    assert told == []
+    assert needed == []
 
 
-def test_after_a_second_ctrl_c_nobody_is_waited_for(store: Looked) -> None:
+def test_after_a_second_ctrl_c_no_rank_is_waited_for(store: Looked) -> None:
     """It came while what is in flight was waited for."""
     halted(store, pressed_again=True).leave()
     assert not store.looked.is_set()

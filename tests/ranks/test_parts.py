@@ -45,7 +45,7 @@ def test_parts_in_any_order_make_the_manifest_of_all(tmp_path: Path) -> None:
     assert whole.info.components == {"w": 64, RANKS: 0}
 
 
-def test_rows_that_nobody_or_two_ranks_have_make_nothing() -> None:
+def test_rows_that_no_rank_or_two_ranks_have_make_nothing() -> None:
     """The slices of an entry must cover it."""
     for start in (24, 40):
         wrong = replace(part(1), slices={"w": Slices((8,), ((start, 1),))})
@@ -56,7 +56,7 @@ def test_rows_that_nobody_or_two_ranks_have_make_nothing() -> None:
 
 
 def test_other_structures_other_sizes_and_missing_ranks_make_nothing() -> None:
-    """What does not belong together is told by rank."""
+    """The error names the rank whose part does not belong to the others."""
     with pytest.raises(SnapshotFailedError, match="differ in structure"):
         part_records.merge([part(0), replace(part(1), structure="other")])
     with pytest.raises(SnapshotFailedError, match="differ in structure"):

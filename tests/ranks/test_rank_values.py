@@ -28,7 +28,7 @@ def state_of(rank: int, large: float = 0.0) -> dict[str, Any]:
 
 
 def resumed(saved: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What rank 1, which has saved this, gets beside the values of rank 0; and what it is told."""
+    """What rank 1, which has saved this, gets beside the values of rank 0; and the names of what it lacks."""
 
     def divided(path: tuple[Any, ...]) -> bool:
         return path == ("model", "weight") or path[:2] == ("optimizer", "state")

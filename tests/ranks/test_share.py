@@ -1,4 +1,4 @@
-"""The division over ranks: complete, equal, and the same for everybody."""
+"""The division over ranks: complete, equal, and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMS = st.lists(
 
 @given(ITEMS, st.integers(1, 9))
 def test_the_slices_of_every_item_cover_it_once_and_in_order(items: list[PlacedArray], size: int) -> None:
-    """No row is written twice or by nobody, and what rank 0 has alone is rank 0's."""
+    """Exactly one rank writes each row, and rank 0 writes what it has alone."""
     for item, slices in zip(items, divide(items, size), strict=True):
         at = 0
         for one in slices:

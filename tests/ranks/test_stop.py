@@ -1,4 +1,4 @@
-"""Two ranks that are told to stop at awkward moments: all stop after the same step, and nothing hangs."""
+"""Two ranks that get stop requests at awkward moments: all stop after the same step, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_loader_workers_that_die_of_it(lives: Lives, tmp_path: Path, tmp_path_fa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_in_the_last_step(lives: Lives, tmp_path: Path) -> None:
-    """The run is complete then: its final state is saved, and who was told says so with its status."""
+    """The run is complete then: its final state is saved, and only the rank with the signal ends with its status."""
     life = lives.start(pace=0.3, epochs=1)
     life.reach(BATCHES // 3)
     os.kill(lives.pids[1], TERM)

@@ -1,4 +1,4 @@
-"""Two ranks, one of which hangs in a step when they are told to stop: what all have in memory becomes durable."""
+"""Two ranks, one of which hangs in a step when a stop request comes: what all have in memory becomes durable."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def lose_the_machine(pids: list[int]) -> None:
         one.kill()
 
 
-@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=str)
-def test_what_all_ranks_hold_is_durable_at_the_end_of_the_grace(told: list[int], lives: Lives, tmp_path: Path) -> None:
-    """Also if only one of them was told, and if that one is inside of a collective, where no handler runs."""
+@pytest.mark.parametrize("signalled", [[0], [1], [0, 1]], ids=str)
+def test_what_is_in_memory_is_durable_after_the_grace(signalled: list[int], lives: Lives, tmp_path: Path) -> None:
+    """One signalled rank is enough, also one inside of a collective, where no handler runs."""
     life = hung(lives, tmp_path)
     processes = [*lives.pids, *writers_of(lives.pids)]
     began = time.monotonic()
-    for rank in told:
+    for rank in signalled:
         os.kill(lives.pids[rank], signal.SIGTERM)
     life.until(lambda: time.monotonic() > began + GRACE_SECONDS)
     lose_the_machine(processes)

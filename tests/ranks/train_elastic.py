@@ -98,7 +98,7 @@ def main(job: dict[str, Any]) -> None:
     """Train to the end."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if job["size"] == 1:  # a process that nobody has told of others
+    if job["size"] == 1:  # a process that knows of no other rank
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             os.environ.pop(name, None)
     {"lightning": _lightning, "accelerate": _accelerate, "plain": _plain}[job["trainer"]](job)

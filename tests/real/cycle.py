@@ -1,4 +1,4 @@
-"""The whole cycle of a run: trained, killed with `kill -9`, resumed elsewhere, and equal to a run nobody killed."""
+"""The whole cycle of a run: trained, killed with `kill -9`, resumed elsewhere, and equal to a run without a kill."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_survives(
 
     Args:
         folder: for traces; must be a local one.
-        resumes_at_acknowledged: no life begins before the newest snapshot that an earlier one was told is durable.
+        resumes_at_acknowledged: no life begins before the newest snapshot that was acknowledged in an earlier one.
 
     Returns:
         The step at which each life began.

@@ -28,7 +28,7 @@ from pathlib import Path
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.local import LocalStorage
 lease = acquire(LocalStorage(Path(sys.argv[1])))
-print("held", flush=True)
+print("acquired", flush=True)
 sys.stdin.read()
 lease.check()
 lease.release()
@@ -44,12 +44,12 @@ def both() -> list[LocalStorage]:
 
 @pytest.fixture
 def holder(both: list[LocalStorage]) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lease through the first mount, until its input ends."""
+    """A process that has the lease through the first mount, until its input ends."""
     command = [sys.executable, "-c", HOLD, str(both[0].root)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    assert process.stdout.readline() == "acquired\n"
     yield process
     process.kill()
     process.wait(WAIT_SECONDS)
@@ -77,7 +77,7 @@ def test_a_lease_given_back_is_free_elsewhere(both: list[LocalStorage], holder: 
 
 
 def test_a_lease_dies_with_its_holder(both: list[LocalStorage], holder: subprocess.Popen[str]) -> None:
-    """`kill -9`: whoever waits on the other mount gets it."""
+    """After `kill -9` of the holder a process that waits on the other mount gets the lease."""
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(WAIT_SECONDS)
     with acquire(both[1], wait_seconds=WAIT_SECONDS) as lease:

@@ -97,10 +97,10 @@ def lost(root: Path, promises: list[str]) -> list[str]:
     """The promises that were broken."""
     storage = LocalStorage(root)
     ids = [info.id for info in Repository(storage).scan().snapshots]
-    told = [line.split(" ") for line in promises]
-    saved = [snapshot for word, snapshot in told if word == "saved"]
-    pinned = {snapshot for word, snapshot in told if word == "pinned"}
-    pinned -= {snapshot for word, snapshot in told if word == "unpinning"}
+    promised = [line.split(" ") for line in promises]
+    saved = [snapshot for word, snapshot in promised if word == "saved"]
+    pinned = {snapshot for word, snapshot in promised if word == "pinned"}
+    pinned -= {snapshot for word, snapshot in promised if word == "unpinning"}
     broken = [f"saved {one}" for one in saved if one not in ids and sum(other > one for other in ids) < KEEP]
     broken += [f"pinned {one}" for one in sorted(pinned) if one not in ids]
     return broken + [f"pin of {one}" for one in sorted(pinned - pins.pinned_ids(storage))]

@@ -1,4 +1,4 @@
-"""A whole run on rclone and on OpenStack Swift: saved, killed, resumed, bit for bit the run that nobody killed."""
+"""A whole run on rclone and on OpenStack Swift: saved, killed, resumed, bit for bit the run without a kill."""
 
 from __future__ import annotations
 

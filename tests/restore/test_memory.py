@@ -123,7 +123,7 @@ def test_damage_is_mended_from_the_disk(disk: Repository, memory: Memory, into: 
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_damage_that_nobody_can_mend_costs_the_snapshot(tmp_path: Path, memory: Memory, into: bool) -> None:
+def test_damage_that_no_tier_can_mend_costs_the_snapshot(tmp_path: Path, memory: Memory, into: bool) -> None:
     """The next older one is taken; the disk knows the run, and has only that."""
     disk = write(tmp_path / "run", 1)
     record = memory.texts[names.RECORD]
@@ -135,14 +135,14 @@ def test_damage_that_nobody_can_mend_costs_the_snapshot(tmp_path: Path, memory: 
 
 
 def test_a_run_that_the_tiers_do_not_know_is_left_out(tmp_path: Path, memory: Memory) -> None:
-    """The folder was made anew: it counts, and the memory of the old run does not."""
+    """The folder was made again: it counts, and the memory of the old run does not."""
     other = write(tmp_path / "other", 1)
     found = load(memory.place, other)
     assert (found.info.step, found.place, found.from_memory) == (1, other.storage.url, False)
 
 
 def test_a_tier_that_does_not_answer_does_not_cost_the_memory(memory: Memory, tmp_path: Path) -> None:
-    """Nor does a further one that is still empty meanwhile: whether they know the run cannot be told."""
+    """Neither a tier that is down nor an empty further one proves that the run is unknown: the memory serves."""
 
     class Down(LocalStorage):
         def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -161,7 +161,7 @@ def test_a_new_further_tier_does_not_cost_the_memory(disk: Repository, memory: M
     assert load(memory.place, Repository(LocalStorage(tmp_path / "empty")), disk).from_memory
 
 
-def test_a_folder_that_was_removed_starts_anew(tmp_path: Path, memory: Memory) -> None:
+def test_a_folder_that_was_removed_starts_again(tmp_path: Path, memory: Memory) -> None:
     """The memory of the run that was in it does not count, and is no place that fails to answer either."""
     assert restore.load([memory.place, Repository(LocalStorage(tmp_path / "gone"))]) is None
 
@@ -194,7 +194,7 @@ def test_ranges_are_those_of_the_file(memory: Memory) -> None:
     assert [item.name for item in storage.list(names.DATA)] == [memory.file]
 
 
-def test_nobody_writes_there(memory: Memory) -> None:
+def test_the_memory_cannot_be_written(memory: Memory) -> None:
     """Nor removes anything."""
     for change in (lambda: memory.storage.put("x", []), lambda: memory.storage.delete("x")):
         with pytest.raises(StorageError, match="not written by this process"):

@@ -73,7 +73,7 @@ def test_what_describes_a_tensor_is_stored_once(tmp_path: Path, tensors: int) ->
 
 
 def test_each_tensor_comes_back_with_a_storage_of_its_own(tmp_path: Path) -> None:
-    """What is made of one tensor, as by `torch.save`, does not hold the others; tied ones are tied again."""
+    """A file made of one tensor, as by `torch.save`, does not contain the others; tied tensors are tied again."""
     state = _state()
     state["model"]["tied"] = state["model"]["layers.7.weight"]
     _save(tmp_path / "run", state)

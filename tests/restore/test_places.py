@@ -141,7 +141,7 @@ def test_a_damaged_manifest_is_taken_from_the_other_place(run: Path) -> None:
 
 
 def test_two_halves_make_a_whole(run: Path) -> None:
-    """A truncated near copy still serves what the far one has damaged."""
+    """A truncated copy on the nearest tier still serves what is damaged on the further one."""
     newest = ids(run)[-1]
     flip(run, "far", newest, "model/a")
     near = run / "near" / names.data_name(newest)
@@ -152,7 +152,7 @@ def test_two_halves_make_a_whole(run: Path) -> None:
 
 
 def test_the_newest_of_all_places_wins(run: Path) -> None:
-    """A near place that is behind is not preferred for being near."""
+    """The newest snapshot counts, also where the nearest tier lacks it."""
     repository = where(run)[0]
     repository.forget(ids(run)[1:])
     found = loaded(run)
@@ -232,7 +232,7 @@ def test_a_place_that_does_not_answer_is_said(run: Path) -> None:
 
 
 def test_nothing_here_and_a_place_away_is_no_fresh_start(run: Path, tmp_path: Path) -> None:
-    """A run must not start anew because its far tier was away for a moment."""
+    """A run must not start from scratch because its further tier was away for a moment."""
     empty = Repository(LocalStorage(tmp_path / "new machine"))
     with pytest.raises(NoUsableSnapshotError, match="not every place answers"):
         restore.load([empty, Repository(Broken(run / "far", lists=False))])
@@ -294,7 +294,7 @@ def test_a_resume_goes_on_from_the_nearest_when_the_rest_is_late(
 def test_a_resume_does_not_wait_for_a_further_place_that_gives_no_sign(
     run: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long an answer may take: what is near will do."""
+    """The snapshot on the nearest tier serves, however long the further one may take to answer."""
     for limit in ("ANSWER_SECONDS", "LONGER_SECONDS"):
         monkeypatch.setattr(ask_tiers, limit, 100 * WAIT_SECONDS)
     monkeypatch.setattr(ask_tiers, "SILENT_SECONDS", 0.01)
@@ -323,7 +323,7 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     assert asked._silent(1.5, 2.0) == []
 
 
-def test_a_far_place_is_opened_by_whoever_asks_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_far_place_is_opened_by_the_thread_that_asks_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of an object store is slow to import. That is no silence of the store, but a listing is."""
     opened: list[str] = []
     silence: list[float] = []
@@ -405,7 +405,7 @@ def test_a_place_that_breaks_the_question_is_not_taken_for_empty(run: Path) -> N
 
 
 def test_the_place_that_served_is_in_the_headline(run: Path) -> None:
-    """Not the empty near folder."""
+    """The line names the tier that served and not the empty nearest one."""
     shutil.rmtree(run / "near")
     found = loaded(run)
     line = ReportDraft(f"file://{run / 'near'}", found).finish().line()
@@ -445,17 +445,19 @@ def test_that_a_place_is_away_is_said_once(run: Path) -> None:
         assert ckpt.loaded is not None and len(ckpt.loaded.left_out) == 1
         ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
         deadline = time.monotonic() + WAIT_SECONDS
-        while not (told := [one for one in heard if isinstance(one, TierDegraded)]):
+        while not (reported := [one for one in heard if isinstance(one, TierDegraded)]):
             assert time.monotonic() < deadline
             ckpt.engine.poll()
             time.sleep(0.005)
-        assert [(one.tier, one.known, level_of(one)) for one in told] == [(f"file://{run / 'far'}", True, logging.INFO)]
-        ckpt.engine._emit(replace(told[0], known=False))
+        assert [(one.tier, one.known, level_of(one)) for one in reported] == [
+            (f"file://{run / 'far'}", True, logging.INFO)
+        ]
+        ckpt.engine._emit(replace(reported[0], known=False))
         assert level_of(heard[-1]) == logging.WARNING
         ckpt.engine._closing = True  # the line about what is missing at the end says it
-        ckpt.engine._emit(replace(told[0], known=False))
+        ckpt.engine._emit(replace(reported[0], known=False))
         assert level_of(heard[-1]) == logging.INFO
-        ckpt.engine._emit(replace(told[0], tier=f"file://{run / 'near'}", known=False))
+        ckpt.engine._emit(replace(reported[0], tier=f"file://{run / 'near'}", known=False))
         assert level_of(heard[-1]) == logging.WARNING
         ckpt.engine._closing = False
 
@@ -497,7 +499,7 @@ def test_the_run_goes_on_when_the_near_folder_is_gone(run: Path) -> None:
 
 
 def test_a_tier_that_must_not_fail_stops_training(tmp_path: Path) -> None:
-    """`on_failure: fail` raises at a later step, once; the snapshot is durable near all the same."""
+    """`on_failure: fail` raises at a later step, once; the snapshot is durable on the nearest tier all the same."""
     (tmp_path / "far").write_text("not a folder")
     tiers = [str(tmp_path / "near"), {"url": str(tmp_path / "far"), "on_failure": "fail"}]
     degraded = threading.Event()
@@ -538,7 +540,7 @@ def test_a_snapshot_without_its_optimizer_does_not_resume_a_run(tmp_path: Path) 
 
 
 def test_a_whole_copy_comes_before_a_slimmed_one(tmp_path: Path) -> None:
-    """Near has lost a component of a step that far still has whole: far serves it."""
+    """The nearest tier has lost a component of a snapshot that the further one still has whole: that one serves."""
     keep = {"last": 2, "components": {"extra": {"last": 1}}}
     tiers = [str(tmp_path / "near"), {"url": str(tmp_path / "far"), "keep": {"last": 9}}]
     states = {step: {**state(step), "extra": torch.full((1000,), step)} for step in (1, 2)}

@@ -29,7 +29,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever had to wait for the lease would be refused at once."""
+    """A test that would have to wait for the lease fails at once."""
     monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.0)
 
 
@@ -129,7 +129,7 @@ def test_the_older_of_two_says_so_at_its_next_call(tmp_path: Path, call: Callabl
     assert [one.step for one in newer.snapshots()] == [1, 2, 3]
 
 
-def test_a_reader_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_reader_disturbs_no_writer(tmp_path: Path) -> None:
     """Who only loads and lists takes nothing over."""
     with Checkpointer(tmp_path, writer="thread", keep={"last": 9}) as ckpt:
         for step in (1, 2, 3):
@@ -171,7 +171,7 @@ def test_an_older_one_in_use_by_another_thread_gives_way_at_its_next_call(
     """Nothing is closed under the hands of a thread that may be in the middle of `save`."""
     monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", WAIT_SECONDS)
     older, began, wanted = Checkpointer(tmp_path, writer="thread"), threading.Event(), threading.Event()
-    told: list[BaseException] = []
+    refused: list[BaseException] = []
 
     def use() -> None:
         older.save(state(1), step=1)
@@ -180,7 +180,7 @@ def test_an_older_one_in_use_by_another_thread_gives_way_at_its_next_call(
         try:
             older.save(state(2), step=2)
         except ClosedError as err:
-            told.append(err)
+            refused.append(err)
 
     user = threading.Thread(target=use)
     user.start()
@@ -190,7 +190,7 @@ def test_an_older_one_in_use_by_another_thread_gives_way_at_its_next_call(
     with Checkpointer(tmp_path, writer="thread") as newer:
         newer.save(state(3), step=3).wait(WAIT_SECONDS)
     user.join(WAIT_SECONDS)
-    assert len(told) == 1
+    assert len(refused) == 1
     assert [one.step for one in newer.snapshots()] == [1, 3]
 
 

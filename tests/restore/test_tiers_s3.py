@@ -117,7 +117,7 @@ def test_encoded_copies_on_s3_are_enough_to_resume(far: dict[str, Any], tmp_path
 
 @pytest.mark.slow
 def test_a_network_that_is_cut_costs_training_nothing(far: dict[str, Any], wire: Wire, tmp_path: Path) -> None:  # noqa: F811
-    """Snapshots stay durable near meanwhile; afterwards the newest is on S3."""
+    """Snapshots become durable on the local disk meanwhile; afterwards the newest is on S3."""
     heard = Heard()
     with Checkpointer(tiers=[str(tmp_path / "near"), far], keep={"last": 2}) as ckpt:
         ckpt.engine.events = heard

@@ -143,10 +143,10 @@ class Killable:
 
 
 def free_port() -> int:
-    """A port nobody listens on, and that the system gives to nobody by itself.
+    """A port without a listener, which the system gives to no process by itself.
 
-    One of those that it hands out may be the other end of any connection by the time a server asks for it; and who
-    connects to it while nobody listens there may get itself.
+    A port that the system hands out may be the other end of any connection by the time a server asks for it; and a
+    client that connects to it while no server listens there may connect to itself.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [*range(_LOWEST_PORT, low), *range(high + 1, 1 << 16)] or range(_LOWEST_PORT, 1 << 16)

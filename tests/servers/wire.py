@@ -9,7 +9,7 @@ Actions on a request that a rule matches:
 | action | what happens |
 | --- | --- |
 | `503`, `500` | the server is not asked; the client gets SlowDown or InternalError |
-| `lost` | the server is asked, its answer is thrown away, the connection reset: it happened and nobody knows |
+| `lost` | the server is asked and acts, its answer is thrown away, the connection reset |
 | `refuse` | reset before the server is asked |
 | `midbody` | reset after half of the request's body went to the server |
 | `truncate` | half of the answer's body, then the connection is closed |
@@ -66,7 +66,7 @@ class Wire:
     """A proxy in a thread of its own.
 
     `log` has (method, path, action) of each request. `answers` has method, path and bytes of each answer that is passed
-    on, counted before they are sent: whoever has got all of them finds them there.
+    on, counted before they are sent: a client that has got all of them finds them there.
     """
 
     def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
@@ -207,7 +207,7 @@ class Wire:
                 if not await self._pass(method, action, request, (reader, writer), server):
                     return
         except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
-            return  # nobody awaits this task, not even the one that cancels it
+            return  # no task awaits this one, not even the one that cancels it
         finally:
             for one in (writer, *up):
                 self._writers.discard(one)

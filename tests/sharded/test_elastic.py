@@ -24,8 +24,8 @@ def launcher() -> Iterator[Launcher]:
 def generations(lives: Lives, layouts: Sequence[tuple[int, str, int]]) -> None:
     """Lives of (ranks, layout, ranks that share a model), each killed after some steps but the last.
 
-    Whoever resumes has bitwise the weights and the optimizer state that were saved; each sample comes once; the ranks
-    that share a model go on with the same samples and draws.
+    A life that resumes has bitwise the weights and the optimizer state that were saved; each sample comes once; the
+    ranks that share a model go on with the same samples and draws.
     """
     *killed, (size, layout, team) = layouts
     for number, (before, kind, together) in enumerate(killed):

@@ -38,7 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_their_step(case: str, found: list[dict[str, Any]]) -> None:
-    """Whatever one rank has that others have not, and all are told the same."""
+    """Gradients are those of their step although the ranks differ, and all ranks give the same reason."""
     for rank in found:
         assert rank[case]["why"] == CASES[case]
         assert rank[case]["later"] is (case == "one unwrapped")

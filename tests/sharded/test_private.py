@@ -182,7 +182,7 @@ def test_a_unit_without_a_step_has_no_states() -> None:
 
 @pytest.mark.parametrize("name", distributed_models.DDP_PRIVATE)
 def test_ddp_has_it(name: str) -> None:
-    """What tells and sets the order of sums; and the key under which it is told."""
+    """DDP has the names that get and set the order of sums, and a wrapped model has no order yet."""
     owner, _, attribute = name.partition(".")
     wrapped: Any = DistributedDataParallel(nn.Linear(4, 3))
     assert hasattr({"DistributedDataParallel": wrapped, "ProcessGroup": wrapped.process_group}[owner], attribute)

@@ -1,4 +1,4 @@
-"""Strategies whose state nobody else can read are refused before anything starts, with a way out."""
+"""Strategies whose state no other strategy can read are refused before anything starts, with a way out."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_every_rank_writes_the_same_number_of_bytes(tmp_path: Path, layout: str)
     ("shape", "is_partial"), [((5000, 1000), True), ((2, 5_000_000), True), ((3, 2, 1_500_000), False)]
 )
 def test_only_what_overlaps_is_read_of_large_pieces(tmp_path: Path, shape: tuple[int, ...], is_partial: bool) -> None:
-    """Of a piece that is hardly needed nothing but a run is read, and that is told; others are read whole."""
+    """Of a piece that is hardly needed only a run of bytes is read, counted as unverified; others are read whole."""
     whole = torch.arange(prod(shape), dtype=torch.float32).view(shape)
     with Checkpointer(tmp_path, writer="thread") as alone:
         alone.save({"w": whole}, step=1).wait(60)
@@ -209,7 +209,7 @@ def test_a_mesh_of_one_rank_needs_no_ranks(tmp_path: Path) -> None:
     assert torch.equal(state["w"], whole)
 
 
-def test_a_state_whose_layout_changes_is_planned_anew(tmp_path: Path) -> None:
+def test_a_state_whose_layout_changes_is_planned_again(tmp_path: Path) -> None:
     """The same local tensors with other placements are other arrays."""
     ranks = open_ranks(tmp_path, 1)[0].engine._pipeline._planner
     here = torch.zeros(4, 4)

@@ -137,7 +137,7 @@ class FakeDevices:
             self.pump(1)
         with self._lock:
             if not self._moved.wait_for(lambda: event.happened, WAIT_SECONDS):
-                raise AssertionError("nobody pumps")
+                raise AssertionError("no thread pumps")
 
     @contextmanager
     def copies(self, stream: Stream) -> Iterator[Copy]:

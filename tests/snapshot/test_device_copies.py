@@ -236,7 +236,7 @@ def test_the_device_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < nbytes <= max(BUFFER, longest) + 64 for nbytes in devices.allocated.values())
 
 
-def test_the_writer_is_told_when_the_copies_have_landed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_gets_the_job_when_the_copies_have_landed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """`begin` and `fence` return at once, with nothing in the arena yet."""
     devices = FakeDevices()
     training = Training(devices, monkeypatch)
@@ -273,7 +273,7 @@ def test_a_tensor_that_training_lets_go_of_stays_until_it_is_copied(monkeypatch:
 
 
 def test_a_refused_copy_fails_the_snapshot_and_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is told once everything that was queued is over, because that still writes into the slot."""
+    """The error is reported once all queued copies are over, because they still write into the slot."""
     devices = FakeDevices()
     training = Training(devices, monkeypatch)
     capture = training.planner.capture(training.state, lazily)
@@ -321,7 +321,7 @@ def test_step_counts_on_the_host_do_not_cut_up_what_crosses_together(monkeypatch
 
 
 def test_slots_for_devices_are_page_locked_in_pieces_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One long call would hold up every process on the machine that uses a GPU."""
+    """One long call would stop every process on the machine that uses a GPU."""
     devices = FakeDevices()
     on_devices(devices, monkeypatch)
     on_host = Planner(Flattener()).capture({"a": torch.zeros(4000)}).plan
@@ -338,7 +338,7 @@ def test_slots_for_devices_are_page_locked_in_pieces_and_given_back(monkeypatch:
 
 
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All or nothing: half of a slot helps nobody."""
+    """A slot is page-locked as a whole or not at all: half of it would be of no use."""
     devices = FakeDevices(lockable=2)
     on_devices(devices, monkeypatch)
     plan_ = Planner(Flattener()).capture({"a": devices.put(torch.zeros(4000))}).plan
@@ -390,7 +390,7 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
 def test_the_next_snapshot_waits_until_the_one_before_has_landed(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is told of them in order, and of what they refer to in between."""
+    """The writer gets the snapshots in their order, and what they refer to in between."""
     devices = FakeDevices()
     on_devices(devices, monkeypatch)
     state = {"lazy": {"w": devices.put(torch.rand(500))}}
@@ -434,9 +434,7 @@ def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkey
     assert not devices.registered
 
 
-def test_the_user_is_told_once_that_memory_cannot_be_page_locked(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_notice_says_that_memory_cannot_be_page_locked(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots go on, slower."""
     devices = FakeDevices(lockable=0)
     on_devices(devices, monkeypatch)
@@ -445,5 +443,5 @@ def test_the_user_is_told_once_that_memory_cannot_be_page_locked(
         ckpt.engine.events = type("Sink", (), {"emit": staticmethod(events.append)})()
         for step in (1, 2):
             ckpt.save({"w": devices.put(torch.rand(50))}, step=step).wait(30.0)
-    told = [event.message for event in events if isinstance(event, Notice)]
-    assert len(told) == 1 and "cannot be page-locked (out of memory)" in told[0]
+    messages = [event.message for event in events if isinstance(event, Notice)]
+    assert len(messages) == 1 and "cannot be page-locked (out of memory)" in messages[0]

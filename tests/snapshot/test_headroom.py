@@ -84,7 +84,7 @@ def test_version_1_and_hybrid_systems(host: Host) -> None:
     assert found.nbytes == 3 * GB
 
 
-def test_a_container_that_is_told_the_path_on_the_host(host: Host) -> None:
+def test_a_container_that_sees_the_path_on_the_host(host: Host) -> None:
     """Without a namespace of its own it sees its group at the root of the mount."""
     host.membership.write_text("4:memory:/docker/0123\n0::/docker/0123\n")
     host.group_v1("", 2 * GB, GB)
@@ -139,11 +139,11 @@ def test_the_warning_says_needed_available_and_what_to_do() -> None:
 
 
 @given(st.integers(1, 10**12), st.integers(1, 8), st.booleans(), st.integers(0, 10**13), st.integers(0, 10**12))
-def test_the_plan_has_room_or_is_the_least(nbytes: int, slots: int, memory: bool, room: int, held: int) -> None:
+def test_the_plan_has_room_or_is_the_least(nbytes: int, slots: int, memory: bool, room: int, occupied: int) -> None:
     """Never more slots than wanted or than there is room for, never none, and a memory tier only with two."""
-    fit = plan_arena(nbytes, slots, memory=memory, room=MemoryLimit(room, "x"), held_bytes=held)
+    fit = plan_arena(nbytes, slots, memory=memory, room=MemoryLimit(room, "x"), held_bytes=occupied)
     assert 1 <= fit.slots <= slots
-    assert fit.slots == 1 or fit.slots * nbytes <= room * (1.0 - RESERVE) + held + 1
+    assert fit.slots == 1 or fit.slots * nbytes <= room * (1.0 - RESERVE) + occupied + 1
     assert not fit.memory or memory
     assert fit.slots == slots or not fit.memory or fit.slots >= 2
     assert (fit.warning is None) == (fit == Fit(slots, memory))

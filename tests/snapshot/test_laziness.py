@@ -39,6 +39,6 @@ def test_training_on_an_accelerator_leaves_the_cores_free() -> None:
 
 
 def test_a_user_can_choose() -> None:
-    """`on` and `off` hold whatever the machine has."""
+    """`on` and `off` count whatever the machine has."""
     assert copies_lazily("on", CPU)
     assert not copies_lazily("off", GPU)

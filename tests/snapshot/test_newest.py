@@ -269,8 +269,8 @@ def test_a_snapshot_in_memory_is_done_when_the_message_is_with_the_kernel() -> N
     arena.pipeline.close(PATIENCE_SECONDS)
 
 
-def test_a_writer_that_dies_before_it_was_told_leaves_no_snapshot_in_memory() -> None:
-    """The handle fails instead of promising what nobody has."""
+def test_a_writer_that_dies_before_it_knows_leaves_no_snapshot_in_memory() -> None:
+    """The handle fails instead of promising a snapshot that no process has."""
     arena = Arena()
     arena.pipeline.start()
     arena.writer.delayed = True
@@ -281,17 +281,17 @@ def test_a_writer_that_dies_before_it_was_told_leaves_no_snapshot_in_memory() ->
     arena.pipeline.close(PATIENCE_SECONDS)
 
 
-def test_what_a_lost_writer_was_told_is_not_taken_for_what_the_next_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lost_writer_knew_is_not_taken_for_what_the_next_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that has sent a snapshot may be late to say so: the writer has died meanwhile, and that was noticed."""
     arena = Arena()
     arena.pipeline.start()
     newest = arena.pipeline._newest
     tell = newest.tell
 
-    def late(*told: Any) -> None:
+    def late(*sent: Any) -> None:
         arena.writer.die()
         arena.pipeline.poll()
-        tell(*told)
+        tell(*sent)
 
     with monkeypatch.context() as patch:
         patch.setattr(newest, "tell", late)
@@ -351,15 +351,15 @@ def test_training_does_not_wait_for_the_writer_that_takes_the_place_of_a_lost_on
     arena.save(durable=True)
     arena.lease = threading.Event()
     arena.writer.die()
-    durable, _, held = arena.save(durable=True), arena.save(), arena.save()
-    assert durable.skipped is held.skipped is None
-    assert len(arena.writers) == 1 and not durable.done() and not held.done()
-    assert arena.save().skipped, "the arena is full, and nobody waits for it"
+    durable, _, kept = arena.save(durable=True), arena.save(), arena.save()
+    assert durable.skipped is kept.skipped is None
+    assert len(arena.writers) == 1 and not durable.done() and not kept.done()
+    assert arena.save().skipped, "the arena is full, and training does not wait for it"
     arena.arrive()
     assert len(arena.writers) == 2
     assert [job.step for job, _ in arena.writer.open] == [durable.step]
-    assert arena.writer.newest is not None and arena.writer.newest[0].step == held.step
-    assert held.wait(PATIENCE_SECONDS) == ""
+    assert arena.writer.newest is not None and arena.writer.newest[0].step == kept.step
+    assert kept.wait(PATIENCE_SECONDS) == ""
     arena.writer.finish()
     assert durable.wait(PATIENCE_SECONDS)
     assert not arena.save().skipped
@@ -435,7 +435,7 @@ def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int
 
 
 def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease may be held by a rescue for long: snapshots are skipped, and `drain` waits."""
+    """A rescue may keep the lease for long: snapshots are skipped, and `drain` waits."""
     monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
     arena = Arena()
     arena.lease = threading.Event()

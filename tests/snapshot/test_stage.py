@@ -340,7 +340,7 @@ def test_a_snapshot_that_is_due_does_not_wait_until_cores_are_idle(monkeypatch: 
     slots.close()
 
 
-def test_a_warm_up_for_a_state_that_has_grown_starts_anew() -> None:
+def test_a_warm_up_for_a_state_that_has_grown_starts_again() -> None:
     """Optimizers have no state before their first step."""
     small, large = (Planner(Flattener()).capture({"a": torch.zeros(count)}).plan for count in (8_000_000, 24_000_000))
     slots = Slots(2)

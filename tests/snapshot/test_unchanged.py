@@ -32,7 +32,7 @@ def small() -> Iterator[None]:
 
 
 class Trainer:
-    """Stages into `slots` slots in turn, with nobody who helps: what is behind training waits for `finish`."""
+    """Stages into `slots` slots in turn, without a helper: copies behind training wait for `finish`."""
 
     def __init__(self, slots: int = 1) -> None:
         self._planner = Planner(Flattener())
@@ -125,7 +125,7 @@ def test_a_change_that_torch_counts_is_simply_copied() -> None:
     assert error is None and hinted(claims) == {"v"}
 
 
-def test_a_change_that_nobody_noticed_fails_one_snapshot_and_names_the_tensor() -> None:
+def test_an_unnoticed_change_fails_one_snapshot_and_names_the_tensor() -> None:
     """The bytes of the instant are not known then; from the next snapshot on it is copied."""
     trainer, state = Trainer(), frozen()
     prove(trainer, state)
@@ -137,7 +137,7 @@ def test_a_change_that_nobody_noticed_fails_one_snapshot_and_names_the_tensor() 
         assert error is None and "w" not in hinted(claims)
 
 
-def test_a_change_of_a_whole_tensor_that_nobody_counted_is_seen_at_a_glance() -> None:
+def test_an_uncounted_change_of_a_whole_tensor_is_seen_at_a_glance() -> None:
     """The ends of what is hinted are compared before training goes on: then it is copied, and nothing fails."""
     trainer, state = Trainer(), frozen()
     prove(trainer, state)
@@ -163,7 +163,7 @@ def test_a_loop_that_goes_on_at_once_gets_the_bytes_of_the_instant() -> None:
 
 
 def test_other_memory_at_the_same_address_is_other_memory() -> None:
-    """A tensor made anew for each snapshot may come to lie where the one before did."""
+    """A tensor made for each snapshot may come to lie where the one before did, and is copied all the same."""
     trainer = Trainer()
     for value in range(6):
         claims, error = trainer.stage({"w": torch.full((COUNT,), float(value))})

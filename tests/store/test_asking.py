@@ -1,4 +1,4 @@
-"""Where nobody listens is known at once by those who ask several places, or ask again by themselves."""
+"""A request that several places get, or that is repeated later, fails at once where no server listens."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_a_closed_port_is_an_answer() -> None:
         storage.put("a", [memoryview(b"a")])
 
 
-def test_a_library_that_finds_nobody_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_finds_no_server_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for all stores that fsspec reaches."""
-    storage = open_storage("memory://nobody/run", FOR_EVER)
+    storage = open_storage("memory://refusing/run", FOR_EVER)
 
     def refuse(*_: object) -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -66,7 +66,7 @@ def test_a_library_that_loses_its_connection_is_asked_again(base: str, monkeypat
         (TimeoutError(), False),
     ],
 )
-def test_only_nobody_is_hopeless_and_only_for_those_who_ask(error: OSError, hopeless: bool) -> None:
+def test_only_a_missing_server_is_hopeless_and_only_while_asking(error: OSError, hopeless: bool) -> None:
     """A server that is busy, or whose network is, is tried again by all; however libraries wrap the error."""
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error

@@ -122,14 +122,14 @@ def listed(*cards: repository.Card) -> dict[str, ObjectInfo]:
     return {one.info.id: one.manifest for one in cards}
 
 
-def test_a_catalog_says_what_it_was_told() -> None:
+def test_a_catalog_says_what_it_was_given() -> None:
     """Also of metrics that JSON has no numbers for."""
     cards = [card(seq=1, metrics={"loss": math.inf}), card(seq=2, epoch=None)]
     assert repository.decode(repository.encode(RUN, cards), RUN, listed(*cards)) == cards
 
 
 def test_an_entry_counts_only_for_the_very_object() -> None:
-    """Another size, another version, a version that is not told, and a name that is not listed: read it yourself."""
+    """An entry is left out if the listing has another size, another or no version, or lacks the name."""
     one = card()
     text = repository.encode(RUN, [one])
     assert repository.decode(text, RUN, {one.info.id: ObjectInfo("x", 7, "v1")})
@@ -173,7 +173,7 @@ def test_a_damaged_catalog_costs_time_only(tmp_path: Path, text: bytes) -> None:
     assert (tmp_path / names.CATALOG).stat().st_size > 10_000
 
 
-def test_a_manifest_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+def test_a_manifest_that_was_written_again_is_read_again(tmp_path: Path) -> None:
     """Damage with the same name and size shows in a listing although the catalog has the snapshot."""
     storage = LocalStorage(tmp_path)
     made = fill(storage, 120)

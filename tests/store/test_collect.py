@@ -26,8 +26,8 @@ def repository(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def lease(repository: Repository) -> Iterator[Lease]:
-    with acquire(repository.storage) as held:
-        yield held
+    with acquire(repository.storage) as taken:
+        yield taken
 
 
 def _names(*snapshots: str) -> set[str]:
@@ -45,7 +45,7 @@ def _orphan(repository: Repository, seq: int) -> str:
 
 
 def test_pruning_forgets_and_frees(repository: Repository, lease: Lease, tmp_path: Path) -> None:
-    """What retention does not keep is gone with its data; the numbers are told."""
+    """Snapshots that retention does not keep are gone with their data; the result says how many bytes."""
     ids = [save(repository, step) for step in range(4)]
     done = prune(repository, lease, KeepLast(2))
     assert done.plan.remove == tuple(ids[:2])
@@ -107,7 +107,7 @@ def test_foreign_files_stay(repository: Repository, lease: Lease, tmp_path: Path
 def test_a_damaged_manifest_keeps_its_own_data_and_what_it_may_share(
     repository: Repository, lease: Lease, tmp_path: Path
 ) -> None:
-    """What an unreadable manifest refers to is unknown: nothing as old or older is collected, and that is told."""
+    """What an unreadable manifest refers to is unknown: nothing as old or older is collected, and this is said."""
     first = save(repository, 1)
     middle = save(repository, 2, shared=[names.data_name(first)])
     last = save(repository, 3)
@@ -190,18 +190,18 @@ def test_pins_and_the_best_stay_with_their_reasons(repository: Repository, lease
 
 
 def test_a_lost_lease_stops_every_deletion(repository: Repository, tmp_path: Path) -> None:
-    """Without proof that nobody else writes, nothing is removed."""
+    """Without proof that no other process writes, nothing is removed."""
     ids = [save(repository, step) for step in range(3)]
     _orphan(repository, 9)
-    held = acquire(repository.storage)
+    taken = acquire(repository.storage)
     (tmp_path / "lease.json").unlink()
     before = files(tmp_path)
-    for use in (lambda: prune(repository, held, KeepLast(1)), lambda: collect(repository, held)):
+    for use in (lambda: prune(repository, taken, KeepLast(1)), lambda: collect(repository, taken)):
         with pytest.raises(LeaseHeldError):
             use()
     assert files(tmp_path) == before
     assert [one.id for one in repository.list()] == ids
-    held.release()
+    taken.release()
 
 
 def test_a_collection_that_fails_midway_is_continued_by_the_next(

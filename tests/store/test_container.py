@@ -1,4 +1,4 @@
-"""Containers are valid safetensors files, and damaged ones are told from whole ones."""
+"""Containers are valid safetensors files, and every damage of a container is found."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_container_without_arrays_is_valid() -> None:
         [("a", "F3", (1,), 4)],
     ],
 )
-def test_a_header_nobody_could_read_is_not_made(entries: list[tuple[str, str, tuple[int, ...], int]]) -> None:
+def test_a_header_no_reader_accepts_is_not_made(entries: list[tuple[str, str, tuple[int, ...], int]]) -> None:
     """Names used twice or reserved, sizes that do not fit and unknown codes are refused."""
     with pytest.raises(ValueError, match="array"):
         build_header(entries)
@@ -134,7 +134,7 @@ def test_a_truncated_header_is_corrupt(keep: int) -> None:
 
 @pytest.mark.parametrize("data", [b"PK\x03\x04" + bytes(100), b"\x80\x02}q\x00X" + b"m" * 90, bytes(64)])
 def test_another_kind_of_file_is_foreign(data: bytes) -> None:
-    """A zip (torch.save), a pickle or zeros are told from a damaged container."""
+    """A zip (torch.save), a pickle and zeros are foreign files and not damaged containers."""
     with pytest.raises(ForeignError):
         parse_header(data)
 

@@ -1,4 +1,4 @@
-"""One process at a time writes a run; whoever is refused learns who it is; the dead hold nothing."""
+"""One process at a time writes a run; a second one learns who it is; a dead process has no lease."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import sys
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.local import LocalStorage
 lease = acquire(LocalStorage(sys.argv[1]))
-print("held", flush=True)
+print("acquired", flush=True)
 {after}
 sys.stdin.read()
 """
@@ -58,7 +58,7 @@ def _holder(root: Path, after: str = "") -> subprocess.Popen[str]:
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    assert process.stdout.readline() == "acquired\n"
     return process
 
 
@@ -113,7 +113,7 @@ if os.fork() == 0:
 
 
 def test_a_forked_child_does_not_take_the_lease_away_either(tmp_path: Path) -> None:
-    """The child's end leaves its parent's lease held."""
+    """The end of the child does not release its parent's lease."""
     after = """
 import os
 if os.fork() == 0:
@@ -130,7 +130,7 @@ print("child gone", flush=True)
 
 
 def test_a_started_program_does_not_inherit_the_lease(tmp_path: Path) -> None:
-    """A child program that outlives its parent does not hold the lease."""
+    """A child program that outlives its parent does not keep the lease."""
     after = """
 import subprocess
 child = subprocess.Popen(["sleep", "300"], close_fds=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -188,7 +188,7 @@ def test_a_lease_given_back_while_waiting_is_taken(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_released_lease_names_nobody_and_proves_nothing(tmp_path: Path) -> None:
+def test_a_released_lease_names_no_process_and_proves_nothing(tmp_path: Path) -> None:
     """After release the file is empty, `check` fails, a second release is fine."""
     storage = LocalStorage(tmp_path)
     lease = acquire(storage, LeaseHolder(1, "host", 0.0, "train.py"))
@@ -213,8 +213,8 @@ def test_a_lease_whose_file_was_removed_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 40, b'{"pid": 1', b"[]", b'{"pid": 1, "extra": 2}', b"\xff\xfe"])
-def test_a_torn_lease_file_stops_nobody(tmp_path: Path, content: bytes) -> None:
-    """After a power loss the file may hold anything: it counts only while it is locked."""
+def test_a_torn_lease_file_stops_no_writer(tmp_path: Path, content: bytes) -> None:
+    """After a power loss the file may contain anything: it counts only while it is locked."""
     (tmp_path / "lease.json").write_bytes(content)
     assert read_holder(LocalStorage(tmp_path)) is None
     holder = LeaseHolder.current()

@@ -62,7 +62,7 @@ class Cell:
 
 
 class Clock:
-    """Time that passes in `pause` only; whoever is in `meanwhile` acts then."""
+    """Time that passes in `pause` only, which calls `meanwhile`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -176,7 +176,7 @@ def test_of_two_takers_at_once_one_gets_it(clock: Clock, conditional: bool) -> N
 
 
 def test_a_write_between_our_look_and_our_write_wins(clock: Clock) -> None:
-    """With conditional writes nobody is overwritten."""
+    """A conditional write does not overwrite what another process wrote after our look."""
     cell = Cell()
     read = cell.read
 
@@ -318,7 +318,7 @@ class Settled:
 
 
 def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: LeaseSlot) -> None:
-    """Threads stand for machines; nobody ever holds it beside another."""
+    """Threads stand for machines; two never have the lease at once."""
     settled = Settled(slot)
     timing = Timing(ttl_seconds=60.0, pause=settled.pause)
     holding: list[int] = []
@@ -353,18 +353,18 @@ import json, sys
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.open import open_storage
 acquire(open_storage(sys.argv[1], json.loads(sys.argv[2])))
-print("held", flush=True)
+print("acquired", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
 def other(moto: S3Server, bucket: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lease of the bucket's run."""
+    """Another process that has the lease of the bucket's run."""
     command = [sys.executable, "-c", _HOLD, f"s3://{bucket}/run", json.dumps(moto.options())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+        assert process.stdout.readline() == "acquired\n"
         yield process
         process.kill()
 
@@ -409,7 +409,7 @@ def test_a_lease_survives_a_bad_network(moto: S3Server, bucket: str, wire: Wire)
 def test_a_folder_whose_locks_others_do_not_see_gets_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sshfs, CIFS and the like: a lock there would keep out nobody but this machine."""
+    """On sshfs, CIFS and the like a lock would keep out only processes of this machine."""
     monkeypatch.setattr("ckpt_engine.store.lease.locks_are_shared", lambda _: False)
     storage = LocalStorage(tmp_path)
     with acquire(storage, pause=lambda _: None) as lease:

@@ -125,7 +125,7 @@ def test_a_line_survives_manifest_and_catalog() -> None:
     assert "line" not in json.loads(json.dumps(manifest_codec.info_to_json(info())))
 
 
-def test_branches_are_told_apart() -> None:
+def test_branches_are_distinguished() -> None:
     """The branch of the newest snapshot is first; what two branches share belongs to none alone."""
     trunk = of(Line(), 1)
     one = [of(Line("b" * 16, (("", 1),)), 2), of(Line("b" * 16, (("", 1),)), 4)]

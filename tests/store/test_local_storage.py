@@ -364,7 +364,7 @@ def test_foreign_hidden_files_are_never_swept(tmp_path: Path) -> None:
 
 
 def test_a_folder_made_by_a_process_that_died_is_synced_before_use(tmp_path: Path) -> None:
-    """A folder that is there may not be durable yet: its name is synced once by whoever uses it first."""
+    """A folder that is there may not be durable yet: its first use syncs its name, once."""
     (tmp_path / "root" / "data").mkdir(parents=True)
     disk = _CountingDisk()
     storage = LocalStorage(tmp_path / "root", disk=disk)
@@ -414,7 +414,7 @@ def test_a_path_that_is_a_file_is_said_to_be_one(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_lost_and_found_is_nobodys_business(tmp_path: Path) -> None:
+def test_lost_and_found_is_ignored(tmp_path: Path) -> None:
     """The root of a mounted disk counts as empty."""
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "lost+found" / "#123").write_text("x")

@@ -187,7 +187,7 @@ def test_an_interrupted_rename_is_swept_when_it_is_old(monkeypatch: pytest.Monke
     assert storage._fs.find(storage._root) == []
 
 
-def test_nobody_serves_some_urls() -> None:
+def test_some_urls_have_no_storage() -> None:
     """Said without a traceback of fsspec."""
     for url in ("nonsense://x/y", "s3://", "s3://b/../x", "s3://b/x?versions"):
         with pytest.raises(StorageError, match="→"):

@@ -1,4 +1,4 @@
-"""A bad network before an object store: nothing acknowledged is lost, nothing half is seen, nobody waits for ever."""
+"""A bad network before an object store: nothing acknowledged is lost, nothing half is seen, and every wait ends."""
 
 # ruff: noqa: F811 - fixtures are imported
 
@@ -176,7 +176,7 @@ def test_a_channel_that_always_damages_stores_nothing(through: Open, direct: S3S
 
 
 @pytest.mark.parametrize("looks", [4, SLOW(40)])
-def test_flipped_bytes_in_answers_mislead_nobody(
+def test_flipped_bytes_in_answers_mislead_no_reader(
     moto: S3Server,
     through: Open,
     direct: S3Storage,
@@ -257,7 +257,7 @@ def test_an_upload_that_was_given_up_is_continued(
 
 
 def test_parts_of_other_bytes_are_not_reused(through: Open, direct: S3Storage, moto: S3Server, bucket: str) -> None:
-    """An unfinished upload of the same name may hold anything."""
+    """An unfinished upload of the same name may contain anything."""
     client, key = moto.client(), f"run/{DATA}"
     upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
     client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=bytes(5 * MIB))

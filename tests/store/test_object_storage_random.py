@@ -22,7 +22,7 @@ WAIT_SECONDS = 60.0
 
 @pytest.fixture
 def dying() -> Iterator[tuple[str, list[int]]]:
-    """A server that resets whoever comes; also its count of them."""
+    """A server that resets every connection, and the list that counts them."""
     met: list[int] = []
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -49,11 +49,11 @@ class _Echo(BaseHTTPRequestHandler):
         if self.way == "stall":
             self.server.ended.wait(WAIT_SECONDS)  # type: ignore[attr-defined]
             return
-        told = f"{KEY} {SECRET} {TOKEN} {self.headers.get('Authorization', '')}".replace("&", "")
-        body = f"<Error><Code>Weird{KEY}</Code><Message>you are {told}</Message></Error>".encode()
+        secrets = f"{KEY} {SECRET} {TOKEN} {self.headers.get('Authorization', '')}".replace("&", "")
+        body = f"<Error><Code>Weird{KEY}</Code><Message>you are {secrets}</Message></Error>".encode()
         self.send_response(200 if self.way == "garbage" else int(self.way), "x")
         if self.way == "garbage":
-            body = f"<{told}".encode()
+            body = f"<{secrets}".encode()
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
@@ -170,7 +170,7 @@ def test_no_url_with_a_password_is_shown() -> None:
 
 
 def test_no_error_of_another_library_shows_a_secret(az: dict[str, Any]) -> None:
-    """Their errors quote URLs, signed ones among them: only the kind is told then."""
+    """Errors of other libraries quote URLs, signed ones among them: our error says only their kind."""
     storage = FsspecStorage("az://container/run", {**az, "account_key": SECRET, "retry_seconds": 0.0})
     for text in (
         f"bad key {SECRET}",
@@ -266,9 +266,9 @@ def test_no_trace_of_a_run_shows_a_secret(
     shown = capfd.readouterr()
     check(f"{shown.out} {shown.err} {caplog.text} {sink.seen!r}")
     for form in ((), ("--json",)):
-        told = ckpt("status", *form, tmp_path / "run")
-        assert "s3://bucket/run" in told.out
-        check(told.out + told.err)
+        shown = ckpt("status", *form, tmp_path / "run")
+        assert "s3://bucket/run" in shown.out
+        check(shown.out + shown.err)
     assert "s3://bucket/run" in caplog.text
     (away,) = [event for event in sink.seen if isinstance(event, TierDegraded)]
     assert "403" in away.message

@@ -40,7 +40,7 @@ def test_a_relative_path_is_resolved_when_opened(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("url", ["s3://", "gs://b", "file://server/share", "file:///a?b", "", "file://a"])
-def test_a_url_nobody_serves_is_refused_with_what_is_possible(url: str) -> None:
+def test_a_url_without_a_storage_is_refused_with_what_is_possible(url: str) -> None:
     """The message names the URL and what to write instead."""
     with pytest.raises(StorageError, match="→"):
         open_storage(url)
@@ -54,7 +54,7 @@ def test_s3_urls_open_s3_storage(url: str) -> None:
     assert storage.url in ("s3://bucket/run", "s3a://bucket/run")
 
 
-def test_options_that_nobody_reads_are_refused() -> None:
+def test_options_that_no_storage_reads_are_refused() -> None:
     """A misspelt or misplaced option is not ignored."""
     with pytest.raises(StorageError, match="endpoint_url"):
         open_storage("/a", {"endpoint_url": "http://x"})

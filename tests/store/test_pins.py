@@ -1,4 +1,4 @@
-"""A pinned snapshot stays, whoever prunes, whenever it was pinned."""
+"""A pinned snapshot stays, whichever process prunes, whenever it was pinned."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def repository(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def lease(repository: Repository) -> Iterator[Lease]:
-    with acquire(repository.storage) as held:
-        yield held
+    with acquire(repository.storage) as taken:
+        yield taken
 
 
 def test_a_pinned_snapshot_stays_with_its_reason(repository: Repository, lease: Lease, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_pin_made_while_manifests_go_brings_its_snapshot_back(
 def test_a_pin_that_comes_too_late_is_refused_and_gone(
     repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention removes the snapshot while its pin is being written: nobody is told that it was pinned."""
+    """Retention removes the snapshot while its pin is being written: `pin` raises, and no pin is left."""
     first, _ = save(repository, 1), save(repository, 2)
     put = repository.storage.put
 
@@ -147,7 +147,7 @@ def test_a_pin_that_comes_too_late_is_refused_and_gone(
 def test_pinning_and_pruning_at_the_same_time_never_loses_a_pinned_snapshot(
     repository: Repository, lease: Lease, tmp_path: Path
 ) -> None:
-    """Whoever was told that a snapshot is pinned finds it whole afterwards."""
+    """A snapshot whose pin was acknowledged is whole afterwards."""
     for step in range(12):
         save(repository, step)
     candidates = [one.id for one in repository.list()]

@@ -120,7 +120,7 @@ def test_a_snapshot_is_committed_once(repository: Repository) -> None:
 
 
 def test_a_snapshot_without_a_proper_id_is_not_committed(repository: Repository, tmp_path: Path) -> None:
-    """A manifest nobody would find is refused."""
+    """A manifest that no listing would find is refused."""
     with pytest.raises(ValueError, match="snapshot id"):
         repository.commit(manifest(info(snapshot="latest")))
     assert not (tmp_path / "run").exists()
@@ -163,7 +163,7 @@ def test_damaged_manifests_are_listed_apart_with_their_reason(repository: Reposi
 
 
 def test_other_files_among_the_manifests_are_ignored(repository: Repository) -> None:
-    """Names that are no snapshot's are nobody's business."""
+    """Files whose names are no snapshot's are neither listed nor reported as damage."""
     snapshot = save(repository)
     for name in (
         "snapshots/notes.json",
@@ -205,7 +205,7 @@ def test_a_snapshot_forgotten_while_listing_is_no_error(repository: Repository, 
 def test_an_unusable_record_is_a_clear_error_and_is_not_replaced(
     repository: Repository, tmp_path: Path, content: bytes, error: type[FormatError]
 ) -> None:
-    """Foreign, newer and damaged records are told apart; the file stays."""
+    """Foreign, newer and damaged records raise different errors; the file stays."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ckpt.json").write_bytes(content)
     for use in (repository.record, repository.create_if_absent):

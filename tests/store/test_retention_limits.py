@@ -1,4 +1,4 @@
-"""The laws of limits: what a plan removes so that quota and free space hold, after a write and before one."""
+"""The laws of limits: what a plan removes to keep to quota and free space, after a write and before one."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_pins_only_ever_keep_more_of_what_rules_keep(disk: Disk, policy: Retenti
 def test_after_a_plan_the_limits_hold_or_it_says_what_is_missing(
     disk: Disk, policy: Retention, data: st.DataObject
 ) -> None:
-    """Quota and free space hold once it is executed; short only if what must stay is too much by itself."""
+    """The executed plan keeps to quota and free space; it is short only if what must stay is too much by itself."""
     pinned = _chosen(data, disk)
     done = _planned(disk, policy, pinned)
     after = disk.after(done)
@@ -153,7 +153,7 @@ def test_after_a_plan_the_limits_hold_or_it_says_what_is_missing(
 def test_before_a_write_room_is_made_or_nothing_goes(
     disk: Disk, policy: Retention, units: int, data: st.DataObject
 ) -> None:
-    """With the new snapshot beside what is left, the limits hold; if they cannot, nothing is removed."""
+    """The new snapshot and what is left keep to the limits; if that is impossible, nothing is removed."""
     pinned = _chosen(data, disk)
     protected = dict.fromkeys(pinned, "pinned")
     done = plan_before_write(disk.infos, policy, units * UNIT, disk.free_bytes, protected=protected, usage=disk.usage)
@@ -171,7 +171,7 @@ def test_before_a_write_room_is_made_or_nothing_goes(
 
 @given(disks(), policies, st.integers(1, 30))
 def test_no_more_goes_than_is_needed(disk: Disk, policy: Retention, units: int) -> None:
-    """Without the last removal before a write, some limit, or the disk, would not hold."""
+    """Without the last removal before a write, a limit or the space of the disk would be exceeded."""
     incoming_bytes = units * UNIT
     done = plan_before_write(disk.infos, policy, incoming_bytes, disk.free_bytes, usage=disk.usage)
     fits = policy.limits == ByteLimits() and disk.free_bytes >= incoming_bytes + SLACK_BYTES
@@ -238,7 +238,7 @@ def test_a_limit_takes_a_damaged_newest_before_the_newest_whole_one() -> None:
     assert plan_before_write(infos, roomy, UNIT, None).remove == (infos[0].id, infos[1].id)
 
 
-def test_a_limit_that_fails_without_snapshots_is_told() -> None:
+def test_a_limit_that_fails_without_snapshots_is_reported() -> None:
     """Nothing to remove is no reason to call a full disk fine."""
     assert plan([], Retention(KeepAll(), ByteLimits(min_free_bytes=UNIT)), free_bytes=1).short_bytes == UNIT - 1
 

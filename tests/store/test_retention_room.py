@@ -52,7 +52,7 @@ class _Run:
         self.room = SpaceReservation(self.repository, self.lease, self.policy, self.warnings.append)
 
     def used_bytes(self) -> int:
-        """What is below the root, whoever wrote it."""
+        """The bytes of all files below the root."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
 
     def save(self, step: int, nbytes: int = SIZE) -> str:
@@ -192,7 +192,7 @@ def test_a_full_disk_without_limits_costs_what_the_rules_drop_anyway(start: Any)
 
 
 def test_the_free_space_floor_is_kept(start: Any) -> None:
-    """Before a write the oldest go until the floor would hold; if it cannot, the write is refused."""
+    """Before a write the oldest snapshots go until enough space stays free; if that is impossible, it is refused."""
     run = start(last=9, min_free=SIZE)
     ids = [run.save(step) for step in (1, 2, 3)]
     run.storage.free = SIZE + SIZE // 2

@@ -52,7 +52,7 @@ def test_a_writer_keeps_its_quota_by_forgetting_first(tmp_path: Path) -> None:
 
 
 def test_a_writer_refuses_what_cannot_fit_and_says_it_early(tmp_path: Path) -> None:
-    """A quota for one and a half: the first is kept, the second refused, and the first already told so."""
+    """With a quota for one and a half snapshots the first is kept, with a notice, and the second is refused."""
     outcomes, heard = _written(tmp_path / "run", {"last": 2, "quota": SIZE + SIZE // 2}, 2)
     assert [done.snapshot_id is not None for done in outcomes] == [True, False]
     (failed,) = [event for event in heard if isinstance(event, SnapshotFailed)]

@@ -46,8 +46,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def lease(run: RunFolder) -> Iterator[Lease]:
-    with acquire(run.repository.storage) as held:
-        yield held
+    with acquire(run.repository.storage) as taken:
+        yield taken
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_the_rate_is_used_fully() -> None:
 
 
 def test_parallel_senders_share_the_rate() -> None:
-    """Threads that send at once are told to wait for each other."""
+    """Threads that send at once get waits that follow each other."""
     time = Time()
     throttle = Throttle(RATE, time)
     waits: list[float] = []

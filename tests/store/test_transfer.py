@@ -282,14 +282,14 @@ def test_an_interrupted_file_goes_on_where_it_was(streamed: Streamed, tmp_path: 
     streamed.asked.clear()
     again = Repository(LocalStorage(tmp_path / "target"))
     done = copy_snapshot(streamed.repository, again, streamed.snapshot)
-    # The first range has the header, which no digest covers: it is fetched anew.
+    # The first range has the header, which no digest covers: it is fetched again.
     assert done.present_bytes == 5 * 4000
     assert done.sent_bytes == streamed.nbytes - done.present_bytes == sum(nbytes for _, nbytes in streamed.asked)
     assert files(tmp_path / "source") == files(tmp_path / "target")
 
 
 def test_garbage_of_an_earlier_attempt_is_not_believed(streamed: Streamed, tmp_path: Path) -> None:
-    """After a power loss the half file may hold anything, and have any size."""
+    """After a power loss the half file may contain anything, and have any size."""
     target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
     streamed.break_after = 6
     with pytest.raises(CopySourceError):
@@ -305,7 +305,7 @@ def test_garbage_of_an_earlier_attempt_is_not_believed(streamed: Streamed, tmp_p
     assert files(tmp_path / "source") == files(tmp_path / "target")
 
 
-def test_a_half_file_is_swept_when_nobody_continues_it(streamed: Streamed, tmp_path: Path) -> None:
+def test_a_half_file_is_swept_when_no_copy_continues_it(streamed: Streamed, tmp_path: Path) -> None:
     """It is a temporary file as any: the next collection removes it."""
     target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
     streamed.break_after = 6

@@ -71,7 +71,7 @@ def test_what_a_folder_is_asked_for_is_watched_too(tmp_path: Path) -> None:
 
 
 class Conditional(Plain):
-    """Its conditional writes are those of nobody."""
+    """A storage that claims conditional writes and has none."""
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]

@@ -100,13 +100,13 @@ class TraceFile(list[Any]):
 
     Args:
         pace_seconds: how long each entry takes, so that there are moments to be killed at.
-        hold: after so many entries the next one waits for `go_on`; None: none does.
+        wait_after: after so many entries the next one waits for `go_on`; None: none does.
     """
 
-    def __init__(self, path: str, pace_seconds: float = 0.0, hold: int | None = None) -> None:
+    def __init__(self, path: str, pace_seconds: float = 0.0, wait_after: int | None = None) -> None:
         super().__init__()
         self._pace_seconds = pace_seconds
-        self._hold = hold
+        self._wait_after = wait_after
         self._go = _go(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -114,15 +114,15 @@ class TraceFile(list[Any]):
         super().append(entry)
         os.write(self._descriptor, f"{entry!r}\n".encode())
         time.sleep(self._pace_seconds)
-        if len(self) == self._hold:
+        if len(self) == self._wait_after:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while not self._go.exists():
-                assert time.monotonic() < deadline, "nobody lets it go on"
+                assert time.monotonic() < deadline, "the file that lets it go on does not come"
                 time.sleep(0.001)
 
 
 def go_on(trace: Path | str) -> None:
-    """Let go of a trainer that is held. What was done to it before happens while it is held."""
+    """Let a waiting trainer go on. What a test did to it before, such as a signal, happens while it waits."""
     _go(trace).touch()
 
 

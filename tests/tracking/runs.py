@@ -335,9 +335,9 @@ def assert_continues(train: Train, case: Case, reference: Outcome, snapshot: Sav
         first = next(i for i, e in enumerate(reference.trace) if e[:3] == ("train", snapshot.epoch, snapshot.batch))
         assert len(resumed.trace) == len(reference.trace) - first, where
         assert resumed.digest == reference.digest, where
-        told = [one.why for one in report(folder).not_restored]
-        # What such a dataset drew for its order and for its samples, nobody can tell apart.
-        assert [why for why in told if "IterableDataset draws from the global random streams" not in why] == [], where
+        lost = [one.why for one in report(folder).not_restored]
+        # Draws of such a dataset for its order and for its samples look the same.
+        assert [why for why in lost if "IterableDataset draws from the global random streams" not in why] == [], where
         generation += 1
         later = [s for s in saved(folder) if s.reason != "end" and s.step > snapshot.step]
         if generation == 3 or not later:

@@ -457,7 +457,7 @@ def _hf(tmp_path: Path, arguments: Any = None, *, fails: bool = False, seed: int
 def test_transformers_loses_nothing_in_a_step_that_fails_before_it_changes_weights(
     where: str, bomb: Bomb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its counters, the running loss and the history are put back too; whoever catches the exception may go on."""
+    """Its counters, the running loss and the history are put back too; a script that catches the error may go on."""
     bomb.arm(where, 22 + 3 * BATCH + 1 if where == "sample" else FAILS_AT)
     _hf(tmp_path, fails=True)
     step = FAILS_AT - (where == "sample")

@@ -1,4 +1,4 @@
-"""Nothing changes a lazily copied tensor before its copy is complete, in loops that nobody announces steps of."""
+"""Nothing changes a lazily copied tensor before its copy is complete, in loops that do not announce their steps."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_an_edited_file_changes_a_loop_at_its_next_step(
 
 
 def test_what_no_loop_can_judge_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A guard that nobody asks would be a false promise."""
+    """A plain loop gets a warning for `guard`, as it never asks the guard."""
     model, loader = Net(), LOADERS["shuffled"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with Checkpointer(tmp_path / "run", writer="thread", guard="nan") as ckpt:

@@ -44,7 +44,7 @@ def test_a_tree_comes_back_as_it_was() -> None:
 
 
 def test_the_shape_stays_while_the_structure_changes() -> None:
-    """Otherwise the engine would plan every snapshot anew."""
+    """With a new shape the engine would plan every snapshot again."""
     packer = Packer("own")
     shapes = {packer.pack({"a": ["x" * n], "b": list(range(n))}).shape for n in (0, 10, 500, 3)}
     assert len(shapes) == 1

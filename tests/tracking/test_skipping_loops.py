@@ -1,4 +1,4 @@
-"""A loop that leaves out the batches of before by itself, as one had to without us, is told so before it trains."""
+"""A loop that skips trained batches by itself, as one had to without us, gets an error before it trains."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def live(loop: Loop, options: Any, folder: Path | None = None) -> list[str] | No
         (skips_all_batches_of_before, "4 batches of 'loader' before its first step"),
     ],
 )
-def test_a_loop_that_skips_twice_is_told_before_it_trains(loop: Loop, counts: str, tmp_path: Path) -> None:
+def test_a_loop_that_skips_twice_fails_before_it_trains(loop: Loop, counts: str, tmp_path: Path) -> None:
     """The resumed pass is already after these batches: the report says what to leave out."""
     before, after = said(loop, middle(loop, tmp_path / "run", 2), tmp_path / "run", tmp_path / "again")
     assert before == after
@@ -169,7 +169,7 @@ def test_a_loop_that_skips_twice_is_told_before_it_trains(loop: Loop, counts: st
     assert "leave out what skips batches" in " ".join(before)
 
 
-def test_skipping_by_another_count_is_told_too(tmp_path: Path) -> None:
+def test_skipping_by_another_count_fails_too(tmp_path: Path) -> None:
     """Two batches more than any step took are no accident, in a short run either."""
     snapshot = middle(skips_by_a_checkpoint_of_its_own, tmp_path / "run", 3)
     before, _ = said(skips_by_a_checkpoint_of_its_own, snapshot, tmp_path / "run", tmp_path / "again")

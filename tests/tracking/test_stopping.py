@@ -1,4 +1,4 @@
-"""A tracked loop that somebody wants something of; signals go to this very process."""
+"""A tracked loop that gets requests; signals go to this very process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(
 
 
 def nothing(_: Checkpointer) -> None:
-    """Nobody wants anything."""
+    """No request."""
 
 
 def sigterm(_: Checkpointer) -> None:
@@ -122,20 +122,20 @@ def test_a_stop_at_the_end_of_an_epoch_waits_for_the_first_step_of_the_next(tmp_
 class LosesItsWorkers(Augmented):
     """Its 5th batch never comes, because workers are dead: of a SIGTERM to the whole job, or by themselves."""
 
-    def __init__(self, *, dies: bool = True, told: bool = True) -> None:
+    def __init__(self, *, dies: bool = True, stopped: bool = True) -> None:
         super().__init__()
-        self.dies, self.told = dies, told
+        self.dies, self.stopped = dies, stopped
 
     def __getitem__(self, i: int) -> Any:
         if self.dies and i == 4 * BATCH:
-            if self.told:
+            if self.stopped:
                 os.kill(os.getpid(), signal.SIGTERM)
             raise RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")  # as torch says it
         return super().__getitem__(i)
 
 
 def test_a_stop_that_ends_loader_workers_while_the_loop_waits_for_them_loses_nothing(tmp_path: Path) -> None:
-    """The step before was complete: it is saved, and the run ends as told."""
+    """The step before was complete: it is saved, and the run ends with the status of the signal."""
     with pytest.raises(SystemExit) as ended:
         train(tmp_path / "run", 0, nothing, data=LosesItsWorkers())
     assert ended.value.code == 143
@@ -146,9 +146,9 @@ def test_a_stop_that_ends_loader_workers_while_the_loop_waits_for_them_loses_not
 
 
 def test_a_loader_worker_that_dies_by_itself_is_an_error(tmp_path: Path) -> None:
-    """Nobody asked for a stop: the exception is torch's."""
+    """Without a stop request the exception is torch's."""
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        train(tmp_path, 0, nothing, data=LosesItsWorkers(told=False))
+        train(tmp_path, 0, nothing, data=LosesItsWorkers(stopped=False))
 
 
 def test_a_stop_after_the_last_batch_saves_the_final_state(tmp_path: Path) -> None:

@@ -38,5 +38,5 @@ def test_an_imported_folder_goes_on(lives_in: Callable[..., Lives], tmp_path: Pa
     reference = straight.whole()
     require_continuation(lives.lives[-1], reference)
     require_same_end(lives.lives[-1], reference)
-    told = {one["name"] for one in straight.report()["not_restored"]}
-    assert told == {"random streams", "running loss"}
+    lost = {one["name"] for one in straight.report()["not_restored"]}
+    assert lost == {"random streams", "running loss"}

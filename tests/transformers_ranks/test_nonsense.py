@@ -1,4 +1,4 @@
-"""Ranks that do not want the same: each of them, or whoever waits for the others, says what is wrong, and soon."""
+"""Ranks that do not want the same: each of them, or the one that waits for the others, soon says what is wrong."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no seedable sampler": {"arguments": {"accelerator_config": {"use_seedable_sampler": False}}},
     "group by length": {"together": True, "arguments": {"train_sampling_strategy": "group_by_length"}},
     "batch rebalance": {"arguments": {"train_sampling_strategy": "batch_rebalance"}},
-    "dispatched stream": {"stream": True, "samples": 256, "arguments": {"max_steps": 16}, "told": True},
+    "dispatched stream": {"stream": True, "samples": 256, "arguments": {"max_steps": 16}, "inexact": True},
     "sharded stream": {
         "stream": True,
         "samples": 256,
@@ -69,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def assert_survives(name: str, size: int, lives_in: Callable[..., Lives], *, kills: int, seed: int = 0) -> None:
-    """So many lives end by force; the last comes to its end, and nobody can tell."""
+    """So many lives are killed, and the last one ends as the uninterrupted run."""
     draw = random.Random(seed)
     job = {"samples": SAMPLES * size // 2, **CASES[name]}
     reference = lives_in("reference", **job).whole(size)
@@ -90,11 +90,11 @@ def assert_survives(name: str, size: int, lives_in: Callable[..., Lives], *, kil
     starts = [require_continuation(one, reference) for one in lives.lives]
     assert len(set(starts)) > 1, f"nothing was resumed: {starts}"
     require_same_end(life, reference)
-    told = [one["why"] for one in lives.report()["not_restored"]]
-    if CASES[name].get("told"):
-        assert all("dispatch_batches: where" in one for one in told), told  # a stream may end anywhere
+    reasons = [one["why"] for one in lives.report()["not_restored"]]
+    if CASES[name].get("inexact"):
+        assert all("dispatch_batches: where" in one for one in reasons), reasons  # a stream may end anywhere
     else:
-        assert told == []
+        assert reasons == []
     if not CASES[name].get("stream"):
         require_each_sample_once(lives.lives, job["samples"])
 
@@ -113,7 +113,7 @@ def test_whatever_a_trainer_does(size: int, name: str, lives_in: Callable[..., L
 
 
 @pytest.mark.slow
-def test_a_filled_last_batch_is_told(lives_in: Callable[..., Lives]) -> None:
+def test_a_filled_last_batch_is_reported(lives_in: Callable[..., Lives]) -> None:
     """Accelerate fills it with the first samples of the pass: a resumed epoch is not exact, and the report says so."""
     lives = lives_in("lives", samples=61, arguments={"accelerator_config": {"dispatch_batches": True}})
     life = lives.start(stands_at=5)
@@ -121,6 +121,6 @@ def test_a_filled_last_batch_is_told(lives_in: Callable[..., Lives]) -> None:
     kill(life.pids, writers=True)
     lives.join()
     lives.whole()
-    told = [one["why"] for one in lives.report()["not_restored"]]
-    assert len(told) == 1, told
-    assert "dispatch_batches: where an epoch's last batch does not divide" in told[0]
+    reasons = [one["why"] for one in lives.report()["not_restored"]]
+    assert len(reasons) == 1, reasons
+    assert "dispatch_batches: where an epoch's last batch does not divide" in reasons[0]

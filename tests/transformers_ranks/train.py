@@ -188,7 +188,7 @@ def main(job: dict[str, Any]) -> None:
     transformers.logging.set_verbosity_error()
     logging.basicConfig(level=logging.INFO, force=True, handlers=[logging.StreamHandler(sys.stderr)])
     ckpt_engine.engine.AGREE_SECONDS = job.get("agree_seconds", ckpt_engine.engine.AGREE_SECONDS)
-    if job.get("alone"):  # a process that nobody has told of others
+    if job.get("alone"):  # a process that knows of no other rank
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             os.environ.pop(name, None)
     trace = Trace(job)

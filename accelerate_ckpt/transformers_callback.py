@@ -27,7 +27,7 @@ from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.data.position import attach
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError, WaitTimeoutError
-from ckpt_engine.interop import transformers_folder
+from ckpt_engine.interop import trainer_folders
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.resume import IMPORTED
 from ckpt_engine.loop.tracker import Tracker
@@ -252,7 +252,7 @@ class TransformersCallback(TrainerCallback):
         if foreign:
             tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
         if self._folder is not None and surroundings.streams is not None:
-            transformers_folder.write_streams(surroundings.streams, self._folder)
+            trainer_folders.write_streams(surroundings.streams, self._folder)
         self._go_on_logging()
 
     @override

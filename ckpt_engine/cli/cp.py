@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_away, print_json, progress, say_waiting
+from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, progress, say_waiting
 from ckpt_engine.cli.root import LATEST, Run, open_run, options_of, storage_options
 from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import catalogue, compact
@@ -208,7 +208,7 @@ def _copy_pins(near: Repository, far: Repository) -> None:
 
 def _print(done: _Done, run: Run, *, as_json: bool) -> None:
     if as_json:
-        print_json({**asdict(done), "away": [asdict(one) for one in run.away]})
+        print_json({**fields_of(done), "away": run.away})
         return
     for one in done.failed:
         click.secho(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
@@ -256,7 +256,7 @@ def compact_command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_jso
                 one = _Compacted(one.id, one.tier, one.nbytes, one.is_compact, new)
             done.append(one)
     if as_json:
-        print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": [asdict(one) for one in done]})
+        print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
         return
     for one in done:
         click.echo(f"{one.id} at {one.tier}: {_fate(one)}")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def command(url: str, size: str, as_json: bool) -> None:
         elif not as_json:
             click.secho("  a run is safe here", fg="green")
     if as_json:
-        print_json([{"root": place, "findings": [asdict(one) for one in findings]} for place, findings in reports])
+        print_json([{"root": place, "findings": findings} for place, findings in reports])
     if any(finding.mark is Mark.BAD for _, findings in reports for finding in findings):
         sys.exit(1)
 

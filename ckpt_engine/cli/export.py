@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ import numpy as np
 
 from ckpt_engine.cli.output import (
     check_free,
-    check_free_folder,
+    fields_of,
     json_option,
     new_file,
     new_folder,
@@ -29,7 +29,7 @@ from ckpt_engine.cli.output import (
     progress,
 )
 from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
-from ckpt_engine.cli.show import OutlineLeaf, array_leaves, children, entry_nbytes
+from ckpt_engine.cli.show import OutlineLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
@@ -165,7 +165,7 @@ def command(
         raise click.UsageError("give --component or --all")
     run, out = open_run(root), Path(names[-1])
     chosen = _of_rank(_choose(*run.find(names[0] if len(names) == 2 else LATEST)), rank)
-    (check_free_folder if form in FOLDERS else check_free)(out, replace=force)
+    check_free(out, replace=force, folder=form in FOLDERS)
     if form == "safetensors":
         job = _safetensors(chosen, out, component, everything=everything, dtype=dtype)
     elif form in FOLDERS:
@@ -179,7 +179,7 @@ def command(
             notes = job.write(sources, force, advance)
         done = replace(done, written=True, notes=(*done.notes, *notes, *map(str, sources.repairs)))
     if as_json:
-        print_json({"root": run.tiers[0], **asdict(done), "away": [asdict(one) for one in run.away]})
+        print_json({"root": run.tiers[0], **fields_of(done), "away": run.away})
     else:
         _print(done)
         print_away(run.away)
@@ -251,7 +251,9 @@ def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int
 
 
 def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
-    from ckpt_engine.interop import formats, safe_load, state_parts  # torch
+    import torch
+
+    from ckpt_engine.interop import formats, safe_load, state_parts
 
     manifest = snapshot.manifest
     if form == "lightning":
@@ -262,7 +264,7 @@ def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         state, notes = state_parts.rebuild(sources, manifest, tree)
         with new_file(out, replace=force) as file, formats.fitting(form, snapshot.info.id):
-            safe_load.write_torch_file(state, file)
+            torch.save(state, file)
         advance(planned.nbytes)
         refused = safe_load.why_not_weights_only(out)
         return (*notes, f"torch.load needs weights_only=False: {refused}") if refused else notes
@@ -293,7 +295,7 @@ def _folder(snapshot: Candidate, out: Path, form: str) -> _Job:
 
 def _planned_tree(snapshot: Candidate, out: Path, form: str, tree: Mapping[str, Any]) -> Exported:
     names = list(dict.fromkeys(leaf.entry for leaf in array_leaves(tree)))
-    nbytes = sum(entry_nbytes(snapshot.manifest.entries[name]) for name in names)
+    nbytes = sum(snapshot.manifest.entries[name].nbytes for name in names)
     return _planned(snapshot, out, form, len(names), nbytes)
 
 
@@ -309,19 +311,12 @@ _ARRAY_KINDS = ("tensor", "sharded", "ndarray")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A part of an entry's bytes: strides in elements, like torch."""
-
-    byte_offset: int
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ExportedArray:
     """One array to write: its name in the file and where its bytes come from; `boxes`: where it is not in C order.
 
     Args:
         dtype: in the file.
+        view: the part of the entry that it is, as its node says.
         stored: in the snapshot, if that is another one.
     """
 
@@ -330,7 +325,7 @@ class ExportedArray:
     shape: tuple[int, ...]
     entry: Entry
     entry_name: str
-    view: View | None
+    view: Mapping[str, Any] | None
     boxes: tuple[Box, ...] = ()
     stored: str | None = None
 
@@ -465,8 +460,7 @@ def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
     if view is None:
         boxes = boxes_of(leaf.node, entry.shape)
         return ExportedArray(name, entry.dtype, entry.shape, entry, leaf.entry, None, boxes if len(boxes) > 1 else ())
-    part = View(view["byte_offset"], tuple(view["stride"]))
-    return ExportedArray(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, part)
+    return ExportedArray(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, view)
 
 
 def _others(node: Any) -> int:
@@ -480,8 +474,7 @@ def _others(node: Any) -> int:
 def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Iterator[bytearray]:
     """The entry's bytes, piece by piece, each verified."""
     decoder = sources.decoder(manifest)
-    start = 0
-    for piece in array.entry.pieces:
+    for start, piece in array.entry.placed():
         block = bytearray(piece.raw_nbytes)
         try:
             decoder.read(array.entry_name, start, piece, memoryview(block))
@@ -490,7 +483,6 @@ def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Itera
             hint = "`ckpt verify` shows which snapshots are whole"
             raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
         yield block
-        start += piece.raw_nbytes
 
 
 def _in_order(array: ExportedArray, blocks: Iterator[bytearray]) -> Iterator[bytes | bytearray]:
@@ -515,11 +507,11 @@ def _put_together(array: ExportedArray, stored: bytes) -> bytes:
     return out.tobytes()
 
 
-def _cut_view(array: ExportedArray, view: View, whole: bytes) -> Iterator[bytes]:
+def _cut_view(array: ExportedArray, view: Mapping[str, Any], whole: bytes) -> Iterator[bytes]:
     """The bytes of a view in C order; a few at a time, as it may repeat what it has."""
     size = item_bytes(array.stored or array.dtype)
-    strides = (*(step * size for step in view.stride), 1)
-    raw = np.frombuffer(whole, np.uint8, offset=view.byte_offset)
+    strides = (*(step * size for step in view["stride"]), 1)
+    raw = np.frombuffer(whole, np.uint8, offset=view["byte_offset"])
     yield from _in_blocks(np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
             advance(0)
             planned = replace(planned, snapshot=_save(found, planned, _config(tier, len(there))))
     if as_json:
-        print_json(asdict(planned))
+        print_json(planned)
     else:
         _print(planned)
 

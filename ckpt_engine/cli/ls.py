@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,26 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table, say_waiting
+from ckpt_engine.cli.output import (
+    age,
+    fields_of,
+    json_option,
+    metrics,
+    print_away,
+    print_json,
+    print_table,
+    say_waiting,
+)
 from ckpt_engine.cli.root import Run, away_of, open_run, runs_below, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.store import manifest_codec, names, pins
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
-from ckpt_engine.store.retention_rules import Branch, branches
+from ckpt_engine.store.retention import Branch, branches
 from ckpt_engine.store.storage.open import open_storage
 
 
@@ -139,10 +147,10 @@ def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Aw
                 {"url": tier.url, "snapshots": len(tier.listing.snapshots), "data_bytes": tier.data_bytes}
                 for tier in tiers
             ],
-            "away": [dataclasses.asdict(one) for one in away],
+            "away": away,
             "snapshots": [
                 {
-                    **_fields(info),
+                    **fields_of(info),
                     "branch": named[info.id],
                     "tiers": [tier.url for tier in holders],
                     "pinned": pin.note if (pin := pin_of(info.id, holders)) else None,
@@ -166,16 +174,6 @@ def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Aw
             ],
         }
     )
-
-
-def _fields(info: SnapshotInfo) -> Mapping[str, object]:
-    """As `dataclasses.asdict`, which copies every dict it meets: too slow for 10,000 of them."""
-    fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
-    return {
-        **fields,
-        "partial": info.partial and dataclasses.asdict(info.partial),
-        "line": manifest_codec.line_to_json(info.line),
-    }
 
 
 def _print(root: str, tiers: Sequence[TierListing], away: Sequence[Away], *, is_tiered: bool) -> None:

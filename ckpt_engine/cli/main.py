@@ -17,9 +17,9 @@ from ckpt_engine.errors import CkptError
 
 VERBS = {
     "ls": "ls.command",
-    "show": "show.command",
+    "show": "show.show",
     "verify": "verify.command",
-    "diff": "diff.command",
+    "diff": "show.diff",
     "status": "status.command",
     "top": "status.top",
     "goodput": "status.goodput",

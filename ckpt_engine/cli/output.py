@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -160,11 +161,18 @@ def _far(done: int, total: int, seconds: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON; NaN and infinities, which JSON lacks, as texts."""
+    """`value` as JSON: a dataclass as an object of its fields; NaN and infinities, which JSON lacks, as texts."""
     click.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+
+
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        value = fields_of(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -187,15 +195,16 @@ def metrics(values: Mapping[str, float]) -> str:
     return " ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
-def check_free(path: Path, *, replace: bool) -> None:
-    """Refuse early what `new_file` would refuse late.
+def check_free(path: Path, *, replace: bool, folder: bool = False) -> None:
+    """Refuse early what `new_file`, or for a `folder` `new_folder`, would refuse late.
 
     Raises:
-        StorageExistsError: the file exists and shall not be replaced, or it is a folder.
-        StorageMissingError: its folder does not exist.
+        StorageExistsError: it exists and shall not be replaced, or it is a folder where a file is to be, or a file.
+        StorageMissingError: the folder to hold it does not exist.
     """
-    if path.is_dir():
-        raise StorageExistsError(f"{path} is a folder", hint="name the file to write")
+    if path.exists() and path.is_dir() != folder:
+        there, wanted = ("a file", "folder") if folder else ("a folder", "file")
+        raise StorageExistsError(f"{path} is {there}", hint=f"name the {wanted} to write")
     if not replace and os.path.lexists(path):
         raise StorageExistsError(f"{path} exists already", hint="--force replaces it")
     if not path.absolute().parent.is_dir():
@@ -220,7 +229,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
             temp.replace(path)
         else:
             path.hardlink_to(temp)  # unlike a rename it never replaces what came into being meanwhile
-        _sync_folder(path.absolute().parent)
+        _sync(path.absolute().parent)
     except FileExistsError as err:
         raise StorageExistsError(f"{path} exists already", hint="--force replaces it") from err
     except OSError as err:
@@ -230,21 +239,6 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
             temp.unlink()
 
 
-def check_free_folder(path: Path, *, replace: bool) -> None:
-    """Refuse early what `new_folder` would refuse late.
-
-    Raises:
-        StorageExistsError: something of that name is there and shall not be replaced, or it is a file.
-        StorageMissingError: the folder to hold it does not exist.
-    """
-    if path.exists() and not path.is_dir():
-        raise StorageExistsError(f"{path} is a file", hint="name the folder to write")
-    if not replace and os.path.lexists(path):
-        raise StorageExistsError(f"{path} exists already", hint="--force replaces it")
-    if not path.absolute().parent.is_dir():
-        raise StorageMissingError(f"the folder of {path} does not exist", hint="make it, or name another")
-
-
 @contextmanager
 def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
     """A temporary folder next to `path` that takes its name, synced, when the block ends well; else it is removed.
@@ -252,15 +246,14 @@ def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
     Raises:
         StorageError: it cannot be written, or exists and shall not be replaced.
     """
-    check_free_folder(path, replace=replace)
+    check_free(path, replace=replace, folder=True)
     suffix = os.urandom(4).hex()
     temp, old = (path.with_name(f".{path.name}.{suffix}.{kind}") for kind in ("tmp", "old"))
     try:
         temp.mkdir()
         yield temp
-        for file in temp.rglob("*"):
-            _sync(file)
-        _sync_folder(temp)
+        for one in (*temp.rglob("*"), temp):
+            _sync(one)
         if replace and path.exists():
             path.rename(old)
         try:
@@ -269,7 +262,7 @@ def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
-        _sync_folder(path.absolute().parent)
+        _sync(path.absolute().parent)
     except OSError as err:
         if err.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise StorageExistsError(f"{path} exists already", hint="--force replaces it") from err
@@ -279,20 +272,12 @@ def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as err:
-        if err.errno != errno.EINVAL:  # some network file systems cannot
+        if err.errno != errno.EINVAL or not path.is_dir():  # some network file systems cannot sync folders
             raise
     finally:
         os.close(fd)

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -107,8 +107,8 @@ def command(root: str | None, failures: str, compare: str, days: float, prices: 
             rhythm = partial(_ruled, max(costs.step_seconds, rule(costs, wanted.per_second)))
         found.append(_run(name, job(wanted.make(), rhythm=rhythm), costs))
     if as_json:
-        made = {"days": days, "failures": wanted.source, "measured": measured, "costs": asdict(costs)}
-        print_json({**made, "restart": asdict(restart), "policies": [asdict(one) for one in found]})
+        made = {"days": days, "failures": wanted.source, "measured": measured, "costs": costs}
+        print_json({**made, "restart": restart, "policies": found})
     else:
         _print(found, wanted, costs, restart, measured, days, charged)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +21,15 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import Retention, RetentionPlan, policy_from
-from ckpt_engine.store.retention_rules import OTHER_LINE, KeepAll, RetentionPolicy, branches
+from ckpt_engine.store.retention import (
+    OTHER_LINE,
+    KeepAll,
+    Retention,
+    RetentionPlan,
+    RetentionPolicy,
+    branches,
+    policy_from,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +174,14 @@ def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
 def _json(outcome: _Outcome) -> dict[str, Any]:
     return {
         "root": outcome.url,
-        "keep": dict(outcome.plan.keep),
+        "keep": outcome.plan.keep,
         "remove": {snapshot: outcome.plan.why.get(snapshot, "") for snapshot in outcome.plan.remove},
-        "slim": {snapshot: list(lost) for snapshot, lost in outcome.plan.slim.items()},
-        "slimmed": dict(outcome.done.slimmed) if outcome.done else None,
-        "not_slimmed": dict(outcome.done.not_slimmed) if outcome.done else None,
+        "slim": outcome.plan.slim,
+        "slimmed": outcome.done and outcome.done.slimmed,
+        "not_slimmed": outcome.done and outcome.done.not_slimmed,
         "removed_bytes": outcome.removed_bytes,
-        "freed_bytes": outcome.done.collected.freed_bytes if outcome.done else None,
-        "withheld_bytes": outcome.done.collected.withheld_bytes if outcome.done else None,
+        "freed_bytes": outcome.done and outcome.done.collected.freed_bytes,
+        "withheld_bytes": outcome.done and outcome.done.collected.withheld_bytes,
         "short_bytes": outcome.plan.short_bytes,
     }
 
@@ -242,7 +248,7 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
                 pins.pin(repository, snapshot, note)
     shown = made or pins.pins(nearest.storage)
     if as_json:
-        print_json({"root": nearest.storage.url, "pins": [dataclasses.asdict(pin) for pin in shown]})
+        print_json({"root": nearest.storage.url, "pins": shown})
     elif made:
         for pin in made:
             click.echo(f"{pin.id}  {pin}")

@@ -7,7 +7,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ckpt_engine.observe.resume_report import FILE_NAME, ResumeReport
 from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
-from ckpt_engine.store.retention_rules import Branch
+from ckpt_engine.store.retention import Branch
 from ckpt_engine.writer.attempts import AttemptHistory, after
 
 DEFAULT = "ckpt-report.html"
@@ -111,7 +111,7 @@ class RunReport:
     resume: ResumeReport | None
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """What `print_json` takes."""
         return {
             "root": self.root,
             "made": self.made,
@@ -120,14 +120,14 @@ class RunReport:
                 for one in self.tiers
             ],
             "branches": [{"id": one.id, "newest": one.newest.id} for one in self.branches],
-            "snapshots": [asdict(one) for one in self.snapshots],
+            "snapshots": self.snapshots,
             "components": self.components,
-            "lives": [asdict(one) for one in self.lives],
+            "lives": self.lives,
             "seconds": self.spent and self.spent.parts,
             "goodput": self.spent and self.spent.goodput,
             "verified": self.verified,
             "problems": self.problems,
-            "resume": self.resume and self.resume.to_json(),
+            "resume": self.resume,
         }
 
 

@@ -1,8 +1,12 @@
-"""`ckpt show`: what is inside one snapshot, from its manifest (docs/format.md, "Tree"). No torch."""
+"""`ckpt show`: what is inside one snapshot, from its manifest (docs/format.md, "Tree"); no torch.
+
+`ckpt diff`: where two snapshots differ, and which bytes they share.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,11 +21,12 @@ from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
+from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.state.compatibility import size_of
 from ckpt_engine.store import names, packs
 from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.decode import decoder_of, stored_pieces
-from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest
+from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import TreePath
 
@@ -29,6 +34,7 @@ LARGEST = 10
 """Entries that are listed unless all are asked for."""
 SHOWN_IDS = 3
 SHOWN_FILES = 8
+DIFFERENCES = 20
 MAX_DEPTH = 2
 MAX_CHILDREN = 8
 
@@ -39,7 +45,7 @@ MAX_CHILDREN = 8
 @click.option("--all", "show_all", is_flag=True, help=f"List every entry, not only the {LARGEST} largest.")
 @storage_options
 @json_option
-def command(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
+def show(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
     """Show the components, the state tree and the entries of SNAPSHOT (default: latest).
 
     Reads the manifest only; `ckpt verify` reads the data.
@@ -54,7 +60,7 @@ def command(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
         _print(manifest, run, copies, stored, everything=show_all)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Stored:
     """How a snapshot is stored.
 
@@ -70,12 +76,11 @@ class _Stored:
 
     @classmethod
     def of(cls, manifest: Manifest, place: Repository | None) -> _Stored:
-        mine = {index for index, file in enumerate(manifest.files) if _owner(file.name) == manifest.info.id}
-        pieces = {piece for _, piece in stored_pieces(manifest)}
+        mine = manifest.info.id
         return cls(
-            sum(manifest.files[index].nbytes for index in mine),
-            sum(piece.nbytes for piece in pieces if piece.file not in mine),
-            place.needed_by(manifest.info.id) if place is not None else (),
+            sum(file.nbytes for file in manifest.files if _owner(file.name) == mine),
+            sum(nbytes for one, nbytes in Origins.of(manifest).written_by.items() if one != mine),
+            place.needed_by(mine) if place is not None else (),
         )
 
 
@@ -113,18 +118,18 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
     return {
         "root": run.tiers[0],
         "tiers": [{"url": url, "error": why} for url, why in copies.items()],
-        "away": [dataclasses.asdict(one) for one in run.away],
+        "away": run.away,
         "run": manifest.run,
-        "snapshot": dataclasses.asdict(manifest.info),
+        "snapshot": manifest.info,
         "world": manifest.world,
         "software": manifest.software,
-        "files": [dataclasses.asdict(file) for file in manifest.files],
-        "stored": dataclasses.asdict(stored),
+        "files": manifest.files,
+        "stored": stored,
         "entries": {
             name: {
                 "dtype": entry.dtype,
                 "shape": entry.shape,
-                "bytes": entry_nbytes(entry),
+                "bytes": entry.nbytes,
                 "files": sorted({manifest.files[piece.file].name for piece in entry.pieces}),
             }
             for name, entry in manifest.entries.items()
@@ -202,7 +207,7 @@ def _line(branch: OutlineBranch) -> str:
 
 
 def _print_entries(manifest: Manifest, *, everything: bool) -> None:
-    sized = [(name, entry, entry_nbytes(entry)) for name, entry in manifest.entries.items()]
+    sized = [(name, entry, entry.nbytes) for name, entry in manifest.entries.items()]
     if not everything:
         sized = sorted(sized, key=lambda item: -item[2])[:LARGEST]
     rows = [
@@ -272,11 +277,6 @@ class OutlineLeaf:
         return prod(view["shape"]) * (item_bytes(view["dtype"]) or 1) if view.get("own") else 0
 
 
-def entry_nbytes(entry: Entry) -> int:
-    """Logical bytes of an entry."""
-    return sum(piece.raw_nbytes for piece in entry.pieces)
-
-
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """The keys and children of a container node; None for a leaf."""
     if isinstance(node, list):
@@ -320,7 +320,7 @@ def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[Ou
     leaves = list(array_leaves(node))
     # Of a snapshot of some ranks only the tree is whole.
     there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves if not leaf.own_nbytes})
-    nbytes = sum(entry_nbytes(entry) for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in leaves)
+    nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in leaves)
     yield OutlineBranch(depth, key, _kind(node), len(leaves), nbytes, _values(node))
     if below is None or depth == MAX_DEPTH or not any(children(child) for _, child in below):
         return
@@ -350,3 +350,88 @@ def _key(key: Any) -> str:
     if isinstance(key, dict):
         return str(key.get("v", key.get("name", key.get("items", key))))
     return str(key)
+
+
+@click.command("diff", short_help="Say where two snapshots differ.")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--all", "everything", is_flag=True, help=f"Show every difference, not only the first {DIFFERENCES}.")
+@storage_options
+@json_option
+def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
+    """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, or ROOT for its latest.
+
+    Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
+    are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
+    snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
+    """
+    from ckpt_engine.cli.compare import Comparison  # torch
+
+    a, b = _snapshot(first), _snapshot(second)
+    comparison = Comparison(a, b)
+    found = [one for one in comparison if not one.measured]
+    origins = Origins.of(a.manifest), Origins.of(b.manifest)
+    shared = shared_bytes(a.manifest, b.manifest)
+    if as_json:
+        stored = {"a": origins[0], "b": origins[1], "shared_bytes": shared}
+        both = {"a": a.info.id, "b": b.info.id}
+        print_json({**both, "compared": comparison.compared, "differences": found, "stored": stored})
+    elif not found:
+        click.echo(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
+    else:
+        for one in found if everything else found[:DIFFERENCES]:
+            click.echo(str(one))
+        hidden = 0 if everything else max(len(found) - DIFFERENCES, 0)
+        more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
+        click.echo(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
+    if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
+        click.echo(f"{origins[0]}\n{origins[1]}\n{units.size(shared)} of it is the same data")
+    if found:
+        sys.exit(1)
+
+
+def _snapshot(name: str) -> Candidate:
+    root, _, wanted = name.partition("#")
+    return assemble(*open_run(root).find(wanted or LATEST))
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where the stored bytes of a snapshot come from.
+
+    Args:
+        id: the snapshot.
+        nbytes: of its state.
+        stored_bytes: what is needed to read it, bases of deltas included.
+        written_by: the same by the snapshot that wrote them, the oldest first.
+    """
+
+    id: str
+    nbytes: int
+    stored_bytes: int
+    written_by: Mapping[str, int]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Origins:
+        """Those of a snapshot."""
+        counted: Counter[str] = Counter()
+        for name, _, nbytes in _ranges(manifest):
+            counted[_owner(name)] += nbytes
+        info = manifest.info
+        return cls(info.id, info.nbytes, sum(counted.values()), dict(sorted(counted.items())))
+
+    def __str__(self) -> str:
+        share = f", {units.share(self.stored_bytes / self.nbytes)} of its size" if self.nbytes else ""
+        by = ", ".join(
+            f"{units.size(nbytes)} by {'itself' if one == self.id else one}" for one, nbytes in self.written_by.items()
+        )
+        return f"{self.id} needs {units.size(self.stored_bytes)}{share}: {by or 'nothing was written'}"
+
+
+def shared_bytes(a: Manifest, b: Manifest) -> int:
+    """Stored bytes that both need: they lie there once."""
+    return sum(nbytes for _, _, nbytes in _ranges(a) & _ranges(b))
+
+
+def _ranges(manifest: Manifest) -> set[tuple[str, int, int]]:
+    return {(manifest.files[piece.file].name, piece.offset, piece.nbytes) for _, piece in stored_pieces(manifest)}

@@ -12,12 +12,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, json_option, print_json, print_table, say_waiting
+from ckpt_engine.cli.output import age, fields_of, json_option, print_json, print_table, say_waiting
 from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.config import Config
 from ckpt_engine.config.sections import parse_duration_seconds
@@ -56,13 +56,13 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One tier: what it has, as asked now (`error`: it does not answer), and what the writer said last."""
+    """One tier: what it has, as asked now (`error`: it does not answer), and what its writer said last."""
 
     url: str
     snapshots: int | None
     newest: SnapshotInfo | None
     error: str | None
-    said: TierStatus | None
+    writer: TierStatus | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +209,10 @@ def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_
     for row in rows:
         if row.error:
             click.secho(f"{row.url} does not answer: {row.error}", fg="red")
-        if row.said is not None and row.said.state != WORKING:
-            click.secho(f"{row.url} failed {age(row.said.since)}: [{row.said.code}] {row.said.message}", fg="red")
-        if row.said is not None and row.said.encoding:
-            click.echo(f"{row.url}: {row.said.encoding}")
+        if row.writer is not None and row.writer.state != WORKING:
+            click.secho(f"{row.url} failed {age(row.writer.since)}: [{row.writer.code}] {row.writer.message}", fg="red")
+        if row.writer is not None and row.writer.encoding:
+            click.echo(f"{row.url}: {row.writer.encoding}")
     if why:
         click.secho(why, fg="red")
     if rows[0].error:
@@ -225,7 +225,7 @@ def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
-    said, newest = row.said, row.newest
+    said, newest = row.writer, row.newest
     state = said.state if said else ""
     if row.error:
         state = "no answer"
@@ -254,28 +254,18 @@ def _print_json(
     print_json(
         {
             "root": url,
-            "holder": None if holder is None else asdict(holder),
-            "live": None if live is None else asdict(live),
-            "goodput": None if spent is None else spent.goodput,
-            "spent": None if spent is None else spent.numbers(),
-            "writer": None
-            if status is None
-            else {
+            "holder": holder,
+            "live": live,
+            "goodput": spent and spent.goodput,
+            "spent": spent and spent.numbers(),
+            "writer": status
+            and {
                 "pid": status.pid,
                 "host": status.host,
                 "ended": status.ended,
                 "age_seconds": time.time() - status.written,
             },
-            "tiers": [
-                {
-                    "url": row.url,
-                    "snapshots": row.snapshots,
-                    "newest": None if row.newest is None else asdict(row.newest),
-                    "error": row.error,
-                    "writer": None if row.said is None else asdict(row.said),
-                }
-                for row in rows
-            ],
+            "tiers": rows,
         }
     )
 
@@ -308,7 +298,7 @@ def goodput(root: str, as_json: bool) -> None:
                 "seconds": spent.parts,
                 "slowdown_error_seconds": spent.slowdown_error,
                 "idle_share": spent.idle_share,
-                "attempts": [asdict(one) | {"ended": failure_of(one)} for one in history.rows],
+                "attempts": [fields_of(one) | {"ended": failure_of(one)} for one in history.rows],
             }
         )
     else:

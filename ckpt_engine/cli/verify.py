@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections import deque
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import click
 
@@ -22,7 +22,7 @@ from ckpt_engine.preempt.divergence import parse_rollback
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store import container, names, pins, repository
 from ckpt_engine.store.container import PIECE_BYTES, digest
-from ckpt_engine.store.decode import is_plain, require_decodable, stored_pieces
+from ckpt_engine.store.decode import is_plain, joined, require_decodable, stored_pieces
 from ckpt_engine.store.lease import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
 from ckpt_engine.store.repository import Repository, parse_record
@@ -110,9 +110,9 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> d
             "tier": copies.url,
             "ok": verdict.ok,
             "forgotten": verdict.forgotten,
-            "partial": verdict.partial and dataclasses.asdict(verdict.partial),
+            "partial": verdict.partial,
             "read_bytes": verdict.read_bytes,
-            "problems": [dataclasses.asdict(problem) for problem in verdict.problems],
+            "problems": verdict.problems,
         }
         for copies in checked
         for verdict in copies.verdicts
@@ -122,8 +122,7 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> d
         for copies in checked
         for problem in copies.others
     ]
-    left_out = [dataclasses.asdict(one) for one in away]
-    return {"root": run.tiers[0], "ok": all_ok(checked), "snapshots": rows, "others": others, "away": left_out}
+    return {"root": run.tiers[0], "ok": all_ok(checked), "snapshots": rows, "others": others, "away": away}
 
 
 def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered: bool) -> None:
@@ -211,6 +210,13 @@ class Verdict:
     def ok(self) -> bool:
         """Whether every byte is what was written."""
         return not self.problems
+
+
+class _Stored(NamedTuple):
+    """A piece of an entry."""
+
+    entry: str
+    piece: Piece
 
 
 class Checker:
@@ -344,28 +350,28 @@ class Checker:
     def _pieces(self, manifest: Manifest, index: int) -> Iterator[tuple[list[SnapshotProblem], int]]:
         name = manifest.files[index].name
         pieces = [
-            (entry_name, piece)
+            _Stored(entry_name, piece)
             for entry_name, piece in dict.fromkeys(stored_pieces(manifest))
             if piece.file == index and (name, piece.offset, piece.nbytes, piece.digest) not in self._good
         ]
         pending: deque[Future[tuple[list[SnapshotProblem], int]]] = deque()
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-verify") as pool:
-            for span in _spans(sorted(pieces, key=lambda item: item[1].offset)):
+            for span in joined(pieces, PIECE_BYTES):
                 if len(pending) == READERS * _PENDING_PER_READER:
                     yield pending.popleft().result()
                 pending.append(pool.submit(self._read, name, span))
             while pending:
                 yield pending.popleft().result()
 
-    def _read(self, name: str, span: Sequence[tuple[str, Piece]]) -> tuple[list[SnapshotProblem], int]:
+    def _read(self, name: str, span: Sequence[_Stored]) -> tuple[list[SnapshotProblem], int]:
         """Digest neighbouring pieces with one read; piece by piece where that fails, to say which ones are hit."""
-        start, stop = span[0][1].offset, span[-1][1].offset + span[-1][1].nbytes
+        start, stop = span[0].piece.offset, span[-1].piece.offset + span[-1].piece.nbytes
         buffer = self._buffer(stop - start)
         try:
             self._storage.get_into(name, start, buffer)
         except CkptError as err:
             if len(span) == 1:
-                return [SnapshotProblem(err.code, err.message, name, span[0][0])], stop - start
+                return [SnapshotProblem(err.code, err.message, name, span[0].entry)], stop - start
             return [problem for one in span for problem in self._read(name, [one])[0]], stop - start
         problems = []
         for entry_name, piece in span:
@@ -406,20 +412,6 @@ def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool
         return False
     start = entry.pieces[0].offset if entry.pieces else array.start
     return (array.start, array.end) == (start, start + nbytes)
-
-
-def _spans(pieces: Sequence[tuple[str, Piece]]) -> Iterator[list[tuple[str, Piece]]]:
-    """Neighbours joined to reads of about `PIECE_BYTES`."""
-    span: list[tuple[str, Piece]] = []
-    for name, piece in pieces:
-        if span:
-            start, end = span[0][1].offset, span[-1][1].offset + span[-1][1].nbytes
-            if piece.offset != end or piece.offset + piece.nbytes - start > PIECE_BYTES:
-                yield span
-                span = []
-        span.append((name, piece))
-    if span:
-        yield span
 
 
 def _holds(manifest: Manifest, index: int) -> str:

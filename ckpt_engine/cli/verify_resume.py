@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from ckpt_engine.observe.units import count
 
 if TYPE_CHECKING:
     from ckpt_engine.cli.rehearsal.verdict import FirstDifference, Pair
-    from ckpt_engine.observe.resume_report import NotRestored
 
 
 NOT_SEEDED = 3
@@ -106,7 +105,7 @@ def command(
     if scratch is not None:
         report = replace(report, scratch=str(place))
     if as_json:
-        print_json(asdict(report))
+        print_json(report)
     else:
         _print(report)
     if not report.seeded:
@@ -132,7 +131,7 @@ def _verify_suite(words: tuple[str, ...], scratch: Path, timeout: float, *, as_j
         if report is not None and not keep:
             shutil.rmtree(scratch, ignore_errors=True)
     if as_json:
-        print_json(asdict(report))
+        print_json(report)
     else:
         _print_suite(report)
     if report.new_failures:
@@ -164,6 +163,8 @@ def _new_scratch(wanted: Path | None) -> Path:
 
 
 def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
+    from ckpt_engine.cli.rehearsal import verdict  # torch
+
     def say(text: str) -> None:
         if not quiet:
             click.echo(text, err=True)
@@ -188,15 +189,16 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
     span = (at + 1, max(*whole.steps, *again.steps))
     resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), span, fresh=False)
     if resumed is None:
-        resumed = _judge_end(whole, again)
+        resumed = verdict.judge_end(max(whole.steps), max(again.steps, default=0))
     if resumed is not None:
-        resumed = _explain(resumed, whole, killed, again, runs.not_restored(second))
+        resumed = verdict.explain(resumed, whole, killed, again, runs.not_restored(second))
     if not pairs and resumed is None:
         raise ResumeError(
             f"there is no snapshot of both runs between step {span[0]} and step {span[1]}",
             hint="give later --steps: the script saves too seldom, or it ended before",
         )
-    if resumed is None and (lonely := _lonely(runs, second, span)):
+    folders = zip(runs.folders("uninterrupted"), runs.folders(second), strict=False)
+    if resumed is None and (lonely := sum(verdict.without_counterpart(a, b, *span) for a, b in folders)):
         notes += (f"not compared, for want of a counterpart: {count(lonely, 'snapshot')} of the uninterrupted run",)
     return Report(
         exact=resumed is None,
@@ -215,39 +217,17 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
 def _compare(
     runs: Runs, names: tuple[str, str], traces: tuple[Trace, Trace], steps: tuple[int, int], *, fresh: bool
 ) -> tuple[FirstDifference | None, list[Pair]]:
-    from ckpt_engine.cli.rehearsal import verdict
-    from ckpt_engine.cli.rehearsal import verdict as pairing  # torch
+    from ckpt_engine.cli.rehearsal import verdict  # torch
 
     pairs: list[Pair] = []
     for a, b in zip(runs.folders(names[0]), runs.folders(names[1]), strict=False):
-        for pair in pairing.compare(a, b, traces, *steps):
+        for pair in verdict.compare(a, b, traces, *steps):
             pairs.append(pair)
             divergence = verdict.judge([pair], fresh=fresh)
             if divergence is not None and not (fresh and divergence.streams_only):
                 break  # what follows from a difference is of no interest
     pairs.sort(key=lambda pair: pair.step)
     return verdict.judge(pairs, fresh=fresh), pairs
-
-
-def _judge_end(whole: Trace, again: Trace) -> FirstDifference | None:
-    from ckpt_engine.cli.rehearsal import verdict  # torch
-
-    return verdict.judge_end(max(whole.steps), max(again.steps, default=0))
-
-
-def _explain(
-    resumed: FirstDifference, whole: Trace, killed: Trace, again: Trace, missing: list[NotRestored]
-) -> FirstDifference:
-    from ckpt_engine.cli.rehearsal import verdict  # torch
-
-    return verdict.explain(resumed, whole, killed, again, missing)
-
-
-def _lonely(runs: Runs, second: str, span: tuple[int, int]) -> int:
-    from ckpt_engine.cli.rehearsal import verdict as pairing  # torch
-
-    folders = zip(runs.folders("uninterrupted"), runs.folders(second), strict=False)
-    return sum(pairing.without_counterpart(a, b, *span) for a, b in folders)
 
 
 def _require_resumed(again: Trace, killed: Trace) -> None:

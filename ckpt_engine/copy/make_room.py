@@ -16,20 +16,22 @@ from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingErro
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import manifest_codec, names, pins
-from ckpt_engine.store.lease_objects import Lease
+from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Repository
 from ckpt_engine.store.retention import (
+    OTHER_LINE,
     SLACK_BYTES,
     ByteLimits,
     Retention,
     RetentionPlan,
+    RetentionPolicy,
     Usage,
+    branches,
     plan,
     plan_before_write,
     preflight,
 )
-from ckpt_engine.store.retention_rules import OTHER_LINE, RetentionPolicy, branches
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_LIMITS = ByteLimits()
@@ -512,9 +514,9 @@ class SpaceReservation:
         self._warned = True
         used_bytes = sum(item.nbytes for item in self._repository.storage.list(names.DATA))
         free_bytes = self._repository.storage.capabilities.free_bytes()
-        found = preflight(self._policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
-        if not found.fits:
-            self._warn(f"{self._repository.storage.url}: {found.text}")
+        short = preflight(self._policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
+        if short is not None:
+            self._warn(f"{self._repository.storage.url}: {short}")
 
 
 def measure(repository: Repository) -> Usage:

@@ -1,1 +1,1 @@
-"""Snapshots as the files of other programs, and back: one module per foreign format."""
+"""Snapshots as the files of other programs, and back: one module per kind of file."""

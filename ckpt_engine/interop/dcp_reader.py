@@ -42,11 +42,10 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.lease_objects import Lease
+from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.manifest import Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, continued
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy, continued
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.tree import TreePath

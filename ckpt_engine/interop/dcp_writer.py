@@ -28,12 +28,12 @@ from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError, UnstorableLeafError
 from ckpt_engine.interop.dcp_reader import Root, Save, config_of, names_step, step_of
 from ckpt_engine.snapshot.save_request import software
+from ckpt_engine.state.entries import dtype_name, entry_name
 from ckpt_engine.state.flatten import Flattener, tensor_problem
 from ckpt_engine.store import names
 from ckpt_engine.store.container import container_form, data_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.retention import policy_from
-from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.tree import KeySkeleton, TreePath
@@ -245,11 +245,6 @@ class StoredItem:
     item: DcpItem
 
 
-def entry_name(path: TreePath) -> str:
-    """The name of the array at a path of the state."""
-    return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in path)
-
-
 def manifest_of(
     snapshot: str, run: str, size: int, stored: Sequence[StoredItem], paths: Mapping[str, TreePath]
 ) -> Manifest:
@@ -440,11 +435,8 @@ class Container:
             while name in taken:  # several boxes of one array
                 name, n = f"{one.name}~{n}", n + 1
             taken.add(name)
-            yield (
-                name,
-                *container_form(_dtype(one.tensor), tuple(one.tensor.shape), one.tensor.nbytes),
-                one.tensor.nbytes,
-            )
+            form = container_form(dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes)
+            yield name, *form, one.tensor.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -471,7 +463,7 @@ class Container:
         at = len(self._header)
         layouts = []
         for one in self._arrays:
-            dtype, shape, nbytes = _dtype(one.tensor), tuple(one.tensor.shape), one.tensor.nbytes
+            dtype, shape, nbytes = dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes
             layouts.append(EntryLayout(one.name, dtype, shape, container_form(dtype, shape, nbytes)[0], at, nbytes))
             at += nbytes
         with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="ckpt-digest") as pool:
@@ -485,10 +477,6 @@ def _block(array: DcpArray, entry: EntryLayout) -> Block:
         start = extent.offset - entry.offset
         pieces.append((extent.offset, extent.nbytes, digest(data[start : start + extent.nbytes])))
     return Block(array.name, entry.dtype, entry.container_dtype, array.whole, array.offsets, entry.shape, tuple(pieces))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

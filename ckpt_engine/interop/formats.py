@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt_engine.errors import CkptError, ForeignError, MismatchError, StorageMissingError
-from ckpt_engine.interop import accelerate_folder, dcp_import, safe_load, transformers_folder
+from ckpt_engine.interop import dcp_import, safe_load, trainer_folders
 from ckpt_engine.interop.safe_load import Advance, Imported
-from ckpt_engine.interop.state_parts import recognise
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import SnapshotInfo
 
@@ -52,35 +51,29 @@ def _check_dcp(state: Any, info: SnapshotInfo) -> None:
         raise MismatchError(f"the state of {info.id} is no dict with text keys, as dcp needs it", hint="--to torch")
 
 
-def _check_accelerate(state: Any, info: SnapshotInfo) -> None:
-    accelerate_folder.require(recognise(state), info.id)
-
-
-def _check_transformers(state: Any, info: SnapshotInfo) -> None:
-    transformers_folder.require(recognise(state), info.id)
-
-
 def _write_dcp(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
-    return write_dcp_folder(state, folder)
-
-
-def _write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str, ...]:
-    return accelerate_folder.write(recognise(state), info.step, folder)
-
-
-def _write_transformers(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
-    return transformers_folder.write(recognise(state), folder)
+    """From this one process. Raises MismatchError: something in it cannot be pickled."""
+    try:
+        save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=True))
+    except CheckpointException as err:  # no Exception: code that catches those does not see it
+        cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
+        if isinstance(cause, OSError):
+            raise cause from err
+        raise MismatchError(
+            f"the state cannot become dcp: {type(cause).__name__}: {cause}", hint="--to safetensors exports its tensors"
+        ) from err
+    return ("dcp writes keys that are no text as text, and leaves empty dicts out",)
 
 
 CHECKS: dict[str, Check] = {
     "dcp": _check_dcp,
-    "accelerate": _check_accelerate,
-    "transformers": _check_transformers,
+    "accelerate": trainer_folders.check_accelerate,
+    "transformers": trainer_folders.check_transformers,
 }
 WRITERS: dict[str, Writer] = {
     "dcp": _write_dcp,
-    "accelerate": _write_accelerate,
-    "transformers": _write_transformers,
+    "accelerate": trainer_folders.write_accelerate,
+    "transformers": trainer_folders.write_transformers,
 }
 
 
@@ -90,8 +83,8 @@ FORMATS: dict[str, Reader] = {
     "lightning": safe_load.read_lightning_file,
     "torch": safe_load.read_torch_file,
     "dcp": dcp_import.read,
-    "accelerate": accelerate_folder.read,
-    "transformers": transformers_folder.read,
+    "accelerate": trainer_folders.read_accelerate,
+    "transformers": trainer_folders.read_transformers,
 }
 _FILES = ("lightning", "torch")
 
@@ -140,10 +133,10 @@ def _folder_form(path: Path) -> str:
             f"{path} was sharded by DeepSpeed or FSDP, whose files only their own programs put together",
             hint="put it together first: `python zero_to_fp32.py`, `accelerate merge-weights`; then import the result",
         )
-    if transformers_folder.TRAINER_STATE in there:
+    if trainer_folders.TRAINER_STATE in there:
         return "transformers"
-    marks = {accelerate_folder.MODEL, accelerate_folder.MODEL_TORCH, accelerate_folder.OPTIMIZER}
-    if there & (marks | {accelerate_folder.STREAMS.format(0), f"{accelerate_folder.MODEL}.index.json"}):
+    marks = {trainer_folders.MODEL, trainer_folders.MODEL_TORCH, trainer_folders.OPTIMIZER}
+    if there & (marks | {trainer_folders.STREAMS.format(0), f"{trainer_folders.MODEL}.index.json"}):
         return "accelerate"
     numbered = sorted((name for name in there if name.startswith("checkpoint")), key=lambda name: (len(name), name))
     hint = f"name one of its folders, for example {path / numbered[-1]}" if numbered else "name the kind with --as"
@@ -161,21 +154,3 @@ def _file_form(path: Path) -> str:
     state = safe_load.load(path, lambda _: True).value
     lightning = isinstance(state, dict) and safe_load.VERSION_KEY in state
     return "lightning" if lightning else "torch"
-
-
-def write_dcp_folder(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
-    """Write the state into `folder`, which exists and is empty, from this one process; returns notes.
-
-    Raises:
-        MismatchError: something in it cannot be pickled.
-    """
-    try:
-        save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=True))
-    except CheckpointException as err:  # no Exception: code that catches those does not see it
-        cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
-        if isinstance(cause, OSError):
-            raise cause from err
-        raise MismatchError(
-            f"the state cannot become dcp: {type(cause).__name__}: {cause}", hint="--to safetensors exports its tensors"
-        ) from err
-    return ("dcp writes keys that are no text as text, and leaves empty dicts out",)

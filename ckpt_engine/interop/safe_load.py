@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -343,11 +343,6 @@ def require_honest(pickle: bytes, what: str) -> None:
 
 
 _STEP_KEYS = ("global_step", "step")
-
-
-def write_torch_file(state: Any, out: BinaryIO) -> None:
-    """Write any state."""
-    torch.save(state, out)
 
 
 def why_not_weights_only(path: Path) -> str | None:

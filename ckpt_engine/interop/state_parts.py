@@ -229,12 +229,13 @@ def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> An
     Raises:
         CorruptError, FormatError, StorageError: as `rebuild`.
     """
-    require_room(manifest, entries_of(tree))
-    sizes = {name: sum(piece.raw_nbytes for piece in manifest.entries[name].pieces) for name in entries_of(tree)}
-    read = read_entries(sources, manifest, [name for name, nbytes in sizes.items() if nbytes <= SMALL_BYTES])
+    names = entries_of(tree)
+    require_room(manifest, names)
+    read = read_entries(sources, manifest, [name for name in names if manifest.entries[name].nbytes <= SMALL_BYTES])
     rest = {
         name: torch.empty(manifest.entries[name].shape, dtype=dtype_of(manifest.entries[name].dtype))
-        for name in sizes.keys() - read.keys()
+        for name in names
+        if name not in read
     }
     return Rebuilder({**read, **rest}).state(tree)
 

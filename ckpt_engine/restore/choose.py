@@ -181,8 +181,9 @@ def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) 
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far = [place for place in holders if place.storage.capabilities.slow_answers]
-    near = [place for place in holders if place not in far]
+    far, near = list[Repository](), list[Repository]()
+    for place in holders:
+        (far if place.storage.capabilities.slow_answers else near).append(place)
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
@@ -190,7 +191,9 @@ def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) 
             first = replace(first, sources=(*first.sources, *far))
     if first is not None:
         yield first
-    yield from (one for one in _assemble(snapshot, holders, sizes) if first is None or one.manifest != first.manifest)
+    for one in _assemble(snapshot, holders, sizes):
+        if first is None or one.manifest != first.manifest:
+            yield one
 
 
 def _note_silent(where: Sequence[Repository], search: Search) -> None:
@@ -250,60 +253,56 @@ class _Sizes:
 
 @dataclass(slots=True)
 class _Copies:
-    """The places that store a snapshot in the same way."""
+    """The places that store a snapshot in the same way, and the data files that none of them has whole."""
 
     manifest: Manifest
+    lacking: set[DataFile]
     whole: list[Repository] = field(default_factory=list)
     parts: list[Repository] = field(default_factory=list)
-    found: set[str] = field(default_factory=set)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.found == {file.name for file in self.manifest.files}
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near = [place for place in self.parts if place.storage.capabilities.nodes is not None]
-        return (*near, *self.whole, *(place for place in self.parts if place not in near))
+        near, far = list[Repository](), list[Repository]()
+        for place in self.parts:
+            (far if place.storage.capabilities.nodes is None else near).append(place)
+        return (*near, *self.whole, *far)
 
 
 def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> list[Candidate]:
     """The snapshot as it is stored, nearest first: more than one only where places store it differently."""
     kinds: list[_Copies] = []
+    known: dict[bytes, Manifest] = {}
     errors: list[CkptError] = []
     notes: list[str] = []
     for place in holders:
         try:
-            manifest = place.read(snapshot)
+            manifest, text = place.read_text(snapshot, known)
             require_whole(manifest.info, place.storage.url)
-            kind = next((one for one in kinds if one.manifest == manifest), None)
-            if kind is None:
-                kinds.append(kind := _Copies(manifest))
-            there = {file.name for file in manifest.files if sizes.of(place).get(file.name) == file.nbytes}
-            kind.found |= there
-            wrong = _what_is_wrong(manifest.files, sizes.of(place))
-            if wrong is None:
+            known[text] = manifest
+            there = sizes.of(place)
+            lacking = [file for file in manifest.files if there.get(file.name) != file.nbytes]
+            for kind in kinds:
+                if kind.manifest == manifest:
+                    kind.lacking.intersection_update(lacking)
+                    break
+            else:
+                kinds.append(kind := _Copies(manifest, set(lacking)))
+            if not lacking:
                 kind.whole.append(place)
                 continue
             kind.parts.append(place)
-            raise wrong
+            file, found = lacking[0], there.get(lacking[0].name)
+            if found is None:
+                raise StorageMissingError(f"data file {file.name} is missing")
+            raise FormatError(f"data file {file.name} has {found} bytes instead of {file.nbytes}")
         except (FormatError, StorageError) as err:
             errors.append(err)
             notes.append(f"the copy of {snapshot} at {place.storage.url} is not whole: [{err.code}] {err.message}")
-    usable = sorted((kind for kind in kinds if kind.is_whole), key=lambda kind: not kind.whole)
+    usable = [one for one in kinds if not one.lacking]
     if not usable:
         raise errors[0]
+    usable.sort(key=lambda one: not one.whole)
     return [Candidate(one.manifest.info, one.manifest, one.sources(), tuple(notes)) for one in usable]
-
-
-def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptError | None:
-    for file in files:
-        found = sizes.get(file.name)
-        if found is None:
-            return StorageMissingError(f"data file {file.name} is missing")
-        if found != file.nbytes:
-            return FormatError(f"data file {file.name} has {found} bytes instead of {file.nbytes}")
-    return None
 
 
 def none_usable(where: Sequence[Repository], search: Search, step: int | None) -> ResumeError | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -48,7 +48,7 @@ from ckpt_engine.restore.choose import (
     none_usable,
     notes_about,
 )
-from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions
+from ckpt_engine.restore.load_in_place import copy_into, fill, live_targets, read_regions
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
@@ -62,7 +62,7 @@ from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import PACKED, Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention_rules import continued
+from ckpt_engine.store.retention import continued
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.tree import entries_in
 from ckpt_engine.writer.primary_tier import let_finish
@@ -235,15 +235,13 @@ def _read(
         rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled, schemas=schemas)
         state = rebuilder.state(manifest.tree)
         own = {number: rebuilder.state(tree) for number, tree in others.items()}
-    return state, own, (*rebuilder.notes, *_unverified(read)), read.unverified_bytes
-
-
-def _unverified(read: Read) -> Iterator[str]:
+    notes = rebuilder.notes
     if read.unverified_bytes:
-        yield (
+        notes.append(
             f"{units.size(read.unverified_bytes)} were read out of pieces of which less than half was needed: "
             "no digest is of these bytes alone (`ckpt verify` checks the pieces)"
         )
+    return state, own, tuple(notes), read.unverified_bytes
 
 
 def _lost_steps(where: Sequence[Repository], step: int) -> int | None:
@@ -525,7 +523,7 @@ TIDY_FROM = 16
 def before_of(
     found: Loaded, where: Callable[[], Sequence[Repository]], *, newest: bool, back: bool = False
 ) -> tuple[tuple[str, int], ...]:
-    """What is `before` in the line of a process that has loaded `found`; see `retention_rules.continued`.
+    """What is `before` in the line of a process that has loaded `found`; see `retention.continued`.
 
     Args:
         where: all places; asked for only if it matters what else there is.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,9 +30,9 @@ from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
 from ckpt_engine.state.sharding import problem as sharding_problem
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.decode import Decoder, joined
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
-from ckpt_engine.store.tree import TreePath
+from ckpt_engine.store.tree import TreePath, keyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +85,9 @@ def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry
 
 def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], Any]]]) -> None:
     """Collect by entry the nodes of tensors, each with what is at its place in the live state; None: nothing is."""
-    children: Iterable[tuple[Any, Any]]
-    if isinstance(node, list):
-        children = enumerate(node)
-    elif not isinstance(node, dict):
-        return
-    elif node.get("$") is None:
-        children = node.items()
-    elif node["$"] in ("tensor", "sharded"):
+    if isinstance(node, dict) and node.get("$") in ("tensor", "sharded"):
         uses.setdefault(node["entry"], []).append((node, live))
-        return
-    elif node["$"] in ("dict", "odict"):
-        children = ((key, child) for key, child in node["items"] if not isinstance(key, dict | list))
-    elif node["$"] == "tuple":
-        children = enumerate(node["items"])
-    else:
-        return
-    for key, child in children:
+    for key, child in keyed(node):
         if isinstance(live, Mapping):
             if key in live:
                 _visit(child, live[key], uses)
@@ -151,14 +137,14 @@ def _takes_bytes(live: Any, entry: Entry) -> bool:
     )
 
 
-def copy_into(loaded: Any, into: Any, path: TreePath = ()) -> Any:
+def copy_into(loaded: Any, into: Any) -> Any:
     """`loaded`, with every tensor replaced by the live tensor of `into` at the same place, which now has its values.
 
     Raises:
         MismatchError: the structures differ; names the path.
     """
     with torch.no_grad():
-        return _copy_into(loaded, into, path)
+        return _copy_into(loaded, into, ())
 
 
 def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
@@ -327,7 +313,9 @@ def read_regions(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
     )
     try:
-        return sum((done.result() for done in [pool.submit(run, span) for span in _spans(wanted)]), Read())
+        spans = joined([one for one in wanted if one.is_whole], READ_BYTES)
+        spans += [[one] for one in wanted if not one.is_whole]
+        return sum((done.result() for done in [pool.submit(run, span) for span in spans]), Read())
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -337,11 +325,11 @@ def _wanted(manifest: Manifest, name: str, regions: Sequence[ArrayRegion], boxes
     entry = manifest.entries[name]
     dtype = dtype_of(entry.dtype)
     size = dtype.itemsize
-    if sum(piece.raw_nbytes for piece in entry.pieces) != prod(entry.shape) * size:
+    if entry.nbytes != prod(entry.shape) * size:
         raise CorruptError(f"the pieces of {name!r} do not have the bytes of {entry.dtype} of shape {entry.shape}")
     ends = list(accumulate(box.count for box in boxes))
-    number, start = 0, 0
-    for piece in entry.pieces:
+    number = 0
+    for start, piece in entry.placed():
         first, last = start // size, (start + piece.raw_nbytes) // size
         copies: list[_Copy] = []
         while number < len(boxes):
@@ -358,7 +346,6 @@ def _wanted(manifest: Manifest, name: str, regions: Sequence[ArrayRegion], boxes
             bounds = [copy.bounds() for copy in copies]
             low, high = min(a for a, _ in bounds) * size, max(b for _, b in bounds) * size
             yield _Wanted(name, piece, start, dtype, copies, low, high)
-        start += piece.raw_nbytes
 
 
 def _position(run: Box, box: Box) -> int:
@@ -386,20 +373,6 @@ def _decoded(decoder: Decoder, one: _Wanted, stored: memoryview, out: memoryview
         return stored
     decoder.decode(one.entry, one.start, one.piece, stored, out)
     return out
-
-
-def _spans(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
-    """Neighbouring pieces that are read whole, joined to requests of at most `READ_BYTES`."""
-    spans: list[list[_Wanted]] = []
-    for one in sorted(wanted, key=lambda one: (one.piece.file, one.piece.offset)):
-        last = spans[-1][-1] if spans else None
-        if last is not None and last.is_whole and one.is_whole and last.piece.file == one.piece.file:
-            end = last.piece.offset + last.piece.nbytes
-            if end == one.piece.offset and end + one.piece.nbytes - spans[-1][0].piece.offset <= READ_BYTES:
-                spans[-1].append(one)
-                continue
-        spans.append([one])
-    return spans
 
 
 _ALIGN = 64

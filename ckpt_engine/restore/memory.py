@@ -184,10 +184,7 @@ def attach(root_url: str, timeout: float) -> MemoryStorage | None:
     Returns:
         None: there is none, or its trainer is alive, or the writer does not answer. It MUST be closed.
     """
-    try:
-        reply = control.ask(root_url, {"what": control.SNAPSHOT}, timeout)
-    except (WriterError, OSError):
-        return None
+    reply = _ask(root_url, {"what": control.SNAPSHOT}, 0, timeout)
     if reply is None:
         return None
     try:
@@ -204,10 +201,7 @@ def is_held(root_url: str, timeout: float) -> bool:
     """Whether the writer of a dead trainer on this machine holds a snapshot of the run, be it one that `attach` cannot
     have, such as a rank's share: it is about to make it durable.
     """
-    try:
-        reply = control.ask(root_url, {"what": control.HELD}, timeout)
-    except (WriterError, OSError):
-        return False
+    reply = _ask(root_url, {"what": control.HELD}, 0, timeout)
     return reply is not None and bool(reply.body.get("held"))
 
 
@@ -320,7 +314,7 @@ def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float
             return None
     except WaitTimeoutError:
         return None
-    reply = _ask(root_url, {"what": control.HELD}, writer, deadline)
+    reply = _ask(root_url, {"what": control.HELD}, writer, deadline - time.monotonic())
     if reply is None or reply.body.get("node") != node:
         return None
     try:
@@ -335,9 +329,9 @@ def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float
         return None
 
 
-def _ask(root_url: str, request: dict[str, Any], writer: int, deadline: float) -> Received | None:
+def _ask(root_url: str, request: dict[str, Any], writer: int, timeout: float) -> Received | None:
     try:
-        return control.ask(root_url, request, max(0.1, deadline - time.monotonic()), writer)
+        return control.ask(root_url, request, max(0.1, timeout), writer)
     except (CkptError, OSError):
         return None
 
@@ -371,13 +365,13 @@ def _gather(
     def parity_of(keeper: int) -> Received:
         request = {"what": control.PARITY, "snapshot": wanted.snapshot}
         local = any(one.writer == keeper and wanted.snapshot in one.parity for one in here)
-        reply = _ask(root_url, request, keeper, deadline) if local else None
+        reply = _ask(root_url, request, keeper, deadline - time.monotonic()) if local else None
         return reply or _fetch(wanted.parity[str(keeper)], request, beside, deadline)
 
     def share_of(rank: int) -> Received:
         request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot, "rank": rank}
         local = next((one for one in here if wanted.snapshot in one.shares.get(str(rank), ())), None)
-        reply = _ask(root_url, request, local.writer, deadline) if local is not None else None
+        reply = _ask(root_url, request, local.writer, deadline - time.monotonic()) if local is not None else None
         return reply or _fetch(wanted.remote[str(rank)], request, beside, deadline)
 
     for rank in range(size):

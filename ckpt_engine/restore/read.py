@@ -1,12 +1,8 @@
 """Reads the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way.
 
-Arrays that lie in pieces, or are encoded, are put together by `read`.
-
-Read entries into live memory: large pieces straight to where they belong, small ones together through a buffer.
-
-Encoded pieces are decoded where they belong, over their bases.
-
-Reads the deltas of many pieces in few requests: those of neighbouring pieces lie behind each other in each file.
+What lies in memory as it does in a file is read to where it belongs, small pieces together with their neighbours. Other
+small pieces come through a buffer. Encoded ones are decoded where they belong, over their bases, and the deltas of many
+pieces are read in few requests: those of neighbouring pieces lie behind each other in each file.
 """
 
 from __future__ import annotations
@@ -16,10 +12,10 @@ import itertools
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -34,20 +30,12 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Rooms, chain_of, is_plain
-from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.decode import Decoder, Rooms, chain_of, is_plain, joined
+from ckpt_engine.store.manifest import RAW, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
 UNASKED_BYTES = 64 << 20
 """What any machine has room for: it is not asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A piece and the entry it belongs to."""
-
-    entry: str
-    piece: Piece
 
 
 def require_room(manifest: Manifest, names: Iterable[str]) -> None:
@@ -56,7 +44,7 @@ def require_room(manifest: Manifest, names: Iterable[str]) -> None:
     Raises:
         FormatError: says how much is needed, and how much there is.
     """
-    needed = sum([piece.raw_nbytes for name in names for piece in manifest.entries[name].pieces])
+    needed = sum([manifest.entries[name].nbytes for name in names])
     room = host_memory.look() if needed > UNASKED_BYTES else None
     if room is not None and needed > room.nbytes:
         raise FormatError(
@@ -93,106 +81,42 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
     """
     entries = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
     require_room(manifest, entries)
-    by_file: dict[int, list[_Wanted]] = {}
-    composed: dict[str, torch.Tensor] = {}
+    homes: dict[int | str, dict[str, int]] = {}
     for name, entry in entries.items():
-        if not is_plain(entry):
-            composed[name] = _fresh(manifest, name, entry)
-            continue
-        for piece in entry.pieces:
-            by_file.setdefault(piece.file, []).append(_Wanted(name, piece))
-    pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
-    try:
-        images = {
-            file: _Image(sources, manifest.files[file].name, manifest.files[file].nbytes, wanted, pool)
-            for file, wanted in sorted(by_file.items())
-        }
-        for image in images.values():
-            image.verify()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if composed:
-        stream_into(sources, manifest, composed, fresh=True)
-    return {name: composed[name] if name in composed else _tensor(entry, images) for name, entry in entries.items()}
+        if entry.pieces and is_plain(entry):
+            homes.setdefault(entry.pieces[0].file, {})[name] = entry.pieces[0].offset
+        elif entry.pieces:  # it begins in a page where its first bytes do in a file
+            offset = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset
+            homes[name] = {name: offset - offset % dtype_of(entry.dtype).itemsize}
+    found: dict[str, torch.Tensor] = {}
+    for offsets in homes.values():
+        found |= _fresh(manifest, offsets)
+    stream_into(sources, manifest, found, fresh=True)
+    for name, entry in entries.items():
+        if not entry.pieces:
+            found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+    return found
 
 
-class _Image:
-    """Memory for the part of one data file that is wanted, filled in the background in the order of the file."""
-
-    def __init__(
-        self, sources: Sources, name: str, nbytes: int, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor
-    ) -> None:
-        self._sources = sources
-        self._name = name
-        self._wanted = sorted(wanted, key=attrgetter("piece.offset"))
-        last = max([w.piece.offset + w.piece.nbytes for w in wanted])
-        if last > nbytes:
-            raise CorruptError(f"the manifest names bytes up to {last} of {name}, which has {nbytes}")
-        self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
-        # Untouched memory costs nothing, so gaps between wanted pieces are simply not read.
-        self._memory = private_memory(last - self._base)
-        host_memory.advise(self._memory)
-        self._bytes = memoryview(self._memory)
-        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        first_page = self._wanted[0].piece.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._reads: dict[int, Future[None]] = {}
-        for number in sorted({n for w in wanted for n in _blocks(w.piece)}):
-            start = max(number * READ_BYTES, first_page)
-            stop = min((number + 1) * READ_BYTES, last)
-            self._reads[number] = pool.submit(self._read, start, stop)
-
-    def _read(self, start: int, stop: int) -> None:
-        host_memory.populate(self._address + start - self._base, stop - start)
-        self._sources.read(self._name, start, self._range(start, stop))
-
-    def verify(self) -> None:
-        """Wait for the bytes and compare every piece with its digest."""
-        for wanted in self._wanted:
-            piece = wanted.piece
-            for number in _blocks(piece):
-                self._reads[number].result()
-            stored = self._range(piece.offset, piece.offset + piece.nbytes)
-            if digest(stored) != piece.digest:
-                self._sources.repair(wanted.entry, self._name, piece, stored)
-
-    def tensor(self, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """A tensor over the bytes from `offset` on; it keeps the memory alive."""
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset - self._base)
-
-    def _range(self, start: int, stop: int) -> memoryview:
-        return self._bytes[start - self._base : stop - self._base]
-
-
-def _blocks(piece: Piece) -> range:
-    return range(piece.offset // READ_BYTES, -(-(piece.offset + piece.nbytes) // READ_BYTES))
-
-
-def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
-    """A tensor for an entry, to be filled; it begins in a page where its first bytes do in a file."""
-    nbytes = sum(piece.raw_nbytes for piece in entry.pieces)
-    dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
-    if count * dtype.itemsize != nbytes:
-        raise CorruptError(f"the manifest has {nbytes} bytes for {entry.dtype} of shape {entry.shape}")
-    skew = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset % mmap.PAGESIZE
-    skew -= skew % dtype.itemsize
-    memory = private_memory(skew + nbytes)
+def _fresh(manifest: Manifest, offsets: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Tensors for entries, to be filled: in one memory that begins with a page, as far from each other as these offsets
+    are. Untouched memory costs nothing, so gaps are simply not read."""
+    base = min(offsets.values()) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = max([offset + manifest.entries[name].nbytes for name, offset in offsets.items()])
+    memory = private_memory(end - base)
     host_memory.advise(memory)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=skew).view(entry.shape)
-
-
-def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
-    dtype = dtype_of(entry.dtype)
-    count = math.prod(entry.shape)
-    if count * dtype.itemsize != sum([piece.nbytes for piece in entry.pieces]):
-        raise CorruptError(f"the manifest has other bytes than {entry.dtype} of shape {entry.shape} needs")
-    if count == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    first = entry.pieces[0]
-    return images[first.file].tensor(first.offset, dtype, count).view(entry.shape)
+    found = {}
+    for name, offset in offsets.items():
+        entry = manifest.entries[name]
+        dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
+        if count * dtype.itemsize > end - offset:
+            raise CorruptError(f"the manifest has fewer bytes than {entry.dtype} of shape {entry.shape} needs")
+        found[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - base).view(entry.shape)
+    return found
 
 
 READ_BYTES = 16 << 20
-"""Bytes per request; of whole files requests start at multiples of it, so that the page cache can be bypassed."""
+"""Bytes per request, at most."""
 
 
 class Landing(Protocol):
@@ -231,24 +155,24 @@ def stream_into(
     moves = _moves(manifest, targets)
     if not moves:
         return
-    plain = [move for move in moves if move.piece.base is None]
-    filler, memory = _Filler(sources, manifest, fresh, landing), Memory()
+    filler = _Filler(sources, manifest, fresh, landing)
+    plain, chained = list[Move](), list[Move]()
+    for move in moves:
+        (plain if move.piece.base is None else chained).append(move)
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
     )
     try:
-        begun = [pool.submit(filler.fill_raw, move) for move in plain if filler.is_direct(move)]
-        begun += [
-            pool.submit(filler.fill_span, span)
-            for span in _spans([move for move in plain if not filler.is_direct(move)])
-        ]
-        for batch in batches(manifest, _together([move for move in moves if move.piece.base is not None])):
-            # Work begins in this order, so that no thread waits for what no other has begun with.
-            for one in batch.ranges:
-                one.data = pool.submit(one.read, sources, manifest, memory)
-            ready = sources.decoder(manifest, filler.read_base, batch.stored, memory)
-            begun += [pool.submit(filler.fill_together, mates, batch, ready, memory) for mates in batch.moves]
+        begun = [pool.submit(request) for request in filler.requests(plain)]
+        if chained:
+            memory = Memory()
+            for batch in batches(manifest, _together(chained)):
+                # Work begins in this order, so that no thread waits for what no other has begun with.
+                for one in batch.ranges:
+                    one.data = pool.submit(one.read, sources, manifest, memory)
+                ready = sources.decoder(manifest, filler.read_base, batch.stored, memory)
+                begun += [pool.submit(filler.fill_together, mates, batch, ready, memory) for mates in batch.moves]
         for done in begun:
             done.result()
     finally:
@@ -257,16 +181,12 @@ def stream_into(
 
 def _moves(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[Move]:
     """Where each piece of each entry goes."""
-    moves = []
+    moves = list[Move]()
     for name, target in targets.items():
-        pieces = manifest.entries[name].pieces
-        nbytes = sum([piece.raw_nbytes for piece in pieces])
-        if nbytes != target.nbytes:
-            raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
-        start = 0
-        for piece in pieces:
-            moves.append(Move(name, piece, start, target.data_ptr() + start))
-            start += piece.raw_nbytes
+        entry, address = manifest.entries[name], target.data_ptr()
+        if entry.nbytes != target.nbytes:
+            raise CorruptError(f"{name!r} has {entry.nbytes} bytes in the manifest, and needs {target.nbytes}")
+        moves += [Move(name, piece, start, address + start) for start, piece in entry.placed()]
     return moves
 
 
@@ -282,21 +202,46 @@ class _Filler:
         self._manifest = manifest
         self._fresh = fresh
         self._landing = landing
-        self._decoder = sources.decoder(manifest)
         self._buffers = threading.local()
 
-    def is_direct(self, move: Move) -> bool:
-        """Whether it is read to where it belongs without a buffer."""
-        return self._landing is None and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return self._sources.decoder(self._manifest)
 
-    def fill_raw(self, move: Move) -> None:
-        """One that `is_direct`."""
-        piece, out = move.piece, _memory_of(move)
+    def requests(self, moves: Sequence[Move]) -> list[Callable[[], None]]:
+        """Each fills some of them. What lies in memory as in its file is read to where it belongs, in requests that are
+        large enough; in fresh memory, where nothing else is, all of it, and across gaps."""
+        alike: dict[tuple[int, int], list[Move]] = {}
+        others, found = list[Move](), list[Callable[[], None]]()
+        for move in moves:
+            if move.piece.codec == RAW and self._landing is None:
+                alike.setdefault((move.piece.file, move.address - move.piece.offset), []).append(move)
+            else:
+                others.append(move)
+        for one in alike.values():
+            for run in joined(one, READ_BYTES, gap_bytes=GAP_BYTES * self._fresh):
+                if self._fresh or run[-1].address + run[-1].piece.nbytes - run[0].address >= DIRECT_MIN_BYTES:
+                    found.append(partial(self.fill_run, run))
+                else:
+                    others += run
+        if others:
+            # Many deltas fit into one request; decoded one after another they would be the work of one thread.
+            found += [partial(self.fill_span, span) for span in joined(others, READ_BYTES, READ_BYTES)]
+        return found
+
+    def fill_run(self, run: Sequence[Move]) -> None:
+        """Neighbours in a file and in memory, in one request."""
+        first, last = run[0].piece, run[-1].piece
+        out = _memory(run[0].address, last.offset + last.nbytes - first.offset)
         if self._fresh:
-            host_memory.populate(move.address, piece.nbytes)
-        self.read_base(move.entry, piece, out)
-        if digest(out) != piece.digest:
-            self._sources.repair(move.entry, self._manifest.files[piece.file].name, piece, out)
+            host_memory.populate(run[0].address, out.nbytes)
+        file = self._manifest.files[first.file].name
+        self._sources.read(file, first.offset, out)
+        for move in run:
+            piece, at = move.piece, move.piece.offset - first.offset
+            stored = out[at : at + piece.nbytes]
+            if digest(stored) != piece.digest:
+                self._sources.repair(move.entry, file, piece, stored)
 
     def fill_span(self, span: Sequence[Move]) -> None:
         """Neighbours in a file, in one request."""
@@ -358,7 +303,11 @@ def _place(decoder: Decoder, move: Move, stored: memoryview) -> None:
 
 
 def _memory_of(move: Move) -> memoryview:
-    return memoryview((ctypes.c_char * move.piece.raw_nbytes).from_address(move.address)).cast("B")
+    return _memory(move.address, move.piece.raw_nbytes)
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _together(moves: Sequence[Move]) -> list[list[Move]]:
@@ -372,34 +321,13 @@ def _together(moves: Sequence[Move]) -> list[list[Move]]:
     return found
 
 
-def _spans(moves: Sequence[Move]) -> list[list[Move]]:
-    """Neighbouring pieces joined to requests of at most `READ_BYTES`, for at most as many bytes of their entries.
-
-    Many deltas fit into one request; put over their bases one after another, one thread would do all the work.
-    """
-    spans: list[list[Move]] = []
-    raw_nbytes = 0
-    for move in sorted(moves, key=lambda m: (m.piece.file, m.piece.offset)):
-        if spans:
-            first, last = spans[-1][0].piece, spans[-1][-1].piece
-            joined = move.piece.offset + move.piece.nbytes - first.offset
-            raw_nbytes += move.piece.raw_nbytes
-            is_next = move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes
-            if is_next and joined <= READ_BYTES and raw_nbytes <= READ_BYTES:
-                spans[-1].append(move)
-                continue
-        spans.append([move])
-        raw_nbytes = move.piece.raw_nbytes
-    return spans
-
-
 BATCH_BYTES = 64 << 20
 """Of deltas that are in memory at once; twice as many while the next ones are read."""
 GAP_BYTES = 128 << 10
 """What is not needed is read, too, if it is no more: a request takes as long."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Move:
     """A piece, where it begins in its entry, and where its bytes go."""
 

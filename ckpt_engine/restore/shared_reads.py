@@ -165,15 +165,12 @@ class Sharing:
                 found.append(place)
                 continue
             url, nodes = place.storage.url, place.storage.capabilities.nodes
-            if nodes is not None:
-                if url not in self._shared:
-                    self._shared[url] = NodeStorage(nodes.far, seat.fd, seat.index, seat.count)
-                    nodes.far = self._shared[url]
-                found.append(place)
-                continue
             if url not in self._shared:
-                self._shared[url] = NodeStorage(place.storage, seat.fd, seat.index, seat.count)
-            found.append(Repository(self._shared[url]))
+                far = place.storage if nodes is None else nodes.far
+                self._shared[url] = NodeStorage(far, seat.fd, seat.index, seat.count)
+            if nodes is not None:
+                nodes.far = self._shared[url]
+            found.append(Repository(self._shared[url]) if nodes is None else place)
         return found
 
 

@@ -21,7 +21,7 @@ from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.observe.units import place
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.store.manifest import Line, SnapshotInfo
-from ckpt_engine.store.retention_rules import branch_id
+from ckpt_engine.store.retention import branch_id
 from ckpt_engine.writer.client import WriterClient
 
 SETTLE_SECONDS = 60.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_engine.errors import MismatchError, ResumeError
 from ckpt_engine.store.manifest import RANKS, Manifest
-from ckpt_engine.store.tree import TreePath
+from ckpt_engine.store.tree import TreePath, keyed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -72,26 +72,11 @@ def _leaves(manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
 
 
 def _walk(node: Any, path: TreePath, manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
-    if isinstance(node, list):
-        for i, child in enumerate(node):
-            yield from _walk(child, (*path, i), manifest)
-    elif isinstance(node, dict):
-        kind = node.get("$")
-        if kind is None or "fields" in node:
-            children = node if kind is None else node["fields"]
-            if isinstance(children, dict):
-                for key, child in children.items():
-                    yield from _walk(child, (*path, key), manifest)
-        elif kind in ("tensor", "sharded"):
-            view = node.get("view")
-            yield path, tuple(view["shape"]) if view else manifest.entries[node["entry"]].shape
-        elif kind in ("tuple", "namedtuple", "deque"):
-            for i, child in enumerate(node["items"]):
-                yield from _walk(child, (*path, i), manifest)
-        elif "items" in node:
-            for item in node["items"]:
-                if isinstance(item, list) and len(item) == 2 and not isinstance(item[0], dict | list):
-                    yield from _walk(item[1], (*path, item[0]), manifest)
+    if isinstance(node, dict) and node.get("$") in ("tensor", "sharded"):
+        view = node.get("view")
+        yield path, tuple(view["shape"]) if view else manifest.entries[node["entry"]].shape
+    for key, child in keyed(node):
+        yield from _walk(child, (*path, key), manifest)
 
 
 def size_of(manifest: Manifest) -> int:

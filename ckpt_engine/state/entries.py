@@ -20,7 +20,7 @@ from ckpt_engine.state.flatten import ArrayLeaf, LazyPredicate, show_path, tenso
 from ckpt_engine.state.sharding import Shard
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RANKS
-from ckpt_engine.store.tree import TreePath
+from ckpt_engine.store.tree import TreePath, is_dense
 
 LAZY_ON = ("cpu", "cuda")
 """Kinds of devices whose tensors may be copied behind training."""
@@ -149,7 +149,7 @@ def _draft(
             return _sharded(name, first, cluster[0], is_lazy, used, used[0].shard)
         for leaf in used:
             leaf.node["entry"] = name
-            if leaf.node["$"] == "tensor" and not first.is_contiguous() and _dense(first):
+            if leaf.node["$"] == "tensor" and not first.is_contiguous() and is_dense(first.shape, first.stride()):
                 leaf.node["stride"] = list(first.stride())
         nbytes = first.numel() * first.element_size()
         return EntryDraft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
@@ -203,14 +203,9 @@ def _sharded(
     )
 
 
-def _dense(array: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones (channels_last and the like)."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(array.shape, array.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def entry_name(path: TreePath) -> str:
+    """The name of the array at a path of the state."""
+    return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
 class Names:
@@ -220,7 +215,7 @@ class Names:
         self._taken = {"__metadata__"}
 
     def unique(self, path: TreePath) -> str:
-        base = "/".join(str(p).replace("~", "~0").replace("/", "~1") for p in path) or "value"
+        base = entry_name(path) or "value"
         name, n = base, 2
         while name in self._taken:
             name, n = f"{base}~{n}", n + 1

@@ -25,6 +25,7 @@ import torch
 from ckpt_engine.errors import StateError, UnstorableLeafError
 from ckpt_engine.state import sharding
 from ckpt_engine.state.json_types import encode_bytes, encode_float, encode_scalar, open_container, problem_of
+from ckpt_engine.store.container import is_shallow
 from ckpt_engine.store.tree import TreePath
 
 try:
@@ -339,7 +340,7 @@ class Flattener:
             return {"$": "v", "i": index}
 
         tree = visit(node, root)
-        if _nests_deeper(tree, _MAX_NESTING):
+        if not is_shallow(tree, _MAX_NESTING + 1):
             raise UnstorableLeafError(
                 f"the state at {show_path(root)} is nested too deeply: more than {_MAX_NESTING} levels of JSON, where "
                 "tuples take two, and dicts with keys that are no texts three"
@@ -384,21 +385,6 @@ def _require_plain(encoded: Any, path: TreePath) -> None:
     problem = problem_of(encoded)
     if problem is not None:
         raise UnstorableLeafError(f"cannot store what is at {show_path(path)}: {problem}")
-
-
-def _nests_deeper(tree: Any, levels: int) -> bool:
-    """Whether JSON has more than so many levels; not by recursion."""
-    layer = [tree]
-    for _ in range(levels + 1):
-        layer = [
-            child
-            for node in layer
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not layer:
-            return False
-    return True
 
 
 def _as_array(node: Any) -> torch.Tensor | None:

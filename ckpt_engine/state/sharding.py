@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ import torch
 from ckpt_engine.ranks.boxes import Box, Grid, tiles
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.manifest import Entry
+from ckpt_engine.store.tree import keyed
 
 PRIVATE = {
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": "the box of any coordinate of a mesh",
@@ -312,13 +313,13 @@ def optimizer_shell(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = flat or {}
     found: dict[Any, dict[str, Any]] = {}
-    for number, states in _pairs(tree.get("state")):
+    for number, states in keyed(tree.get("state")):
         if not isinstance(number, int) or number >= len(parameters):
             continue
         parameter = parts.get(id(parameters[number]), parameters[number])
         if not is_sharded(parameter):
             continue
-        for name, node in _pairs(states):
+        for name, node in keyed(states):
             entry = entries.get(str(node.get("entry"))) if isinstance(node, dict) else None
             if entry is not None and tuple(node.get("view", {}).get("shape", entry.shape)) == tuple(parameter.shape):
                 found.setdefault(number, {})[name] = _empty(parameter, dtype_of(entry.dtype))
@@ -329,9 +330,3 @@ def _empty(parameter: Any, dtype: torch.dtype) -> Any:
     if isinstance(parameter, FlatPart):
         return parameter.like(torch.zeros_like(parameter.part, dtype=dtype))
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-
-
-def _pairs(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Keys and nodes of a dict."""
-    if isinstance(node, dict):
-        yield from (map(tuple, node["items"]) if node.get("$") == "dict" else node.items())

@@ -316,8 +316,8 @@ def is_time(value: Any) -> bool:
     return is_number(value, LATEST_SECONDS) and value >= 0
 
 
-def require_shallow(value: Any, most: int) -> None:
-    """Raises ValueError if dicts and lists are nested deeper: what goes through them does so recursively."""
+def is_shallow(value: Any, most: int) -> bool:
+    """Whether dicts and lists are not nested deeper: what goes through them does so recursively."""
     level = [value]
     for _ in range(most):
         level = [
@@ -327,8 +327,8 @@ def require_shallow(value: Any, most: int) -> None:
             for child in (one.values() if isinstance(one, dict) else one)
         ]
         if not level:
-            return
-    raise ValueError(f"something is nested deeper than {most} levels")
+            return True
+    return False
 
 
 def is_object(value: Any) -> bool:

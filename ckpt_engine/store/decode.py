@@ -5,12 +5,15 @@ What was encoded together is decoded together.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 from ckpt_engine.errors import CorruptError, FormatError, StorageError
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
@@ -52,12 +55,8 @@ def members_of(manifest: Manifest, level: str | None, start: int, piece: Piece) 
 def _at(manifest: Manifest, level: str | None, name: str, start: int) -> Piece | None:
     if level is not None:
         return manifest.bases.get(level, {}).get(name, {}).get(start)
-    at = 0
-    for piece in manifest.entries[name].pieces if name in manifest.entries else ():
-        if at == start:
-            return piece
-        at += piece.raw_nbytes
-    return None
+    there = manifest.entries[name].placed() if name in manifest.entries else ()
+    return next((piece for at, piece in there if at == start), None)
 
 
 class Turns:
@@ -262,6 +261,42 @@ def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:
     return found
 
 
+class HasPiece(Protocol):
+    """Something that is to be read."""
+
+    @property
+    def piece(self) -> Piece:
+        """Of a snapshot."""
+        ...
+
+
+_Wanted = TypeVar("_Wanted", bound=HasPiece)
+_placement = attrgetter("piece.file", "piece.offset")
+
+
+def joined(
+    wanted: Iterable[_Wanted], most_bytes: int, most_raw_bytes: float = math.inf, gap_bytes: int = 0
+) -> list[list[_Wanted]]:
+    """Neighbouring pieces, together as long as they have at most so many bytes, stored and decoded.
+
+    Args:
+        gap_bytes: at most so many may lie between neighbours.
+    """
+    spans: list[list[_Wanted]] = []
+    file, start, end, raw_nbytes = -1, 0, 0, 0
+    for one in sorted(wanted, key=_placement):
+        piece = one.piece
+        raw_nbytes += piece.raw_nbytes
+        fits = piece.offset + piece.nbytes - start <= most_bytes and raw_nbytes <= most_raw_bytes
+        if fits and piece.file == file and 0 <= piece.offset - end <= gap_bytes:
+            spans[-1].append(one)
+        else:
+            spans.append([one])
+            file, start, raw_nbytes = piece.file, piece.offset, piece.raw_nbytes
+        end = piece.offset + piece.nbytes
+    return spans
+
+
 def needed_for(manifest: Manifest, name: str, start: int, piece: Piece) -> dict[tuple[str | None, str], Piece]:
     """All that decoding a piece of an entry takes, itself included: by the snapshot whose it is (None: of an entry) and
     the entry.
@@ -290,12 +325,10 @@ def require_decodable(manifest: Manifest) -> None:
         CorruptError: it does not; names the first entry. Reading the snapshot would fail there.
     """
     for name, entry in manifest.entries.items():
-        start = 0
-        for piece in entry.pieces:
+        for start, piece in entry.placed():
             if piece.base is not None or piece.group:
                 chain_of(manifest, name, start, piece)
                 needed_for(manifest, name, start, piece)
-            start += piece.raw_nbytes
 
 
 def base_of(manifest: Manifest, name: str, start: int, piece: Piece) -> Piece | None:

@@ -12,8 +12,10 @@ What is said where a whole snapshot is asked for, and a place has only what some
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from ckpt_engine.errors import PartialError
@@ -35,6 +37,7 @@ MANIFEST_VERSION = PACKED_VERSION
 """The newest that manifests are written in and read."""
 RAW = "raw"
 """The codec of bytes as they are."""
+_raw_nbytes: Callable[[Piece], int] = attrgetter("raw_nbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,16 @@ class Entry:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     container_dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return sum(map(_raw_nbytes, self.pieces))
+
+    def placed(self) -> Iterable[tuple[int, Piece]]:
+        """Its pieces, each with the byte of the array at which it begins."""
+        starts = accumulate(map(_raw_nbytes, self.pieces), initial=0)
+        return zip(starts, self.pieces)  # noqa: B905 - the last start is the end
 
 
 @dataclass(frozen=True, slots=True)

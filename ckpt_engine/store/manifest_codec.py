@@ -31,12 +31,12 @@ from ckpt_engine.store.container import (
     digest,
     is_number,
     is_object,
+    is_shallow,
     is_shape,
     is_time,
     is_whole,
     require,
     require_all,
-    require_shallow,
 )
 from ckpt_engine.store.decode import is_plain, stored_pieces
 from ckpt_engine.store.manifest import (
@@ -367,7 +367,8 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
     wrong = [what for what in parts if not is_object(getattr(manifest, what))]
     require(not wrong, f"{' and '.join(map(repr, wrong))} is no object")
     for beside in (manifest.world, manifest.software, manifest.notes):
-        require_shallow(beside, tree.MAX_DEPTH)
+        if not is_shallow(beside, tree.MAX_DEPTH):
+            raise ValueError(f"something is nested deeper than {tree.MAX_DEPTH} levels")
     size = manifest.world.get("size", 1)
     require(is_whole(size, 1, _MOST_RANKS), "'size' of the world is none")
     for file in manifest.files:
@@ -460,6 +461,6 @@ def _check_entry(name: str, entry: Entry) -> None:
         raise ValueError(f"{name!r:.200} has no dtype, or no shape")
     if _NAME.fullmatch(entry.dtype) is None:
         raise ValueError(f"{name!r:.200} has no dtype")
-    nbytes, size = sum([piece.raw_nbytes for piece in entry.pieces]), container.item_bytes(entry.dtype)
+    nbytes, size = entry.nbytes, container.item_bytes(entry.dtype)
     if size is not None and nbytes != prod(entry.shape) * size:
         raise ValueError(f"{name!r:.200} has {nbytes} bytes, which is not what {entry.dtype} of its shape needs")

@@ -133,12 +133,8 @@ def reader_of(manifest: Manifest, decoder: Decoder) -> Callable[[str], bytes]:
     """Reads the bytes of an entry."""
 
     def read(name: str) -> bytes:
-        placed, start = [], 0
-        for piece in manifest.entries[name].pieces:
-            placed.append((start, piece))
-            start += piece.raw_nbytes
-        data = bytearray(start)
-        for at, piece in placed:
+        data = bytearray(manifest.entries[name].nbytes)
+        for at, piece in manifest.entries[name].placed():
             decoder.read(name, at, piece, memoryview(data)[at : at + piece.raw_nbytes])
         return bytes(data)
 

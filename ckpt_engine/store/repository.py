@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ckpt_engine.errors import (
@@ -38,6 +39,7 @@ from ckpt_engine.store.storage.base import ObjectInfo, Storage
 READS_AT_ONCE = 16
 """Manifests read at once where it is latency that counts: anywhere but on a disk."""
 
+_NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 _T = TypeVar("_T")
 
@@ -215,8 +217,12 @@ class Repository:
         """
         return self.read_text(snapshot)[0]
 
-    def read_text(self, snapshot: str) -> tuple[Manifest, bytes]:
-        """The same, and its bytes."""
+    def read_text(self, snapshot: str, known: Mapping[bytes, Manifest] = _NOTHING) -> tuple[Manifest, bytes]:
+        """The same, and its bytes.
+
+        Args:
+            known: manifests by their bytes, which are not decoded again.
+        """
         name = names.manifest_name(snapshot)
         try:
             if names.parse_id(snapshot) is None:
@@ -226,7 +232,7 @@ class Repository:
             hint = f"ckpt ls {self.storage.url}"
             raise StorageMissingError(f"no snapshot {snapshot} at {self.storage.url}", hint=hint) from err
         with self._locating(name):
-            manifest = manifest_codec.decode(data)
+            manifest = known.get(data) or manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)
         self.remember(manifest)
         return manifest, data

@@ -1,4 +1,10 @@
-"""Retention: a `keep` setting as the policy it asks for, and the names of everything around it in one place.
+"""Retention: which snapshots stay. Its rules, the lines of history that they protect, and the plan of what goes. Pure.
+
+No rule asks a clock. Ages follow from the times in the snapshots themselves, so a run that pauses loses nothing.
+
+Each process is an attempt of its own. One that resumes names the attempts that it continues, each up to the snapshot
+that it saw: whatever another job makes of the same snapshots, before or after, is of another line. So nothing has to be
+known of other jobs to leave their work alone.
 
 The plan of retention: what a policy and its limits do to a run's snapshots, after a write and before one.
 
@@ -7,91 +13,289 @@ again after the plan was executed removes nothing; the newest snapshot that is w
 protected; protecting more never makes a rule keep less; after a plan the limits hold, or nothing was removed for them
 and the plan says how many bytes are missing.
 
-Preflight: whether what a retention policy keeps will fit, said before the disk is full. Pure.
+Preflight: whether what a retention policy keeps will fit, said before the disk is full.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from ckpt_engine.observe import units
-from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention_rules import (
-    KeepAge,
-    KeepAll,
-    KeepBest,
-    KeepEveryNSteps,
-    KeepLast,
-    KeepPeriods,
-    Period,
-    RetentionPolicy,
-    Union,
-    by_age,
-    rules_in,
-)
+from ckpt_engine.store.manifest import Line, SnapshotInfo
 
-_LADDER: Mapping[str, Period] = {"hourly": "hour", "daily": "day", "weekly": "week"}
-_RULES = ("last", "every_n_steps", *_LADDER, "age", "best")
+Period = Literal["hour", "day", "week"]
+_PERIOD_SECONDS: Mapping[Period, int] = {"hour": 3600, "day": 86_400, "week": 604_800}
+_PERIOD_STARTS: Mapping[Period, int] = {"hour": 0, "day": 0, "week": -3 * 86_400}
+"""When period 0 began. 1970 began on a Thursday; weeks begin on Mondays."""
+_PERIOD_TEXT: Mapping[Period, str] = {"hour": "%Y-%m-%d %H:00", "day": "%Y-%m-%d", "week": "%Y-%m-%d"}
+_END_OF_TIME = 253_402_300_800.0
+"""The year 10000: what a broken clock says beyond that is no date."""
+
+
+class RetentionPolicy(Protocol):
+    """Says what to keep, given all snapshots of a run in any order. Pure.
+
+    Removing snapshots that it does not keep MUST NOT make it drop others.
+    """
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        """Ids to keep, each with its reason for people."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll:
+    """Keeps every snapshot."""
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        return {info.id: "all" for info in infos}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast:
+    """Keeps the `n` newest snapshots."""
+
+    n: int
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        newest = sorted(infos, key=by_age, reverse=True)[: self.n]
+        return {info.id: f"last {i + 1} of {self.n}" for i, info in enumerate(newest)}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEveryNSteps:
+    """Keeps the first snapshot at or after each of the steps n, 2n, 3n, …
+
+    Of several with that very step (a resumed run repeats steps) it keeps the newest.
+    """
+
+    n: int
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        first: dict[int, SnapshotInfo] = {}
+        for info in sorted(infos, key=lambda info: (-info.step, by_age(info))):
+            first[info.step // self.n] = info
+        return {info.id: f"first from step {mark * self.n} on" for mark, info in first.items() if mark > 0}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPeriods:
+    """Keeps the newest snapshot of each of the `n` latest hours, days or weeks that have one. Times are UTC.
+
+    Periods without snapshots do not count: a run that slept for a month keeps its ladder. (So do Borg and restic.)
+    """
+
+    period: Period
+    n: int
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        newest: dict[int, SnapshotInfo] = {}
+        start, seconds = _PERIOD_STARTS[self.period], _PERIOD_SECONDS[self.period]
+        for info in sorted(filter(_has_date, infos), key=by_age):
+            newest[math.floor((info.created - start) / seconds)] = info
+        latest = sorted(newest, reverse=True)[: self.n]
+        return {
+            newest[index].id: f"{self.period} of {self._text(start + index * seconds)} ({i + 1} of {self.n})"
+            for i, index in enumerate(latest)
+        }
+
+    def _text(self, began: int) -> str:
+        return datetime.fromtimestamp(max(0, began), UTC).strftime(_PERIOD_TEXT[self.period])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAge:
+    """Keeps what was taken at most `seconds` before the newest snapshot."""
+
+    seconds: float
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        if not infos:
+            return {}
+        now = max(infos, key=by_age)
+        ages = {info.id: now.created - info.created if _has_date(now) and _has_date(info) else 0.0 for info in infos}
+        text = units.duration(self.seconds)
+        return {
+            snapshot: f"{units.duration(max(0.0, age))} older than the newest, within {text}"
+            for snapshot, age in ages.items()
+            if age <= self.seconds
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Keeps the `k` snapshots with the smallest (`min`) or largest (`max`) value of the metric `monitor`.
+
+    A snapshot without that metric, or with a value that is not finite, is never among them. Equal values: newer first.
+    """
+
+    monitor: str
+    mode: Literal["min", "max"] = "min"
+    k: int = 1
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        sign = 1 if self.mode == "min" else -1
+        ranked = [
+            (sign * value, -info.seq, info.id, value)
+            for info in infos
+            if (value := info.metrics.get(self.monitor)) is not None and math.isfinite(value)
+        ]
+        best = sorted(ranked)[: self.k]
+        return {
+            snapshot: f"best {i + 1} of {self.k} by {self.monitor} ({self.mode}): {value:.6g}"
+            for i, (_, _, snapshot, value) in enumerate(best)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Keeps what any of its policies keeps."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        reasons: dict[str, str] = {}
+        for policy in self.policies:
+            for snapshot, reason in policy.keep(infos).items():
+                reasons[snapshot] = f"{reasons[snapshot]}; {reason}" if snapshot in reasons else reason
+        return reasons
+
+
+def rules_in(policy: RetentionPolicy) -> Iterator[RetentionPolicy]:
+    """The single rules that a policy unites."""
+    if isinstance(policy, Union):
+        for one in policy.policies:
+            yield from rules_in(one)
+    else:
+        yield policy
+
+
+by_age: Callable[[SnapshotInfo], tuple[int, str]] = attrgetter("seq", "id")
+"""Sorts snapshots from old to new."""
+
+
+def _has_date(info: SnapshotInfo) -> bool:
+    return 0 <= info.created < _END_OF_TIME
+
+
+UNNAMED_BRANCH = "unnamed"
+"""The branch of snapshots that do not say of which attempt they are."""
+OTHER_LINE = "of another line of history"
+MOST_ATTEMPTS = 64
+"""That a line names. What is of still earlier ones counts as of another line: it stays."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A line of history as listings show it: what its newest snapshot continues, as far as no newer branch has it too.
+
+    Args:
+        id: how it is called.
+        snapshots: oldest first.
+        own: ids of those that belong to no other branch.
+    """
+
+    id: str
+    snapshots: tuple[SnapshotInfo, ...]
+    own: frozenset[str]
+
+    @property
+    def newest(self) -> SnapshotInfo:
+        """Its newest snapshot."""
+        return self.snapshots[-1]
+
+
+def branch_id(line: Line) -> str:
+    """What the branch is called whose newest snapshot is of this line."""
+    return line.attempt[:_SHOWN] or UNNAMED_BRANCH
+
+
+def branches(infos: Sequence[SnapshotInfo]) -> list[Branch]:
+    """All branches, first that of the newest snapshot, which a resume continues."""
+    left = sorted(infos, key=by_age)
+    found: list[tuple[Line, list[SnapshotInfo]]] = []
+    while left:
+        line = left[-1].line
+        found.append((line, [info for info in left if line.has(info)]))
+        left = [info for info in left if not line.has(info)]
+    lines = [line for line, _ in found]
+    return [
+        Branch(
+            branch_id(line),
+            tuple(mine),
+            frozenset(info.id for info in mine if not any(one.has(info) for one in lines if one is not line)),
+        )
+        for line, mine in found
+    ]
+
+
+def continued(
+    resumed: SnapshotInfo, newer: Sequence[SnapshotInfo], superseded: Collection[str]
+) -> tuple[tuple[str, int], ...]:
+    """What is `before` in the line of a process that goes on from `resumed`; empty: it begins a line of its own.
+
+    Going on from a snapshot that was continued already would make two histories of one. Unless what continued it is of
+    no use any more: then that belongs to the line, and retention removes it like all that is old.
+
+    Args:
+        newer: what has a higher `seq`, as far as it is known.
+        superseded: ids of those that cannot or are not to be resumed.
+    """
+    after = [info for info in newer if info.line.has(resumed)]
+    if any(info.id not in superseded for info in after):
+        return ()
+    last: dict[str, int] = {}
+    for info in sorted([resumed, *after], key=by_age, reverse=True):
+        last.setdefault(info.line.attempt, info.seq)
+    for attempt, seq in resumed.line.before:
+        last.setdefault(attempt, seq)
+    return tuple(last.items())[:MOST_ATTEMPTS]
+
+
 _LIMITS = ("quota", "min_free")
-_COMPONENTS = "components"
 
 
 def policy_from(keep: Mapping[str, Any]) -> RetentionPolicy:
-    """The policy of a `keep` setting.
+    """The policy of a `keep` setting, as the options of a run have it.
 
     Args:
         keep: rules `last`, `every_n_steps`, `hourly`, `daily`, `weekly` (counts), `age` (seconds),
-            `best` (`{"monitor": m, "mode": "min", "k": k}` or a list of these); limits `quota` and `min_free` (bytes);
-            `components` (component → rules). Each is optional and may be None; no rule at all keeps every snapshot.
+            `best` (`{"monitor": m, "mode": "min", "k": k}`); limits `quota` and `min_free` (bytes); `components`
+            (component → rules). Each is optional and may be None; no rule at all keeps every snapshot.
 
     Returns:
         A rule, or a `Retention` where there are limits or components.
-
-    Raises:
-        ValueError: an unknown key or an impossible number.
     """
-    _require_known(keep, (*_RULES, *_LIMITS, _COMPONENTS), "keep")
-    rule = _rule_from(keep)
-    limits = ByteLimits(*(_bytes_from(keep, name) for name in _LIMITS))
-    components = {}
-    for name, rules in (keep.get(_COMPONENTS) or {}).items():
-        _require_known(rules, _RULES, f"keep.components.{name}")
-        components[name] = _rule_from(rules)
-    if limits == ByteLimits() and not components:
-        return rule
-    return Retention(rule, limits, components)
+    rule, limits = _rule_from(keep), ByteLimits(*map(keep.get, _LIMITS))
+    components = {name: _rule_from(rules) for name, rules in (keep.get("components") or {}).items()}
+    return Retention(rule, limits, components) if components or limits != ByteLimits() else rule
+
+
+_RULES: Mapping[str, Callable[[Any], RetentionPolicy]] = {
+    "last": KeepLast,
+    "every_n_steps": KeepEveryNSteps,
+    "hourly": partial(KeepPeriods, "hour"),
+    "daily": partial(KeepPeriods, "day"),
+    "weekly": partial(KeepPeriods, "week"),
+    "age": KeepAge,
+    "best": lambda best: KeepBest(**best),
+}
 
 
 def _rule_from(keep: Mapping[str, Any]) -> RetentionPolicy:
-    policies: list[RetentionPolicy] = []
-    if keep.get("last") is not None:
-        policies.append(KeepLast(keep["last"]))
-    if keep.get("every_n_steps") is not None:
-        policies.append(KeepEveryNSteps(keep["every_n_steps"]))
-    policies += [KeepPeriods(period, keep[name]) for name, period in _LADDER.items() if keep.get(name) is not None]
-    if keep.get("age") is not None:
-        policies.append(KeepAge(keep["age"]))
-    best = keep.get("best") or []
-    policies += [KeepBest(**one) for one in ([best] if isinstance(best, Mapping) else best)]
-    return Union(tuple(policies)) if policies else KeepAll()
-
-
-def _bytes_from(keep: Mapping[str, Any], name: str) -> int | None:
-    value = keep.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"keep.{name} must be a number of bytes above 0, not {value!r}")
-    return value
-
-
-def _require_known(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    if unknown := set(given) - set(known):
-        raise ValueError(f"{where} knows {', '.join(known)}, not {', '.join(sorted(unknown))}")
+    policies = tuple(make(keep[name]) for name, make in _RULES.items() if keep.get(name) is not None)
+    return Union(policies) if policies else KeepAll()
 
 
 NEWEST = "newest"
@@ -350,32 +554,10 @@ def _slim(
     return {snapshot: tuple(lost) for snapshot, lost in drops.items() if parts[snapshot] - set(lost)}
 
 
-@dataclass(frozen=True, slots=True)
-class Preflight:
-    """What a run will need at most, and what it has.
-
-    Args:
-        count: snapshots at once, the one being written included; None where nothing limits them.
-        needed_bytes: for these; without a bound for the two that every run needs: the newest and the next.
-        available_bytes: what it may fill, its present snapshots included; None where unknown.
-        text: one line for people.
-    """
-
-    count: int | None
-    needed_bytes: int
-    available_bytes: int | None
-    text: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether `needed_bytes` are available, as far as is known."""
-        return self.available_bytes is None or self.needed_bytes <= self.available_bytes
-
-
 def preflight(
     policy: RetentionPolicy, snapshot_bytes: int, *, used_bytes: int = 0, free_bytes: int | None = None
-) -> Preflight:
-    """Whether snapshots of `snapshot_bytes` fit under `policy`.
+) -> str | None:
+    """A line for people if snapshots of so many bytes will not fit under `policy`; None: they do, as far as is known.
 
     Args:
         used_bytes: what the run occupies already.
@@ -384,21 +566,18 @@ def preflight(
     limits = Retention.of(policy).limits
     room = [] if free_bytes is None else [used_bytes + free_bytes - (limits.min_free_bytes or 0)]
     room += [] if limits.quota_bytes is None else [limits.quota_bytes]
-    available_bytes = max(0, min(room)) if room else None
     last, others = _counts(policy)
     # The oldest goes before the next is written where room is short; the newest never does.
-    count = None if others is None else max(2, last + others)
-    needed_bytes = (count or 2) * snapshot_bytes
-    text = f"this run needs {'at least ' if count is None else ''}{units.size(needed_bytes)}"
-    text += f" ({count or 2} snapshots of {units.size(snapshot_bytes)})"
-    if available_bytes is None:
-        return Preflight(count, needed_bytes, None, text)
-    text += f", {units.size(available_bytes)} are {'free' if not used_bytes and len(room) == 1 else 'available'}"
-    if needed_bytes > available_bytes:
-        text += f": {_advice(available_bytes // max(1, snapshot_bytes), last, others or 0)}"
-    elif count is None:
-        text += f": {available_bytes // max(1, snapshot_bytes)} fit"
-    return Preflight(count, needed_bytes, available_bytes, text)
+    count = 2 if others is None else max(2, last + others)
+    if not room or count * snapshot_bytes <= (available_bytes := max(0, min(room))):
+        return None
+    there = "free" if not used_bytes and len(room) == 1 else "available"
+    needed = f"{'at least ' if others is None else ''}{units.size(count * snapshot_bytes)}"
+    advice = _advice(available_bytes // max(1, snapshot_bytes), last, others or 0)
+    return (
+        f"this run needs {needed} ({count} snapshots of {units.size(snapshot_bytes)}), "
+        f"{units.size(available_bytes)} are {there}: {advice}"
+    )
 
 
 def _counts(policy: RetentionPolicy) -> tuple[int, int | None]:

@@ -58,6 +58,23 @@ def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
                 raise CorruptError(f"a number at {_show((key, where))} is not finite")
 
 
+def keyed(node: Any) -> Iterable[tuple[Any, Any]]:
+    """What is right below the node of a container, each by the key that the container has for it; keys that are nodes
+    themselves are left out, and so are sets, which have none."""
+    if isinstance(node, list):
+        return enumerate(node)
+    if not isinstance(node, dict):
+        return ()
+    kind, fields = node.get("$"), node.get("fields")
+    if kind is None:
+        return node.items()
+    if isinstance(fields, dict):
+        return fields.items()
+    if kind in PAIRS:
+        return [(key, child) for key, child in node["items"] if not isinstance(key, dict | list)]
+    return enumerate(node["items"]) if kind in ("tuple", "namedtuple", "deque") else ()
+
+
 def entries_in(tree: Any) -> Iterator[str]:
     """The entries that a tree refers to, in its order; one that several leaves share as often."""
     left = [tree]
@@ -90,7 +107,7 @@ def require_written_out(tree: Any, entries: Mapping[str, Entry]) -> None:
             view = node.get("view") if node.get("$") == "tensor" else None
             if view:
                 written = prod(view["shape"]) * (item_bytes(view["dtype"]) or 1)
-                nbytes = sum(piece.raw_nbytes for piece in entries[node["entry"]].pieces)
+                nbytes = entries[node["entry"]].nbytes
                 if written > REPEATED * nbytes + FREE_BYTES:
                     raise MismatchError(
                         f"a view of {node['entry']!r} repeats {nbytes:,} bytes until they are {written:,}",
@@ -166,7 +183,7 @@ def _problem_of_array(node: Mapping[str, Any], kind: str, entry: Entry) -> str |
     if "view" in node:
         if type(view) is not dict or "stride" in node or kind != "tensor":
             return "'view' is none"
-        return _problem_of_view(view, sum(piece.raw_nbytes for piece in entry.pieces))
+        return _problem_of_view(view, entry.nbytes)
     if "stride" in node and not (isinstance(stride, list) and are_sizes(stride) and is_dense(entry.shape, stride)):
         return "'stride' is not that of a dense array of its shape"
     return None

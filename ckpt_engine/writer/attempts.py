@@ -20,8 +20,7 @@ from ckpt_engine.observe.events import CLOSED, ENDS, MACHINE, PROCESS, UNKNOWN, 
 from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import parsed, seal
-from ckpt_engine.store.lease import LeaseHolder
-from ckpt_engine.store.lease_objects import ProcessIdentity
+from ckpt_engine.store.lease import LeaseHolder, ProcessIdentity
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.writer.channel import SpentTimes

@@ -31,10 +31,9 @@ from ckpt_engine.observe.events import (
     SnapshotFound,
     TierDegraded,
 )
-from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.lease_objects import Lease
+from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel

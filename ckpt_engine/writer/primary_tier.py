@@ -37,12 +37,10 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import LeaseHolder, acquire, read_holder
-from ckpt_engine.store.lease_objects import Lease
+from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
-from ckpt_engine.store.retention import Retention, policy_from
-from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
+from ckpt_engine.store.retention import KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records

@@ -39,12 +39,10 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import LeaseHolder, acquire
-from ckpt_engine.store.lease_objects import Lease
+from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
 from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
-from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, branch_id
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy, branch_id, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
 from ckpt_engine.writer.commit_of_ranks import Gather

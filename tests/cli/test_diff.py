@@ -239,7 +239,7 @@ def test_there_is_a_difference_if_and_only_if_the_states_differ(
 ) -> None:
     """And it is the same seen from the other side."""
     from ckpt_engine.cli.compare import Comparison
-    from ckpt_engine.cli.diff import _snapshot
+    from ckpt_engine.cli.show import _snapshot
 
     folder = tmp_path_factory.mktemp("diff")
     _save(folder / "run", a, copy.deepcopy(a), b)

@@ -19,7 +19,7 @@ from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Garbage, Repository
-from ckpt_engine.store.retention_rules import KeepAll, KeepLast
+from ckpt_engine.store.retention import KeepAll, KeepLast
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.life import QuietDisk

@@ -23,7 +23,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import codecs, decode, manifest_codec
-from ckpt_engine.store.decode import MAX_CHAIN, Turns
+from ckpt_engine.store.decode import MAX_CHAIN, Turns, joined
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -222,7 +222,7 @@ def test_deltas_of_many_pieces_are_decoded_by_many_threads() -> None:
     def spans(stored_nbytes: int, raw_nbytes: int, codec: str) -> list[int]:
         pieces = [Piece(0, n * stored_nbytes, stored_nbytes, "", raw_nbytes, codec) for n in range(6)]
         moves = [read.Move("t", piece, n * raw_nbytes, n * raw_nbytes) for n, piece in enumerate(pieces)]
-        return [len(span) for span in read._spans(moves)]
+        return [len(span) for span in joined(moves, raw, raw)]
 
     assert spans(1000, raw, "rows") == [1] * 6
     assert spans(1000, raw // 2, "rows") == [2, 2, 2]

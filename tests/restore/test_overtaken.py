@@ -18,7 +18,7 @@ from ckpt_engine.observe.log import LogSink
 from ckpt_engine.restore.load import TIDY_FROM
 from ckpt_engine.store.lease import LeaseHolder, LocalLease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention_rules import branches
+from ckpt_engine.store.retention import branches
 from ckpt_engine.store.storage.local import LocalStorage
 
 WAIT_SECONDS = 60.0

@@ -184,11 +184,11 @@ def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monk
     """What was read stays, the rest comes from the next place, and the dead one is not asked again and again."""
     monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
     monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 1)
-    near = Broken(run / "near", reads=5)
+    near = Broken(run / "near", reads=1)
     found = restore.load([Repository(near), where(run)[1]])
     assert found is not None
     assert same(found.state, state(3))
-    assert near.asked == 6
+    assert near.asked == 2
     assert found.repairs
     assert "the cable is out" in found.repairs[0].why
 

@@ -20,9 +20,18 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import LeaseHeldError, StorageError, StorageExistsError
-from ckpt_engine.store import lease_objects
-from ckpt_engine.store.lease import acquire, locks_are_shared, read_holder
-from ckpt_engine.store.lease_objects import LeaseSlot, ObjectLease, ProcessIdentity, Record, Timing, take
+from ckpt_engine.store.lease import (
+    TTL_SECONDS,
+    LeaseSlot,
+    ObjectLease,
+    ProcessIdentity,
+    Record,
+    Timing,
+    acquire,
+    locks_are_shared,
+    read_holder,
+    take,
+)
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
@@ -139,7 +148,7 @@ def test_an_unreadable_lease_is_waited_for_too(clock: Clock, junk: bytes) -> Non
     cell = Cell()
     cell.data = junk
     take(cell, ME, 0, clock.timing()).release()
-    assert clock.now >= lease_objects.TTL_SECONDS
+    assert clock.now >= TTL_SECONDS
 
 
 def test_a_dead_process_of_this_machine_does_not_have_to_expire(clock: Clock) -> None:

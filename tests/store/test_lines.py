@@ -17,8 +17,15 @@ from ckpt_engine.store import repository as catalog
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
-from ckpt_engine.store.retention_rules import MOST_ATTEMPTS, OTHER_LINE, UNNAMED_BRANCH, KeepLast, branches, continued
+from ckpt_engine.store.retention import (
+    MOST_ATTEMPTS,
+    OTHER_LINE,
+    UNNAMED_BRANCH,
+    KeepLast,
+    branches,
+    continued,
+    policy_from,
+)
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import data_file, info, manifest

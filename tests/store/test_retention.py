@@ -7,13 +7,22 @@ import math
 import random
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import Retention, RetentionPlan, plan, policy_from
-from ckpt_engine.store.retention_rules import KeepAge, KeepAll, KeepBest, KeepEveryNSteps, KeepLast, KeepPeriods
+from ckpt_engine.store.retention import (
+    KeepAge,
+    KeepAll,
+    KeepBest,
+    KeepEveryNSteps,
+    KeepLast,
+    KeepPeriods,
+    Retention,
+    RetentionPlan,
+    plan,
+    policy_from,
+)
 from tests.store.samples import info
 
 _metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats() | st.sampled_from([0.0, 1.0, math.nan]))
@@ -48,7 +57,7 @@ keeps = st.fixed_dictionaries(
         "daily": st.integers(1, 5),
         "weekly": st.integers(1, 3),
         "age": st.floats(1, 20 * 86_400),
-        "best": _best | st.lists(_best, max_size=2),
+        "best": _best,
     },
 )
 
@@ -156,23 +165,6 @@ def test_reasons_are_for_people() -> None:
         infos[2].id: "last 1 of 1; best 1 of 1 by loss (min): 0.333333",
     }
     assert done.remove == (infos[0].id,)
-
-
-@pytest.mark.parametrize(
-    ("keep", "named"),
-    [
-        ({"last": 0}, "last"),
-        ({"last": True}, "last"),
-        ({"every_n_steps": -5}, "every_n_steps"),
-        ({"best": {"monitor": "loss", "k": 0}}, "k"),
-        ({"best": {"monitor": "loss", "mode": "median"}}, "mode"),
-        ({"lst": 3}, "lst"),
-    ],
-)
-def test_impossible_settings_are_refused_by_name(keep: dict[str, Any], named: str) -> None:
-    """The error names the setting."""
-    with pytest.raises(ValueError, match=named):
-        policy_from(keep)
 
 
 def _taken(*hours: float) -> list[SnapshotInfo]:

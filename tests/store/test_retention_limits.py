@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,8 @@ from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention import (
     SLACK_BYTES,
     ByteLimits,
+    KeepAll,
+    KeepLast,
     Retention,
     RetentionPlan,
     Usage,
@@ -20,7 +21,6 @@ from ckpt_engine.store.retention import (
     plan_before_write,
     policy_from,
 )
-from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from tests.store.samples import info
 from tests.store.test_retention import keeps, runs
 
@@ -269,19 +269,3 @@ def test_a_limit_that_cannot_hold_removes_nothing_and_says_so() -> None:
     assert (done.remove, done.short_bytes) == ((), UNIT // 2)
     before = plan_before_write(infos, Retention(KeepAll(), ByteLimits(quota_bytes=UNIT)), UNIT, None)
     assert (before.remove, before.short_bytes) == ((), UNIT + SLACK_BYTES)
-
-
-@pytest.mark.parametrize(
-    ("keep", "named"),
-    [
-        ({"quota": 0}, "quota"),
-        ({"quota": "1 GB"}, "quota"),
-        ({"min_free": True}, "min_free"),
-        ({"components": {"optimizer": {"quota": 5}}}, "keep.components.optimizer"),
-        ({"components": {"optimizer": {"last": 0}}}, "last"),
-    ],
-)
-def test_impossible_limits_are_refused_by_name(keep: dict[str, Any], named: str) -> None:
-    """The error names the setting."""
-    with pytest.raises(ValueError, match=named):
-        policy_from(keep)

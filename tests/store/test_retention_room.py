@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from ckpt_engine.copy.make_room import SpaceReservation, make_room, measure, prune
 from ckpt_engine.errors import StorageError, StorageFullError
 from ckpt_engine.store import manifest_codec, names, pins
-from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.lease_objects import Lease
+from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import SLACK_BYTES, policy_from
 from ckpt_engine.store.storage.local import LocalStorage

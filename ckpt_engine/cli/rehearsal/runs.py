@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,28 +125,11 @@ class Suite:
             chosen = self._scratch / f"{name}.json"
             chosen.write_text(json.dumps(only))
             command += [f"--ckpt-only={chosen}"]  # as a word of its own, its path would move pytest's rootdir
-        with self._log(name).open("wb") as log:
-            process = subprocess.Popen(
-                [*command, *self._arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                self._watch(process, title, file)
-            finally:
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
-                code = process.wait()
-        outcomes, _ = read_outcomes(file)
+        with _started([*command, *self._arguments], self._log(name)) as process:
+            self._watch(process, title, file)
+        outcomes, code = read_outcomes(file)[0], process.returncode
         if only is None and code not in _RAN:
-            lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-            text = "\n".join(f"  {line}" for line in lines)
-            raise ResumeError(
-                f"pytest ended with exit code {code} without ckpt-engine; its last lines:\n{text}\n",
-                hint=f"all of its output is in {self._log(name)}",
-            )
+            raise _failed(f"pytest ended with exit code {code} without ckpt-engine", self._log(name))
         return outcomes, code
 
     def _watch(self, process: subprocess.Popen[bytes], title: str, file: Path) -> None:
@@ -282,14 +265,7 @@ class Runs:
         place.mkdir(exist_ok=True)
         trace = self.scratch / f"{name}.trace"
         spec = Spec(str(place), str(trace), self.steps, kill_at).write(self.scratch / f"{name}.json")
-        with self._log(name).open("wb") as log:
-            process = subprocess.Popen(
-                self.command.rehearsed(spec),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        with _started(self.command.rehearsed(spec), self._log(name)) as process:
             try:
                 code = process.wait(self.timeout)
             except subprocess.TimeoutExpired as err:
@@ -297,24 +273,15 @@ class Runs:
                     f"the script had not reached step {self.steps} after {self.timeout:g} s ({name} run)",
                     hint=f"see {self._log(name)}; give fewer --steps or a longer --timeout",
                 ) from err
-            finally:
-                # What the script has started itself must not outlive it; our writer is in a session of its own.
-                _kill_group(process.pid)
-                process.wait()
         return Trace.read(trace), code
 
     def _log(self, name: str) -> Path:
         return self.scratch / f"{name}.log"
 
     def _require_success(self, code: int, name: str) -> None:
-        if code == 0:
-            return
-        lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise ResumeError(
-            f"the script {how} ({name} run); its last lines:\n" + "\n".join(f"  {line}" for line in lines) + "\n",
-            hint=f"all of its output is in {self._log(name)}",
-        )
+        if code != 0:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise _failed(f"the script {how} ({name} run)", self._log(name))
 
     def _with_snapshots(self, trace: Trace, name: str) -> Trace:
         if trace.steps:
@@ -325,11 +292,26 @@ class Runs:
         )
 
 
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all gone
+@contextmanager
+def _started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose output goes to a file. It ends with the block, and what it has started itself does not outlive
+    it; our writer is in a session of its own."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):  # all gone
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _failed(what: str, log: Path) -> ResumeError:
+    """Says what went wrong, with the last lines of output."""
+    lines = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    return ResumeError(f"{what}; its last lines:\n{lines}\n", hint=f"all of its output is in {log}")
 
 
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")

@@ -61,7 +61,12 @@ _Prediction = Callable[[int, int], Words]
 
 
 class AdamCodec:
-    """Predicts; verifies while it encodes; stores what it predicted wrong."""
+    """Encodes the arrays of a group against the same arrays of an older snapshot.
+
+    It predicts, verifies while it encodes, and stores what it predicted wrong. Each member (a *role*) gets stored bytes
+    of its own, so that each is a piece with a digest like any other; decoding one needs all of them. Guarantees are
+    those of `Codec`.
+    """
 
     name = "adam"
     roles = _ROLES
@@ -72,10 +77,11 @@ class AdamCodec:
         bases: Mapping[str, memoryview],
         numbers: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
-        """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base.
+        """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base: then each
+        array is encoded by itself.
 
         Args:
-            numbers: the numbers named by `NUMBERS`, one or several guesses.
+            numbers: those named by `NUMBERS`; several where it is not sure which were used: those that fit are taken.
         """
         sizes = {data.nbytes for group in (arrays, bases) for data in group.values()}
         if set(arrays) != set(_ROLES) or set(bases) != set(_ROLES) or len(sizes) != 1:
@@ -104,7 +110,12 @@ class AdamCodec:
     def decode(
         self, stored: Mapping[str, memoryview], outs: Mapping[str, memoryview], bases: Mapping[str, memoryview]
     ) -> None:
-        """Decode the first moment, from it the second, and from both the weights."""
+        """Fill all `outs`: the first moment, from it the second, and from both the weights.
+
+        Raises:
+            CorruptError: the stored bytes or the bases are not those of `encode`.
+            NewerFormatError: a later version wrote them.
+        """
         if not set(_ROLES) <= set(stored) & set(outs) & set(bases):
             raise damaged(self.name, f"one of {', '.join(_ROLES)} is missing")
         if len({data.nbytes for group in (outs, bases) for data in group.values()}) != 1:

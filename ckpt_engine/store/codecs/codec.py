@@ -10,11 +10,14 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
 from ckpt_engine.observe.units import duration, size
 from ckpt_engine.plugins import CODECS, plugin
+
+if TYPE_CHECKING:
+    from ckpt_engine.store.codecs.adam import AdamCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def get_codec(name: str) -> Codec:
     return codec
 
 
-def get_group_codec(name: str) -> GroupCodec:
+def get_group_codec(name: str) -> AdamCodec:
     """The codec that `Piece.codec` names where the piece has a `Piece.group`.
 
     Raises:
@@ -107,8 +110,9 @@ def get_group_codec(name: str) -> GroupCodec:
             f"pieces are encoded together with {name!r}; this version knows adam",
             hint="read it with the version of ckpt-engine that wrote it, or a later one",
         )
-    adam = importlib.import_module("ckpt_engine.store.codecs.adam")
-    return cast(GroupCodec, adam.AdamCodec())
+    from ckpt_engine.store.codecs.adam import AdamCodec  # most readers need it not
+
+    return AdamCodec()
 
 
 def damaged(codec: str, what: str) -> CorruptError:
@@ -117,50 +121,6 @@ def damaged(codec: str, what: str) -> CorruptError:
 
 
 Stored = bytes | memoryview
-
-
-class GroupCodec(Protocol):
-    """Encodes the arrays of a group against the same arrays of an older snapshot.
-
-    Each member (a *role*) gets stored bytes of its own, so that each is a piece with a digest like any other; decoding
-    one needs all of them. Guarantees are those of `Codec`.
-    """
-
-    @property
-    def name(self) -> str:
-        """What `Piece.codec` says of every member."""
-        ...
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The members of a group, all of them arrays of the same size."""
-        ...
-
-    def encode(
-        self,
-        arrays: Mapping[str, memoryview],
-        bases: Mapping[str, memoryview],
-        numbers: Sequence[Mapping[str, float]],
-    ) -> Mapping[str, Stored] | None:
-        """Stored bytes by role, or None where prediction fails: then each array is encoded by itself.
-
-        Args:
-            numbers: what the prediction needs; a codec says which. Where it is not sure which numbers were used,
-                several: the ones that fit are taken.
-        """
-        ...
-
-    def decode(
-        self, stored: Mapping[str, memoryview], outs: Mapping[str, memoryview], bases: Mapping[str, memoryview]
-    ) -> None:
-        """Fill all `outs`.
-
-        Raises:
-            CorruptError: the stored bytes or the bases are not those of `encode`.
-            NewerFormatError: a later version wrote them.
-        """
-        ...
-
 
 RAW = "raw"
 LEAST_GAIN = 1.03

@@ -34,7 +34,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 from urllib.parse import quote
 
-from ckpt_engine.errors import StorageError
+from ckpt_engine.errors import (
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageMissingError,
+    StorageReadOnlyError,
+)
 from ckpt_engine.observe.units import LOGIN
 
 
@@ -296,6 +302,48 @@ class Backoff:
         self.failures += 1
         wait = max(told_seconds, self._uniform(0.0, _PAUSES.seconds(self.failures)))
         return wait if now + wait - self._failed_since <= self._retry_seconds else None
+
+
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
+_FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
+_CREDENTIALS = frozenset(
+    {
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+        "AuthorizationHeaderMalformed",
+    }
+)
+CREDENTIALS_HINT = (
+    "check the credentials: those in storage_options, in the environment (AWS_* and the like), or in the profile"
+)
+
+
+def explained(what: str, where: str, reason: str, status: int, code: str, hint: str | None) -> StorageError:
+    """Our error for what an object store has answered when `what` was done at `where`.
+
+    Args:
+        status: of HTTP; 0: it did not answer.
+        code: its own for the error, if it has one.
+        hint: where the kind of error has none.
+    """
+    said = f"cannot {what} {where}: {reason}"
+    if code in _NO_BUCKET:
+        return StorageMissingError(said, hint="create the bucket first; ckpt-engine makes none")
+    if status == 404:
+        return StorageMissingError(said)
+    if status == 412:
+        return StorageExistsError(f"cannot {what} {where}: it exists")
+    if code in _FULL or status == 507:
+        return StorageFullError(said, hint="free space or keep fewer snapshots")
+    if code in _CREDENTIALS or status == 401:
+        return StorageError(said, hint=CREDENTIALS_HINT)
+    if status == 403:
+        refused = StorageReadOnlyError if what in ("write", "delete") else StorageError
+        return refused(said, hint=f"{CREDENTIALS_HINT}; and that they may {what} here")
+    return StorageError(said, hint=hint)
 
 
 _WORDS = ("key", "secret", "token", "pass", "credential", "sas", "connection_string")

@@ -22,15 +22,13 @@ from ckpt_engine.errors import (
     CorruptError,
     StorageError,
     StorageExistsError,
-    StorageFullError,
     StorageMissingError,
-    StorageReadOnlyError,
 )
 from ckpt_engine.store import names
 from ckpt_engine.store.storage import object_requests
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import require_size, translated
-from ckpt_engine.store.storage.object_requests import Backoff, ObjectOptions, checked, is_hopeless, split_url
+from ckpt_engine.store.storage.object_requests import Backoff, ObjectOptions, checked, explained, is_hopeless, split_url
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a"})
 """Schemes of stores that show an object only when its upload is complete."""
@@ -268,11 +266,8 @@ def _explained(error: Exception, what: str, where: str) -> StorageError:
     status = _status(error)
     # Only the kind of a library's error is shown: its text may carry a signed URL or a key.
     kind = type(error).__name__ + (f" ({status})" if status else "")
-    if status in (401, 403) or isinstance(error, PermissionError):
-        refused = StorageReadOnlyError if what in ("write", "delete") else StorageError
-        return refused(f"cannot {what} {where}: {kind}", hint="check the credentials and what they permit")
-    if status == 507:
-        return StorageFullError(f"cannot {what} {where}: {kind}", hint="free space or keep fewer snapshots")
-    if isinstance(error, OSError) and error.errno:
+    if isinstance(error, PermissionError):
+        status = 403
+    if status not in (401, 403, 507) and isinstance(error, OSError) and error.errno:
         return translated(OSError(error.errno, os.strerror(error.errno)), what, where)
-    return StorageError(f"cannot {what} {where}: {kind}", hint="check the address, the network and storage_options")
+    return explained(what, where, kind, status, "", "check the address, the network and storage_options")

@@ -20,15 +20,7 @@ from typing import Any, Self, TypeVar
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ckpt_engine.errors import (
-    CkptError,
-    CorruptError,
-    StorageError,
-    StorageExistsError,
-    StorageFullError,
-    StorageMissingError,
-    StorageReadOnlyError,
-)
+from ckpt_engine.errors import CkptError, CorruptError, StorageError, StorageExistsError
 from ckpt_engine.store import names
 from ckpt_engine.store.storage import object_requests
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
@@ -41,6 +33,7 @@ from ckpt_engine.store.storage.object_requests import (
     MemoryBlocks,
     ObjectOptions,
     checked,
+    explained,
     plan_parts,
     split_url,
 )
@@ -65,8 +58,13 @@ _SLICE_BYTES = 4 << 20
 _READ_BYTES = 16 << 20
 _STATUS = re.compile(r"(?:status(?: code)?:?|<HTTPStatusCode>) *(\d{3})", re.IGNORECASE)
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _MISSING = (FileNotFoundError, exceptions.NotFoundError)
+_STATUSES = {
+    _MISSING: 404,
+    (exceptions.AlreadyExistsError, exceptions.PreconditionError): 412,
+    (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError): 403,
+}
 _LOOK_SECONDS = 0.01
 
 _T = TypeVar("_T")
@@ -324,7 +322,8 @@ class ObstoreStorage:
         patient = patient and not object_requests.is_asking()
         if (writing, patient) not in self._stores:
             options = self.options
-            seconds = options.timeout_seconds + _most_bytes(options, writing=writing) / SLOWEST_BYTES_PER_SECOND
+            most_bytes = options.part_bytes if writing else _READ_BYTES
+            seconds = options.timeout_seconds + most_bytes / SLOWEST_BYTES_PER_SECOND
             limits: dict[str, Any] = {
                 "connect_timeout": timedelta(seconds=options.timeout_seconds),
                 "timeout": timedelta(seconds=seconds),
@@ -381,10 +380,6 @@ def _settings(kind: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     return client, config
 
 
-def _most_bytes(options: ObjectOptions, *, writing: bool) -> int:
-    return options.part_bytes if writing else _READ_BYTES
-
-
 def _version(meta: Mapping[str, Any]) -> str:
     """Google has generations, the others ETags."""
     return str(meta.get("version") or "") + "\n" + str(meta.get("e_tag") or "")
@@ -401,25 +396,18 @@ def _status(error: BaseException) -> int:
 
 
 def _is_no_bucket(error: BaseException) -> bool:
-    return any(code in str(error) for code in ("NoSuchBucket", "ContainerNotFound"))
+    return any(code in str(error) for code in _NO_BUCKET)
 
 
 def _explained(error: Exception, what: str, where: str) -> StorageError:
     """Only the kind of an error is shown: its text quotes answers and URLs."""
-    status, code = _status(error), _CODE.search(str(error))
-    kind = type(error).__name__ + (f" ({status or ''} {code[1] if code else ''})".replace(" )", ")") if status else "")
-    said = f"cannot {what} {where}: {kind}"
+    status, found = _status(error), _CODE.search(str(error))
+    code = found[1] if found else ""
+    kind = type(error).__name__ + (f" ({status or ''} {code})".replace(" )", ")") if status else "")
     if _is_no_bucket(error):
-        return StorageMissingError(said, hint="create the bucket first; ckpt-engine makes none")
-    if isinstance(error, _MISSING):
-        return StorageMissingError(f"no object {where}")
-    if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
-        return StorageExistsError(f"cannot {what} {where}: it exists")
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        refused = StorageReadOnlyError if what in ("write", "delete") and status != 401 else StorageError
-        return refused(said, hint=f"check the credentials, and that they may {what} here")
-    if status == 507 or (code and code[1] in _FULL):
-        return StorageFullError(said, hint="free space or keep fewer snapshots")
+        code = _NO_BUCKET[0]
+    hint = "check the endpoint, the network and storage_options"
     if isinstance(error, exceptions.UnknownConfigurationKeyError | ValueError | TypeError):
-        return StorageError(said, hint="with `transport: obstore` storage_options are those of obstore's stores")
-    return StorageError(said, hint="check the endpoint, the network and storage_options")
+        hint = "with `transport: obstore` storage_options are those of obstore's stores"
+    known = next((number for kinds, number in _STATUSES.items() if isinstance(error, kinds)), status)
+    return explained(what, where, kind, status if status == 401 else known, code, hint)

@@ -16,6 +16,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_requests import (
+    Backoff,
     MemoryBlocks,
     ObjectOptions,
     UploadPart,
@@ -176,7 +177,7 @@ class S3Storage:
 
     async def _withdraw(self, key: str, token: str, cause: Exception) -> None:
         """Remove what a put that failed may have made visible. The store may be gone: a single try."""
-        at: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "backoff": self._calls.impatient(), **self._extra}
+        at: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "backoff": Backoff(-1.0), **self._extra}
         try:
             there = await self._calls.call("head_object", **at)
             if there.get("Metadata", {}).get(TOKEN) == token:

@@ -54,7 +54,7 @@ class Multipart:
         self._bucket = bucket
         self._payer = payer
         self._extra = extra
-        self._lanes: asyncio.Semaphore | None = None
+        self._lanes = asyncio.Semaphore(calls.options.concurrency)
         self._left: dict[str, str] = {}
 
     async def upload(
@@ -212,12 +212,8 @@ class Multipart:
         parts: tuple[UploadPart, ...],
         there: Mapping[int, tuple[int, str]],
     ) -> list[str]:
-        if self._lanes is None:
-            self._lanes = asyncio.Semaphore(self._calls.options.concurrency)
-        lanes = self._lanes
-
         async def send(part: UploadPart) -> str:
-            async with lanes:
+            async with self._lanes:
                 size, etag = there.get(part.number, (-1, ""))
                 if size == part.nbytes and etag.lower() == await digest_of(blocks, part):
                     return etag

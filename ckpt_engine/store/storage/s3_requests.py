@@ -36,22 +36,17 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped]
 from s3fs import S3FileSystem  # type: ignore[import-untyped]
 
-from ckpt_engine.errors import (
-    CkptError,
-    StorageError,
-    StorageExistsError,
-    StorageFullError,
-    StorageMissingError,
-    StorageReadOnlyError,
-)
+from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.store import names
 from ckpt_engine.store.storage import object_requests
 from ckpt_engine.store.storage.disk import Meter, require_size
 from ckpt_engine.store.storage.object_requests import (
+    CREDENTIALS_HINT,
     SLOWEST_BYTES_PER_SECOND,
     Backoff,
     MemoryBlocks,
     ObjectOptions,
+    explained,
     is_hopeless,
     redacted,
 )
@@ -82,7 +77,7 @@ class S3Calls:
         self._fs = _shared(_complete(library_options, options))
         object_requests.shield()
         self._secrets = object_requests.secrets_of(library_options)
-        self._requests: asyncio.Semaphore | None = None
+        self._requests = asyncio.Semaphore(_REQUESTS)
         self._prepared: object = None
 
     def run(self, work: Coroutine[Any, Any, _T], what: str, name: str) -> _T:
@@ -229,10 +224,6 @@ class S3Calls:
         """The patience of one operation."""
         return Backoff(self.options.retry_seconds)
 
-    def impatient(self) -> Backoff:
-        """A single attempt."""
-        return Backoff(-1.0)
-
     async def trying(
         self,
         once: Callable[[Any, Callable[[], None]], Awaitable[_T]],
@@ -264,15 +255,10 @@ class S3Calls:
         """One attempt. It may take long as long as it moves, but not for ever."""
         loop = asyncio.get_running_loop()
         patience = self.options.timeout_seconds
-        async with self._slot():
+        async with self._requests:
             latest = loop.time() + patience + nbytes / SLOWEST_BYTES_PER_SECOND
             async with asyncio.timeout(patience) as limit:
                 return await once(await self.client(), lambda: limit.reschedule(min(loop.time() + patience, latest)))
-
-    def _slot(self) -> asyncio.Semaphore:
-        if self._requests is None:
-            self._requests = asyncio.Semaphore(_REQUESTS)
-        return self._requests
 
     async def client(self) -> Any:
         """Of the library, made when it is first needed."""
@@ -439,20 +425,6 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
-_CREDENTIALS = frozenset(
-    {
-        "ExpiredToken",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-        "AuthorizationHeaderMalformed",
-    }
-)
-_FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
-_CREDENTIALS_HINT = (
-    "check the credentials: storage_options key and secret, the AWS_* environment, or the profile in ~/.aws"
-)
 
 
 class DamagedInTransitError(Exception):
@@ -509,48 +481,21 @@ def translated(error: BaseException, what: str, where: str, secrets: Collection[
     """
     if isinstance(error, StorageError):
         return error
-    kind, reason, hint = _explained(error, what)
-    return kind(f"cannot {what} {where}: {redacted(reason, secrets)}", hint=hint)
-
-
-def _explained(error: BaseException, what: str) -> tuple[type[StorageError], str, str | None]:
+    status, code, reason, hint = 0, "", f"{type(error).__name__}: {error}".removesuffix(": "), None
     if isinstance(error, NoCredentialsError | PartialCredentialsError | CredentialRetrievalError):
-        return StorageError, str(error), _CREDENTIALS_HINT
-    if isinstance(error, ClientError):
-        return _explained_answer(error, what)
-    if isinstance(error, DamagedInTransitError):
-        return (
-            StorageError,
-            str(error),
-            "check the network; if ETags of this store are no MD5: storage_options verify: never",
-        )
-    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, TimeoutError):
-        return StorageError, "the server does not answer", "check the endpoint and the network"
-    if isinstance(error, BotoConnectionError | ConnectionError | HttpError | HTTPClientError):
-        return StorageError, reason, "check the endpoint and the network"
-    if isinstance(error, BotoCoreError | ValueError):
-        return StorageError, reason, "check the URL and storage_options"
-    return StorageError, reason, None
-
-
-def _explained_answer(error: ClientError, what: str) -> tuple[type[StorageError], str, str | None]:
-    status, code = status_of(error), code_of(error)
-    message = str(error.response.get("Error", {}).get("Message", ""))
-    reason = f"{status} {code}: {message}" if message else f"{status} {code}"
-    if code == "NoSuchBucket":
-        return StorageMissingError, reason, "create the bucket first; ckpt-engine makes none"
-    if code in _FULL or status == 507:
-        return StorageFullError, reason, "free space or keep fewer snapshots"
-    if code in _CREDENTIALS or status == 401:
-        return StorageError, reason, _CREDENTIALS_HINT
-    if status == 403:
-        kind = StorageReadOnlyError if what in ("write", "delete") else StorageError
-        return kind, reason, f"{_CREDENTIALS_HINT}; and that they may {what} here"
-    if status == 404:
-        return StorageMissingError, reason, None
-    if status == 412:
-        return StorageExistsError, "it exists", None
-    if status in (301, 307, 400) and code in ("PermanentRedirect", "IllegalLocationConstraintException"):
-        return StorageError, reason, "set region_name in storage_options: client_kwargs"
-    return StorageError, reason, None
+        reason, hint = str(error), CREDENTIALS_HINT
+    elif isinstance(error, ClientError):
+        status, code = status_of(error), code_of(error)
+        reason = f"{status} {code}: {error.response.get('Error', {}).get('Message', '')}".removesuffix(": ")
+        if status in (301, 307, 400) and code in ("PermanentRedirect", "IllegalLocationConstraintException"):
+            hint = "set region_name in storage_options: client_kwargs"
+    elif isinstance(error, DamagedInTransitError):
+        reason = str(error)
+        hint = "check the network; if ETags of this store are no MD5: storage_options verify: never"
+    elif isinstance(error, TimeoutError):
+        reason, hint = "the server does not answer", "check the endpoint and the network"
+    elif isinstance(error, BotoConnectionError | ConnectionError | HttpError | HTTPClientError):
+        hint = "check the endpoint and the network"
+    elif isinstance(error, BotoCoreError | ValueError):
+        hint = "check the URL and storage_options"
+    return explained(what, where, redacted(reason, secrets), status, code, hint)

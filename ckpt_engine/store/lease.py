@@ -29,8 +29,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import container, names
-from ckpt_engine.store.container import parsed, seal
+from ckpt_engine.store import names
+from ckpt_engine.store.container import is_time, is_whole, parsed, require, seal
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.disk import open_regular, translated, translating
@@ -113,15 +113,11 @@ def acquire(
         return take(LeaseSlot(storage), asdict(holder), wait_seconds, timing)
     except LeaseHeldError as err:
         other = read_holder(storage)
+        whose, hint = str(other or "another process"), "stop it, wait for it, or choose another folder"
         if other is not None and other.is_process_of(holder):
-            raise LeaseHeldError(
-                f"the run at {storage.url} is being written by another writer of this process: {other}",
-                hint="close() its Checkpointer, or wait until it is done; two runs at the same time need two folders",
-            ) from err
-        raise LeaseHeldError(
-            f"the run at {storage.url} is being written by {other or 'another process'}",
-            hint="stop it, wait for it, or choose another folder",
-        ) from err
+            whose = f"another writer of this process: {other}"
+            hint = "close() its Checkpointer, or wait until it is done; two runs at the same time need two folders"
+        raise LeaseHeldError(f"the run at {storage.url} is being written by {whose}", hint=hint) from err
 
 
 def _acquire_lock(storage: Folder, holder: LeaseHolder, wait_seconds: float, timing: Timing) -> LocalLease:
@@ -154,10 +150,8 @@ def parse_holder(text: bytes, where: str) -> LeaseHolder | None:
     def made(row: dict[str, Any]) -> LeaseHolder:
         row.pop("lease", None)
         holder = LeaseHolder(**row)
-        container.require(
-            container.is_whole(holder.pid) and container.is_time(holder.started), "no process, or no time"
-        )
-        container.require(type(holder.host) is str and type(holder.command) is str, "no host, or no command")
+        require(is_whole(holder.pid) and is_time(holder.started), "no process, or no time")
+        require(type(holder.host) is str and type(holder.command) is str, "no host, or no command")
         return holder
 
     return parsed(text, where, made, "the next start writes it again")

@@ -9,17 +9,24 @@ The clock everything that measures time is given, so that tests can own time.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+KINDS: dict[str, type[Event]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events; `name` identifies the kind on the wire and in logs."""
+    """Base of all events; `name` identifies the kind on the wire and in logs: that of the class, in small letters."""
 
     name: ClassVar[str] = "event"
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
+        KINDS[cls.name] = cls
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,6 @@ class SnapshotStaged(Event):
     `durable`: it is on its way to a tier that keeps it; else it stays in memory only.
     """
 
-    name: ClassVar[str] = "snapshot_staged"
     snapshot: str
     step: int
     stall_seconds: float
@@ -44,7 +50,6 @@ class SnapshotCommitted(Event):
     `latency_seconds` runs from the snapshot instant to durability; `cpu_seconds` is the writer's CPU time for it.
     """
 
-    name: ClassVar[str] = "snapshot_committed"
     snapshot: str
     step: int
     tier: str
@@ -60,7 +65,6 @@ class SnapshotCommitted(Event):
 class SnapshotFound(Event):
     """The newest snapshot that `tier` had when the writer took it over; only with a memory tier."""
 
-    name: ClassVar[str] = "snapshot_found"
     snapshot: str
     step: int
     tier: str
@@ -87,7 +91,6 @@ class AttemptsFound(Event):
         until: wall-clock seconds at which the last of them was known to live; 0.0: there is none.
     """
 
-    name: ClassVar[str] = "attempts_found"
     lasted: tuple[float, ...]
     failures: tuple[str, ...]
     seconds: float = 0.0
@@ -100,7 +103,6 @@ class AttemptsFound(Event):
 class SnapshotFailed(Event):
     """The snapshot did not become durable; everything older is untouched. `code` and `hint` are those of the error."""
 
-    name: ClassVar[str] = "snapshot_failed"
     snapshot: str
     step: int
     tier: str
@@ -116,7 +118,6 @@ class MemoryFlushed(Event):
     Of several ranks that is what all of them had, which may be older, or nothing. `instant_monotonic`: when it was.
     """
 
-    name: ClassVar[str] = "memory_flushed"
     step: int
     instant_monotonic: float
 
@@ -125,7 +126,6 @@ class MemoryFlushed(Event):
 class SnapshotSkipped(Event):
     """A due snapshot was not taken (`reason`: busy, accumulating, ...); training was not blocked."""
 
-    name: ClassVar[str] = "snapshot_skipped"
     step: int
     reason: str
 
@@ -134,7 +134,6 @@ class SnapshotSkipped(Event):
 class SnapshotsForgotten(Event):
     """Retention removed these snapshots; `freed_bytes` counts the data collected with them."""
 
-    name: ClassVar[str] = "snapshots_forgotten"
     snapshots: tuple[str, ...]
     freed_bytes: int
 
@@ -147,7 +146,6 @@ class SnapshotReplicated(Event):
     an interrupted copy had sent before; `encoding` says in one line how the tier's codec did, if it has one.
     """
 
-    name: ClassVar[str] = "snapshot_replicated"
     snapshot: str
     step: int
     tier: str
@@ -167,7 +165,6 @@ class TierDegraded(Event):
         known: the resume has said already that it does not answer.
     """
 
-    name: ClassVar[str] = "tier_degraded"
     tier: str
     code: str
     message: str
@@ -179,7 +176,6 @@ class TierDegraded(Event):
 class TierRecovered(Event):
     """A tier that had failed works again, after `away_seconds`."""
 
-    name: ClassVar[str] = "tier_recovered"
     tier: str
     away_seconds: float
 
@@ -191,7 +187,6 @@ class IntervalChanged(Event):
     `gain`: what one more percent of budget would add to the share of useful work.
     """
 
-    name: ClassVar[str] = "interval_changed"
     step: int
     interval_steps: int
     why: str
@@ -202,7 +197,6 @@ class IntervalChanged(Event):
 class WriterLost(Event):
     """The writer process died; a new one is started at the next snapshot."""
 
-    name: ClassVar[str] = "writer_lost"
     message: str
 
 
@@ -210,7 +204,6 @@ class WriterLost(Event):
 class StaleSnapshot(Event):
     """None of the `tensors` that train has changed since the snapshot of `since_step`."""
 
-    name: ClassVar[str] = "stale_snapshot"
     step: int
     since_step: int
     tensors: int
@@ -220,7 +213,6 @@ class StaleSnapshot(Event):
 class Requested(Event):
     """Somebody on this machine asked the run to `save` or to `stop`; `who` is for people."""
 
-    name: ClassVar[str] = "requested"
     what: str
     who: str
 
@@ -229,32 +221,8 @@ class Requested(Event):
 class Notice(Event):
     """Something worth a log line that changes nothing else. `level` is a `logging` level name."""
 
-    name: ClassVar[str] = "notice"
     level: str
     message: str
-
-
-KINDS: Mapping[str, type[Event]] = {
-    kind.name: kind
-    for kind in (
-        SnapshotStaged,
-        SnapshotCommitted,
-        SnapshotFound,
-        AttemptsFound,
-        SnapshotFailed,
-        MemoryFlushed,
-        SnapshotSkipped,
-        SnapshotsForgotten,
-        SnapshotReplicated,
-        TierDegraded,
-        TierRecovered,
-        IntervalChanged,
-        WriterLost,
-        StaleSnapshot,
-        Requested,
-        Notice,
-    )
-}
 
 
 class EventSink(Protocol):

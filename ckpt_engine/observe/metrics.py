@@ -9,12 +9,12 @@ import os
 import statistics
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpt_engine.observe.events import (
     AttemptsFound,
@@ -388,12 +388,6 @@ class Standing:
         return tuple(left)
 
 
-@dataclass(slots=True)
-class _Tier:
-    standing: TierStanding
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
-
-
 class Ledger:
     """An event sink. Events are taken on the training thread; `standing` may be read on any.
 
@@ -404,14 +398,11 @@ class Ledger:
 
     def __init__(self, urls: Sequence[str], clock: Clock) -> None:
         self._now = clock.monotonic
-        self._tiers = {url: _Tier(TierStanding(url)) for url in map(place, urls)}
-        self._busy_since = 0.0
-        self._held_step: int | None = None
-        self._committed = self._failed = 0
-        self._longest_stall_seconds = 0.0
+        self._tiers = {url: TierStanding(url) for url in map(place, urls)}
+        self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_SAMPLES))
         self._resumed: Flying | None = None
         self._found: SnapshotFound | None = None
-        self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
+        self.standing = Standing(tuple(self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
         """Training goes on from the snapshot of `step` that came from `url`.
@@ -419,94 +410,83 @@ class Ledger:
         If that was memory, the nearest tier counts as soon as its writer tells what it has.
         """
         self._resumed = Flying(step, 0, self._now())
-        tier = self._tiers.get(place(url))
-        if tier is not None:
-            tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
+        if (where := place(url)) in self._tiers:
+            self._tiers[where] = TierStanding(where, newest_step=step, newest_instant=self._now())
         self._take_up()
-        self._publish(self.standing.in_flight, self.standing.state_bytes, self.standing.stall_seconds)
+        self._publish()
 
     def emit(self, event: Event) -> None:
-        before = self.standing
-        flying, nbytes, stall = before.in_flight, before.state_bytes, before.stall_seconds
+        now = self.standing
         match event:
+            case SnapshotStaged(durable=False):
+                self._publish(state_bytes=event.nbytes, stall_seconds=event.stall_seconds, held_step=event.step)
             case SnapshotStaged():
-                nbytes, stall = event.nbytes, event.stall_seconds
-                self._held_step = None if event.durable else event.step
-                if event.durable:
-                    self._longest_stall_seconds = max(self._longest_stall_seconds, event.stall_seconds)
-                    if not flying:
-                        self._busy_since = self._now()
-                    flying = (*flying, Flying(event.step, event.nbytes, self._now() - event.stall_seconds))
+                self._publish(
+                    in_flight=(
+                        *now.in_flight,
+                        Flying(event.step, event.nbytes, self._now() - event.stall_seconds),
+                    ),
+                    state_bytes=event.nbytes,
+                    stall_seconds=event.stall_seconds,
+                    busy_since=now.busy_since if now.in_flight else self._now(),
+                    held_step=None,
+                    longest_stall_seconds=max(now.longest_stall_seconds, event.stall_seconds),
+                )
             case SnapshotCommitted():
-                self._committed += 1
-                instant = next((one.since for one in flying if one.step == event.step), None)
+                instant = next((one.since for one in now.in_flight if one.step == event.step), None)
                 instant = self._now() - event.latency_seconds if instant is None else instant
                 self._durable(event.tier, event.step, instant, event.written_bytes, event.write_seconds)
-                flying = self._settled(flying, event.step)
-                if event.step == self._held_step:
-                    self._held_step = None
+                held_step = None if event.step == now.held_step else now.held_step
+                self._publish(**self._settled(event.step), committed=now.committed + 1, held_step=held_step)
             case SnapshotFound():
                 self._found = event
                 self._take_up()
+                self._publish()
             case SnapshotFailed():
-                self._failed += 1
-                flying = self._settled(flying, event.step)
+                self._publish(**self._settled(event.step), failed=now.failed + 1)
             case SnapshotReplicated():
                 instant = self._now() - event.latency_seconds
                 self._durable(event.tier, event.step, instant, event.sent_bytes, event.copy_seconds)
+                self._publish()
             case WriterLost():
-                flying, self._held_step = (), None
-            case TierDegraded():
-                self._away(event.tier, True)
-            case TierRecovered():
-                self._away(event.tier, False)
+                self._publish(in_flight=(), held_step=None)
+            case TierDegraded() | TierRecovered():
+                self._change(event.tier, away=isinstance(event, TierDegraded))
+                self._publish()
             case _:
-                return
-        self._publish(flying, nbytes, stall)
+                pass
 
     def _take_up(self) -> None:
         """What the rescue has made durable of what training goes on from; the instant of an older one is not known."""
         resumed, found = self._resumed, self._found
         if resumed is None or found is None:
             return
-        tier = self._tier(found.tier)
-        if tier.standing.newest_step is None:
+        known = self._tiers.get(place(found.tier))
+        if known is None or known.newest_step is None:
             instant = resumed.since if found.step >= resumed.step else None
-            tier.standing = TierStanding(
-                tier.standing.url, newest_step=min(found.step, resumed.step), newest_instant=instant
-            )
+            self._change(found.tier, newest_step=min(found.step, resumed.step), newest_instant=instant)
 
-    def _settled(self, flying: tuple[Flying, ...], step: int) -> tuple[Flying, ...]:
+    def _settled(self, step: int) -> dict[str, Any]:
+        """What changes because the outcome of a snapshot is known."""
+        flying = self.standing.in_flight
         found = next((one for one in flying if one.step == step), None)
         if found is None:
-            return flying
-        self._busy_since = self._now()
-        return tuple(one for one in flying if one is not found)
-
-    def _tier(self, url: str) -> _Tier:
-        where = place(url)
-        return self._tiers.setdefault(where, _Tier(TierStanding(where)))
+            return {}
+        return {"in_flight": tuple(one for one in flying if one is not found), "busy_since": self._now()}
 
     def _durable(self, url: str, step: int, instant: float, nbytes: int, seconds: float) -> None:
-        tier = self._tier(url)
+        rates = self._rates[place(url)]
         if nbytes > 0 and seconds > 0.0:
-            tier.rates.append(nbytes / seconds)
-        old = tier.standing
-        newer = old.newest_step is None or step >= old.newest_step
-        tier.standing = TierStanding(
-            old.url,
-            bytes_per_second=statistics.median_low(tier.rates) if tier.rates else None,
-            newest_step=step if newer else old.newest_step,
-            newest_instant=instant if newer else old.newest_instant,
-        )
+            rates.append(nbytes / seconds)
+        self._change(url, bytes_per_second=statistics.median_low(rates) if rates else None, away=False)
+        newest = self._tiers[place(url)].newest_step
+        if newest is None or step >= newest:
+            self._change(url, newest_step=step, newest_instant=instant)
 
-    def _away(self, url: str, away: bool) -> None:
-        tier = self._tier(url)
-        old = tier.standing
-        tier.standing = TierStanding(old.url, old.bytes_per_second, old.newest_step, old.newest_instant, away)
+    def _change(self, url: str, **what: Any) -> None:
+        where = place(url)
+        self._tiers[where] = replace(self._tiers.get(where) or TierStanding(where), **what)
 
-    def _publish(self, flying: tuple[Flying, ...], nbytes: int, stall: float) -> None:
+    def _publish(self, **what: Any) -> None:
         # One assignment: a reader on another thread sees the old value or the new one.
-        tiers = tuple(one.standing for one in self._tiers.values())
-        counts = (self._committed, self._failed, self._longest_stall_seconds)
-        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step, *counts)
+        self.standing = replace(self.standing, tiers=tuple(self._tiers.values()), **what)

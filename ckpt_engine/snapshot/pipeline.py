@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
 from ckpt_engine.snapshot.ownership import Lineage
-from ckpt_engine.snapshot.save_request import Instant, Mirroring, Numbering, Request, SaveHandle, wait_seconds
+from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots, software, wait_seconds
 from ckpt_engine.snapshot.stage import Copier, Guard, Staging
 from ckpt_engine.snapshot.writer_link import (
     KEPT,
@@ -80,14 +79,14 @@ class Pipeline:
         self.process = process
         self._emit = emit
         self._check_lazy = check_lazy
-        self._numbering = Numbering(session, self._cancel)
+        self._session = session
+        self._shared = None if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
         self._tell_of_pinning = _teller(emit)
         self._fitted_bytes = 0
         self.memory = memory
-        self._mirroring = Mirroring(session)
         self._newest = Newest(self._slots.release, KEPT if session is None else KEPT_OF_RANKS)
         self._pulse: Pulse | None = None
         self._copier = Copier()
@@ -188,7 +187,7 @@ class Pipeline:
         self.poll()
         if self._still_starting or (self._staging is not None and not self._staging.over):
             return False
-        if not durable and not self._mirroring.keeps_up:
+        if not durable and self._shared is not None and not self._shared.keeps_up:
             return False
         return self._slots.ready() and (not durable or self._writer_has_time())
 
@@ -198,13 +197,16 @@ class Pipeline:
 
     def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
-        if self._numbering.lacks_session:
+        if self._session is None or self._shared is None:
+            return self._save(state, wanted, None)
+        if not self._session.is_open:  # the ranks have still to agree on their numbers: a writer has to start first
             self.start()
-        return self._numbering.take(wanted, self.lineage.parent, lambda snapshot: self._save(state, wanted, snapshot))
+        return self._shared.take(wanted, self.lineage.parent, partial(self._save, state, wanted))
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
-        """See `Numbering.miss`."""
-        self._numbering.miss(step, self.lineage.parent, why, durable=durable)
+        """See `SharedSnapshots.miss`."""
+        if self._shared is not None:
+            self._shared.miss(step, self.lineage.parent, why, durable=durable)
 
     def _cancel(self, snapshot: str, why: str) -> None:
         if self._writer is not None:
@@ -212,7 +214,7 @@ class Pipeline:
 
     def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
         step, durable = wanted.step, wanted.durable
-        began, when = time.perf_counter(), Instant(time.time(), time.monotonic(), snapshot, self.lineage.parent)
+        began, when = time.perf_counter(), (time.time(), time.monotonic())
         self.before_update()
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the snapshot before does not get on")
@@ -234,7 +236,7 @@ class Pipeline:
         handle = SaveHandle(self, step, durable=durable)
         self._jobs += 1
         try:
-            staging, claims = self._ready_to_stage(wanted, capture, slot, handle, when)
+            staging, claims = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
         except BaseException:
             self._pending.pop(self._jobs, None)
             self._slots.discard(slot.index)
@@ -250,17 +252,46 @@ class Pipeline:
         return handle
 
     def _ready_to_stage(
-        self, wanted: Request, capture: CapturedState, slot: SharedSlot, handle: SaveHandle, when: Instant
+        self,
+        wanted: Request,
+        capture: CapturedState,
+        slot: SharedSlot,
+        handle: SaveHandle,
+        snapshot: str | None,
+        when: tuple[float, float],
     ) -> tuple[Staging, Claims]:
-        """What copies the state into its slot and then hands over the job, of which the writer knows the rest."""
+        """What copies the state into its slot and then hands over the job, of which the writer knows the rest.
+
+        Args:
+            when: wall-clock and monotonic seconds of the instant.
+        """
         assert self._writer is not None
         self._writer.announce(slot, self._slots.known(), capture.plan)
-        self._mirroring.took(when.snapshot)
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
-        common, line = self._numbering.common.newest(when.parent), self.lineage.line()
-        job = wanted.job(capture, self._jobs, slot.index, when, self._numbering.rank, common, line)
-        job = dataclasses.replace(job, pace=self.pace())
+        rank, common, parent = 0, None, self.lineage.parent
+        if self._session is not None and self._shared is not None and snapshot is not None:
+            self._shared.took(snapshot)
+            rank, common = self._session.ranks.rank, self._shared.on_all_nodes(parent)
+        job = PersistJob(
+            job=self._jobs,
+            slot=slot.index,
+            values=capture.values,
+            step=wanted.step,
+            epoch=wanted.epoch,
+            reason=wanted.reason,
+            metrics=wanted.metrics,
+            created=when[0],
+            instant_monotonic=when[1],
+            parent=parent,
+            notes=wanted.notes,
+            software=software(),
+            snapshot=snapshot,
+            rank=rank,
+            common=common,
+            line=self.lineage.line(),
+            pace=self.pace(),
+        )
         if handle.durable:
             self._pending[job.job] = (handle, slot.index)
             if self.memory:
@@ -315,7 +346,8 @@ class Pipeline:
                 self._slots.release(message.slot)
                 self._held.discard(message.slot)
             elif isinstance(message, Mirrored):
-                self._mirroring.mirrored(message.snapshot)
+                if self._shared is not None:
+                    self._shared.mirrored(message.snapshot)
             else:
                 self._emit(message)
                 if isinstance(message, WriterLost):
@@ -468,7 +500,9 @@ class Pipeline:
             self._slots.release(slot)
         if error is not None:
             self._fail(handle, error)
-        handle.snapshot = self._numbering.common.committed(done.snapshot_id)
+        if self._shared is not None and done.snapshot_id is not None:
+            self._shared.committed(done.snapshot_id)
+        handle.snapshot = done.snapshot_id
 
     def _fail(self, handle: SaveHandle, error: CkptError) -> None:
         handle.error = error

@@ -1,9 +1,9 @@
 """What a snapshot is asked for with, the id that all ranks give it, and the promise (`SaveHandle`) that the user gets.
 
 Every rank counts the snapshots of all ranks alike, also those that it has no part in. With replication the next
-snapshot into memory waits until partners have the one before (`Mirroring`). Where each node has a root of its own, no
-node removes a snapshot before all have a newer one (`Common`): each leader counts up a number in the ranks' store when
-its node has committed a snapshot, and rank 0 looks once per snapshot, without a wait.
+snapshot into memory waits until partners have the one before. Where each node has a root of its own, no node removes a
+snapshot before all have a newer one: each leader counts up a number in the ranks' store when its node has committed a
+snapshot, and rank 0 looks once per snapshot, without a wait.
 """
 
 from __future__ import annotations
@@ -20,25 +20,12 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ckpt_engine.copy.job import PersistJob
 from ckpt_engine.errors import CkptError, RanksError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.arguments import seconds
 from ckpt_engine.state.flatten import LazyPredicate
-from ckpt_engine.state.layout import CapturedState
-from ckpt_engine.store.manifest import Line
 from ckpt_engine.store.names import parse_id
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """When a snapshot is of, in wall-clock and monotonic seconds, the id that all ranks gave it, and its parent."""
-
-    created: float
-    monotonic: float
-    snapshot: str | None
-    parent: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +55,6 @@ class Request:
             arguments.function("lazy", lazy),
             arguments.notes(notes),
             arguments.flag("durable", durable),
-        )
-
-    def job(
-        self, capture: CapturedState, number: int, slot: int, when: Instant, rank: int, common: str | None, line: Line
-    ) -> PersistJob:
-        """The writer's job; see there."""
-        return PersistJob(
-            job=number,
-            slot=slot,
-            values=capture.values,
-            step=self.step,
-            epoch=self.epoch,
-            reason=self.reason,
-            metrics=dict(self.metrics),
-            created=when.created,
-            instant_monotonic=when.monotonic,
-            parent=when.parent,
-            notes=self.notes,
-            software=software(),
-            snapshot=when.snapshot,
-            rank=rank,
-            common=common,
-            line=line,
         )
 
 
@@ -192,32 +156,37 @@ def software() -> Mapping[str, str]:
     return found
 
 
-class Numbering:
-    """Gives ids to the snapshots of one rank. Training thread only.
+PATIENCE_SECONDS = 30.0
+"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
+_MISSED = "missed"
+_ASKED = 8
+"""The newest snapshots of this node that are asked for; all older ones failed somewhere."""
+_KEPT = 64
+"""Numbers in the store that rank 0 leaves: more than leaders can be behind it."""
+
+
+class SharedSnapshots:
+    """The snapshots that several ranks take together, as one of them counts and knows them. Training thread only.
+
+    Rank 0 knows what the partners of all ranks have, and a leader of one of several places what all places have; other
+    ranks know nothing of that.
 
     Args:
-        session: of the ranks; None: this one is alone, and its writer numbers the snapshots.
+        session: of the ranks.
         cancel: tells the others that this rank has no part in a snapshot, and why.
     """
 
-    def __init__(self, session: Session | None, cancel: Callable[[str, str], None]) -> None:
+    def __init__(self, session: Session, cancel: Callable[[str, str], None]) -> None:
         self._session = session
         self._cancel = cancel
-        self.common = Common(session)
-
-    @property
-    def lacks_session(self) -> bool:
-        """Whether the ranks have still to agree on their numbers: a writer has to start first."""
-        return self._session is not None and not self._session.is_open
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._session is None else self._session.ranks.rank
+        self._waits_for: int | None = None
+        self._since = 0.0
+        self._newest: str | None = None
+        self._unsure: deque[str] = deque(maxlen=_ASKED)
+        self._counted: deque[str] = deque()
 
     def take(self, wanted: Request, parent: str | None, save: Callable[[str | None], SaveHandle]) -> SaveHandle:
         """Let `save` take the snapshot of that id. Whatever fails in it: all ranks go on counting alike."""
-        if self._session is None:
-            return save(None)
         snapshot = self._session.number(wanted.step, parent)
         why = "it failed there"
         try:
@@ -230,111 +199,61 @@ class Numbering:
 
     def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
         """This rank takes no snapshot of `step` though all ranks do: it is counted, and no rank waits for this one."""
-        if self._session is not None and self._session.is_open:
-            snapshot = self._session.number(step, parent)
-            self._tell(snapshot, why, durable=durable)
+        if self._session.is_open:
+            self._tell(self._session.number(step, parent), why, durable=durable)
 
     def _tell(self, snapshot: str, why: str, *, durable: bool) -> None:
+        session = self._session
         if durable:
             self._cancel(snapshot, why)
-        elif self._session is not None:
-            miss(self._session, snapshot)
-
-
-PATIENCE_SECONDS = 30.0
-"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
-_MISSED = "missed"
-
-
-class Mirroring:
-    """What rank 0 knows of the partners of all ranks; other ranks, and runs without replication, know nothing.
-
-    So each snapshot in memory is with the partners before the next one is taken, and all ranks mirror the same ones.
-    Nothing is waited for: training goes on without snapshots in memory meanwhile. Training thread only.
-    """
-
-    def __init__(self, session: Session | None) -> None:
-        self._session = session if session is not None and session.replicates and session.coordinates else None
-        self._waits_for: int | None = None
-        self._since = 0.0
+        elif session.replicates and not session.coordinates:
+            with suppress(RanksError):  # rank 0 is gone: it does not wait
+                session.ranks.store.set(_MISSED, snapshot)
 
     @property
     def keeps_up(self) -> bool:
-        """Whether another snapshot may be taken into memory."""
-        if self._waits_for is not None and (time.monotonic() - self._since > PATIENCE_SECONDS or self._is_missed()):
-            self._waits_for = None
+        """Whether another snapshot may be taken into memory: all partners have the one before.
+
+        So all ranks mirror the same ones. Training goes on without snapshots in memory meanwhile.
+        """
+        if self._waits_for is not None:
+            missed = self._session.ranks.store.get(_MISSED)
+            late = time.monotonic() - self._since > PATIENCE_SECONDS
+            if late or (missed is not None and _age(missed) >= self._waits_for):
+                self._waits_for = None
         return self._waits_for is None
 
-    def _is_missed(self) -> bool:
-        """Whether a rank has said that it did not take what is waited for."""
-        missed = self._session.ranks.store.get(_MISSED) if self._session is not None else None
-        return missed is not None and self._waits_for is not None and _number(missed) >= self._waits_for
-
-    def took(self, snapshot: str | None) -> None:
+    def took(self, snapshot: str) -> None:
         """That one is to be mirrored by all ranks."""
-        if self._session is not None and snapshot is not None:
-            self._waits_for, self._since = _number(snapshot), time.monotonic()
+        if self._session.replicates and self._session.coordinates:
+            self._waits_for, self._since = _age(snapshot), time.monotonic()
 
     def mirrored(self, snapshot: str) -> None:
         """All partners have it. Where they are slow a newer one takes the place of one that waits."""
-        if self._waits_for is not None and _number(snapshot) >= self._waits_for:
+        if self._waits_for is not None and _age(snapshot) >= self._waits_for:
             self._waits_for = None
 
-
-def miss(session: Session, snapshot: str) -> None:
-    """This rank has not taken a snapshot into memory that others may have: rank 0 need not wait for its keepers."""
-    if session.replicates and not session.coordinates:
-        with suppress(RanksError):  # rank 0 is gone: it does not wait
-            session.ranks.store.set(_MISSED, snapshot)
-
-
-def _number(snapshot: str) -> int:
-    parsed = parse_id(snapshot)
-    assert parsed is not None
-    return parsed.seq
-
-
-_ASKED = 8
-"""The newest snapshots of this node that are asked for; all older ones failed somewhere."""
-_KEPT = 64
-"""Numbers in the store that rank 0 leaves: more than leaders can be behind it."""
-
-
-class Common:
-    """What a leader of one of several places knows; others, and runs with one place, know nothing.
-
-    Training thread only.
-
-    Args:
-        session: of the ranks; None: this one is alone.
-    """
-
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
-        self._newest: str | None = None
-        self._unsure: deque[str] = deque(maxlen=_ASKED)
-        self._counted: deque[str] = deque()
-
-    def committed(self, snapshot: str | None) -> str | None:
-        """This node has it; returns it. None: it has come to nothing."""
+    def committed(self, snapshot: str) -> None:
+        """This node has it."""
         session = self._session
-        if session is None or not session.led_places or snapshot is None:
-            return snapshot
+        if not session.led_places:
+            return
         self._unsure.append(snapshot)
         with suppress(RanksError):  # the ranks are gone: then nothing is removed any more
             session.ranks.store.add(_key(snapshot))
             if session.coordinates:
-                self._tidy(snapshot)
-        return snapshot
+                self._counted.append(snapshot)
+                while len(self._counted) > _KEPT:
+                    session.ranks.store.remove(_key(self._counted.popleft()))
 
-    def newest(self, parent: str | None) -> str | None:
+    def on_all_nodes(self, parent: str | None) -> str | None:
         """The newest snapshot that all nodes have, or that all ranks began with; None: not known, or of no use.
 
         Args:
             parent: what the run resumed from.
         """
         session = self._session
-        if session is None or not session.led_places:
+        if not session.led_places:
             return None
         with suppress(RanksError):
             for snapshot in reversed(self._unsure):
@@ -344,12 +263,6 @@ class Common:
                         pass
                     break
         return max(filter(None, (self._newest, parent)), key=_age, default=None)
-
-    def _tidy(self, snapshot: str) -> None:
-        assert self._session is not None
-        self._counted.append(snapshot)
-        while len(self._counted) > _KEPT:
-            self._session.ranks.store.remove(_key(self._counted.popleft()))
 
 
 def _key(snapshot: str) -> str:

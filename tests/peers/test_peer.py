@@ -18,7 +18,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import partner_of
 from ckpt_engine.restore.memory import ShareSource, plan_shares
 from ckpt_engine.snapshot import save_request
-from ckpt_engine.snapshot.save_request import Mirroring
+from ckpt_engine.snapshot.save_request import SharedSnapshots
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.names import session_id
 from ckpt_engine.store.storage.local import LocalStorage
@@ -212,7 +212,7 @@ def test_the_newest_snapshot_that_everybody_gets_is_planned() -> None:
 def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds back; a newer snapshot that all have counts too."""
     ranks: Any = ThreadRanks(0, 2, SharedStore())
-    gate = Mirroring(Session(ranks, replicate=True))
+    gate = SharedSnapshots(Session(ranks, replicate=True), lambda *_: None)
     gate.took(IDS[2])
     assert not gate.keeps_up
     gate.mirrored(IDS[1])
@@ -222,7 +222,7 @@ def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: 
     gate.took(IDS[4])
     monkeypatch.setattr(save_request, "PATIENCE_SECONDS", -1.0)
     assert gate.keeps_up
-    other = Mirroring(Session(ranks))
+    other = SharedSnapshots(Session(ranks), lambda *_: None)
     other.took(IDS[2])
     assert other.keeps_up
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
@@ -48,51 +48,33 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Ending(Protocol):
-    """What the end of a run has to know of what stops it."""
+class Ending:
+    """What the end of a run has to know of what stops it; here nothing does."""
 
     @property
     def stops(self) -> bool:
         """Whether the run is to stop."""
-        ...
+        return False
 
     @property
     def tells(self) -> bool:
         """Whether the end says what is late, as an error unless the run is to stop, and not whatever ends the run."""
-        ...
+        return True
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for."""
-        ...
+        return at_most
 
     @property
     def hurries(self) -> bool:
         """Whether a wait that can be done without ends now."""
-        ...
+        return False
 
     def leave(self) -> None:
         """The run is closed: of several ranks this one has nothing more to do."""
-        ...
 
     def ended(self) -> None:
         """Everything is durable."""
-        ...
-
-
-class EndsByItself:
-    """The ending of a run that nothing stops."""
-
-    stops = hurries = False
-    tells = True
-
-    def seconds_left(self, at_most: float) -> float:
-        return at_most
-
-    def leave(self) -> None:
-        """There is no other rank to inform."""
-
-    def ended(self) -> None:
-        """Who has called `save` knows what came of it."""
 
 
 class Engine:
@@ -146,7 +128,7 @@ class Engine:
         self._restorer = Restorer(self.config, self._session, self._pipeline, self._emit, self.tenure)
         self.times = times_of(self.config.root_url, SystemClock())
         self._fatal: list[TierDegraded] = []
-        self.ending: Ending = EndsByItself()
+        self.ending = Ending()
         self._why: Callable[[], str] = str
         self._closing = False
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ckpt_engine.engine import Engine
+from ckpt_engine.engine import Ending, Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
@@ -32,7 +32,7 @@ _FOR_THE_EXIT = 0.1
 """Share of the time left that is not waited for further tiers: the process must end too."""
 
 
-class Halt:
+class Halt(Ending):
     """Stops training at a boundary. Training thread only.
 
     Args:

@@ -173,7 +173,8 @@ class Slots:
     def __init__(self, count: int, runtime: Runtime = CUDA) -> None:
         self.count = count
         self._runtime = runtime
-        self._problem: str | None = None
+        self.pin_problem: str | None = None
+        """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
         self._free: list[SharedSlot] = []
         self._busy: dict[int, SharedSlot] = {}
         self._uses: Counter[int] = Counter()
@@ -202,15 +203,10 @@ class Slots:
         if plan.devices:
             if slot.is_cold:
                 slot.prefault()
-            self._problem = slot.pin(plan.devices[0]) or self._problem
+            self.pin_problem = slot.pin(plan.devices[0]) or self.pin_problem
         self._busy[slot.index] = slot
         self._uses[slot.index] = 1
         return slot
-
-    @property
-    def pin_problem(self) -> str | None:
-        """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
-        return self._problem
 
     def _made_now(self, plan: StatePlan) -> SharedSlot | None:
         """One that the warm-up has not come to, or a new one; None if there are as many as may be."""

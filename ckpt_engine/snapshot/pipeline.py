@@ -18,7 +18,7 @@ from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
 from ckpt_engine.snapshot.ownership import Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots, software, wait_seconds
-from ckpt_engine.snapshot.stage import Copier, Guard, Staging
+from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
 from ckpt_engine.snapshot.writer_link import (
     KEPT,
     KEPT_OF_RANKS,
@@ -26,7 +26,6 @@ from ckpt_engine.snapshot.writer_link import (
     Handover,
     Newest,
     OpenWriter,
-    Starting,
     outlives_the_trainer,
 )
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
@@ -84,16 +83,18 @@ class Pipeline:
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
-        self._tell_of_pinning = _teller(emit)
+        self._said_pinning = False
         self._fitted_bytes = 0
         self.memory = memory
         self._newest = Newest(self._slots.release, KEPT if session is None else KEPT_OF_RANKS)
         self._pulse: Pulse | None = None
         self._copier = Copier()
         self._unchanged = Unchanged()
-        self._guard = Guard()
+        self._hinted: Staging | None = None
+        """The newest one, while it compares what is hinted to be unchanged: before any optimizer steps that ends."""
+        self._hint_fence = StepFence(self._finish_hints)
         self._writer: Handover | None = None
-        self._starting: Starting | None = None
+        self._starting: Coming | None = None
         self._staging: Staging | None = None
         self._jobs = 0
         self._pending: dict[int, tuple[SaveHandle, int]] = {}
@@ -118,12 +119,12 @@ class Pipeline:
         if self._writer is not None:
             return
         if self._lost:
-            self._writer = Handover(Coming(Starting(self._open_writer, self.memory), self._tier), self._arrived)
+            self._writer = Handover(Coming(self._open_writer, self.memory, self._tier), self._arrived)
             return
         if not self._fitted_bytes:
             self._fit_to(0)
         if self.behind and self._starting is None:
-            self._starting = Starting(self._open_writer, self.memory)
+            self._starting = Coming(self._open_writer, self.memory, self._tier)
             self._starting.wait(BEHIND_SECONDS)
         if not self._still_starting:
             self._adopt()
@@ -153,7 +154,7 @@ class Pipeline:
 
     @property
     def _still_starting(self) -> bool:
-        return self._starting is not None and not self._starting.done
+        return self._starting is not None and not self._starting.started
 
     def begin_step(self, step: int, times: RunTimes | None = None) -> None:
         """Training is about to begin `step`; the writer tells by it how much was lost.
@@ -229,7 +230,9 @@ class Pipeline:
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
-        self._tell_of_pinning(self._slots.pin_problem)
+        if self._slots.pin_problem is not None and not self._said_pinning:
+            self._said_pinning = True
+            self._emit(Notice("WARNING", _not_pinned(self._slots.pin_problem)))
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -246,7 +249,8 @@ class Pipeline:
         if not staging.complete:
             self._staging = staging
             if claims.any_hinted:
-                self._guard.watch(staging)
+                self._hinted = staging
+                self._hint_fence.install()
         handle.stall_seconds = time.perf_counter() - began
         self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
@@ -314,6 +318,11 @@ class Pipeline:
         if staging.complete:  # else devices still copy: the next update may be queued in another stream
             self._staging = None
         return waited
+
+    def _finish_hints(self) -> None:
+        staging, self._hinted = self._hinted, None
+        if staging is not None:
+            staging.finish_hints()
 
     def _hand_over(self, timeout: float) -> bool:
         """After the fence: wait until the snapshot being copied is with the writer; False if it takes too long."""
@@ -442,7 +451,7 @@ class Pipeline:
         """
         with said_if_slow(partial(self._waited_for, timeout)):
             drained = self._drain(timeout) if self._pending or self._staging or self._starting else True
-            self._guard.close()
+            self._hint_fence.remove()
             self._copier.close(max(timeout, _CHUNK_SECONDS))
             if self._writer is not None:
                 self._writer.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
@@ -510,19 +519,8 @@ class Pipeline:
             self.failures.append(error)
 
 
-def _teller(emit: Callable[[Event], object]) -> Callable[[str | None], None]:
-    """Tells the user once what is wrong with page-locking, if something is."""
-    told = False
-
-    def tell(problem: str | None) -> None:
-        nonlocal told
-        if problem is None or told:
-            return
-        told = True
-        message = (
-            f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
-            "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
-        )
-        emit(Notice("WARNING", message))
-
-    return tell
+def _not_pinned(problem: str) -> str:
+    return (
+        f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
+        "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
+    )

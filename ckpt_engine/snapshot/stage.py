@@ -8,8 +8,6 @@ shared out over our own threads. torch's parallel copy joins all its threads aft
 every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else
 uses a core.
 
-Lets no optimizer change a tensor that is still being compared with the arena.
-
 Whether copying behind training (lazily) is cheaper than copying before it goes on.
 
 The fence at optimizer steps: lazily copied weights are whole before any optimizer of the process changes them.
@@ -47,8 +45,6 @@ from ckpt_engine.state.layout import CapturedState, EntrySource
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
 _IDLE_SECONDS = 5.0
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""Destination and source."""
 
 
 class Staging:
@@ -331,32 +327,6 @@ class Copier:
             del staging
 
 
-class Guard:
-    """Finishes the comparisons of the newest snapshot before any optimizer of this process steps."""
-
-    def __init__(self) -> None:
-        self._staging: Staging | None = None
-        self._handle: RemovableHandle | None = None
-
-    def watch(self, staging: Staging) -> None:
-        """From now on this is the newest one."""
-        self._staging = staging
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
-
-    def close(self) -> None:
-        """Leave the optimizers alone."""
-        self._staging = None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _before_step(self, *_: Any) -> None:
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.finish_hints()
-
-
 def copies_lazily(setting: Literal["auto", "on", "off"], device: torch.device) -> bool:
     """Whether to stage lazily.
 
@@ -390,7 +360,7 @@ class StepFence:
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
         self._reported: set[type] = set()
-        self._handle: Any = None
+        self._handle: RemovableHandle | None = None
 
     def install(self) -> None:
         """Start watching; harmless when installed already."""

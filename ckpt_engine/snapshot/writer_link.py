@@ -1,7 +1,5 @@
 """The trainer's link to its writer: settings, start in the background, replacement when it dies, messages.
 
-A writer that is being started on a thread of its own, because its lease may have to wait for another one.
-
 What a running writer knows of the arena, and sending it what the next job refers to.
 
 Which arena slots the writer may still need to rescue: the newest complete snapshots, until it surely has newer ones.
@@ -38,32 +36,40 @@ OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
 """Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
 
 
-class Starting:
-    """Begins to start a writer at once.
+class Coming(WriterClient):
+    """Stands for a writer that is being started on a thread of its own, at once.
+
+    Where training goes on meanwhile, its snapshots wait in the arena.
 
     Args:
         open_writer: may take as long as waiting for the lease does.
         memory: its first argument.
+        url: of the run.
     """
 
-    def __init__(self, open_writer: OpenWriter, memory: bool) -> None:
+    def __init__(self, open_writer: OpenWriter, memory: bool, url: str) -> None:
+        super().__init__(url)
+        self.news = (None,)  # that it has started is found by asking
         self.events: list[Event] = []
+        self._later: list[tuple[Body, Sequence[int]]] = []
         self._client: WriterClient | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(open_writer, memory), name="ckpt-start", daemon=True)
         self._thread.start()
 
+    def _run(self, open_writer: OpenWriter, memory: bool) -> None:
+        try:
+            self._client = open_writer(memory, self.events.append)
+        except Exception as err:  # noqa: BLE001 - raised on the training thread
+            self._error = err
+
     @property
-    def done(self) -> bool:
+    def started(self) -> bool:
         """Whether there is a result."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for it."""
-        self._thread.join(timeout)
-
     def result(self) -> WriterClient:
-        """The client, once `done`.
+        """The client, once it has `started`.
 
         Raises:
             CkptError: why it did not start.
@@ -73,25 +79,9 @@ class Starting:
         assert self._client is not None
         return self._client
 
-    def _run(self, open_writer: OpenWriter, memory: bool) -> None:
-        try:
-            self._client = open_writer(memory, self.events.append)
-        except Exception as err:  # noqa: BLE001 - raised on the training thread
-            self._error = err
-
-
-class Coming(WriterClient):
-    """Stands for a writer that is being started. Training goes on meanwhile, and its snapshots wait in the arena."""
-
-    def __init__(self, starting: Starting, url: str) -> None:
-        super().__init__(url)
-        self.starting = starting
-        self.news = (None,)  # that it has started is found by asking
-        self._later: list[tuple[Body, Sequence[int]]] = []
-
     def wait(self, timeout: float) -> bool:
-        self.starting.wait(timeout)
-        return self.starting.done
+        self._thread.join(timeout)
+        return self.started
 
     def unwritten(self, timeout: float) -> str | None:  # noqa: ARG002
         return f"waiting for {self._url} to be opened"
@@ -112,7 +102,7 @@ class Coming(WriterClient):
         keeps: bool = False,  # noqa: ARG002
         hurries: Callable[[], bool] = never,  # noqa: ARG002
     ) -> bool:
-        self.starting.wait(timeout)
+        self.wait(timeout)
         return not self.alive
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
@@ -181,17 +171,17 @@ class Handover:
         return self.client.close(timeout, **how)
 
     def _look(self, coming: Coming) -> None:
-        if not (coming.alive and coming.starting.done):
+        if not (coming.alive and coming.started):
             return
         try:
-            client = coming.starting.result()
+            client = coming.result()
         except CkptError as err:
             with self._lock:
                 coming.fail(err)
             if not isinstance(err, StorageError | WriterError):
                 raise
             return
-        self._events = coming.starting.events
+        self._events = coming.events
         self._arrived(client)
         with self._lock:
             coming.hand_over(client)

@@ -16,7 +16,7 @@ from ckpt_engine.errors import SnapshotFailedError
 from ckpt_engine.snapshot import copying
 from ckpt_engine.snapshot.arena import SharedSlot, slot_bytes
 from ckpt_engine.snapshot.copying import PROVEN, Claims, Unchanged
-from ckpt_engine.snapshot.stage import Copier, Guard, Staging
+from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
 
@@ -182,14 +182,15 @@ def test_no_optimizer_steps_under_a_comparison() -> None:
     weight = torch.nn.Parameter(torch.randn(COUNT))
     weight.grad = torch.ones(COUNT)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    trainer, state, guard = Trainer(), {"w": weight.detach()}, Guard()
+    trainer, state = Trainer(), {"w": weight.detach()}
     prove(trainer, state)
     expected = weight.detach().clone()
     staging, claims, views, errors = trainer.begin(state)
     assert hinted(claims) == {"w"} and errors == []
-    guard.watch(staging)
+    fence = StepFence(staging.finish_hints)
+    fence.install()
     optimizer.step()
-    guard.close()
+    fence.remove()
     assert errors == [None] and torch.equal(views()["w"], expected)
 
 

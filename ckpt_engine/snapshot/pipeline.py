@@ -14,10 +14,10 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSk
 from ckpt_engine.observe.log import said_if_slow
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
+from ckpt_engine.snapshot.arena import SharedSlot, Slots, not_pinned, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
 from ckpt_engine.snapshot.ownership import Lineage
-from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots, software, wait_seconds
+from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots, wait_seconds
 from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
 from ckpt_engine.snapshot.writer_link import (
     KEPT,
@@ -29,7 +29,7 @@ from ckpt_engine.snapshot.writer_link import (
     outlives_the_trainer,
 )
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
-from ckpt_engine.state.layout import CapturedState, Planner, StatePlan
+from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient, never
 
@@ -78,7 +78,6 @@ class Pipeline:
         self.process = process
         self._emit = emit
         self._check_lazy = check_lazy
-        self._session = session
         self._shared = None if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
@@ -122,7 +121,7 @@ class Pipeline:
             self._writer = Handover(Coming(self._open_writer, self.memory, self._tier), self._arrived)
             return
         if not self._fitted_bytes:
-            self._fit_to(0)
+            self._fit(0)
         if self.behind and self._starting is None:
             self._starting = Coming(self._open_writer, self.memory, self._tier)
             self._starting.wait(BEHIND_SECONDS)
@@ -173,7 +172,7 @@ class Pipeline:
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, *, touch: bool = True) -> None:
         """See `Engine.prepare`."""
         plan = self._planner.capture(state, lazy).plan
-        self._fit(plan)
+        self._fit(slot_bytes(plan))
         self.start()
         if touch:
             self._slots.warm_up(plan)
@@ -198,9 +197,9 @@ class Pipeline:
 
     def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
-        if self._session is None or self._shared is None:
+        if self._shared is None:
             return self._save(state, wanted, None)
-        if not self._session.is_open:  # the ranks have still to agree on their numbers: a writer has to start first
+        if not self._shared.is_open:  # the ranks have still to agree on their numbers: a writer has to start first
             self.start()
         return self._shared.take(wanted, self.lineage.parent, partial(self._save, state, wanted))
 
@@ -221,7 +220,7 @@ class Pipeline:
             raise WaitTimeoutError("the copy of the snapshot before does not get on")
         self.poll()
         capture = self._planner.capture(state, wanted.lazy)
-        self._fit(capture.plan)
+        self._fit(slot_bytes(capture.plan))
         self.start()
         if self._writer is None:
             self._emit(SnapshotSkipped(step, "busy"))
@@ -232,7 +231,7 @@ class Pipeline:
         slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
         if self._slots.pin_problem is not None and not self._said_pinning:
             self._said_pinning = True
-            self._emit(Notice("WARNING", _not_pinned(self._slots.pin_problem)))
+            self._emit(Notice("WARNING", not_pinned(self._slots.pin_problem)))
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -273,28 +272,17 @@ class Pipeline:
         self._writer.announce(slot, self._slots.known(), capture.plan)
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
-        rank, common, parent = 0, None, self.lineage.parent
-        if self._session is not None and self._shared is not None and snapshot is not None:
-            self._shared.took(snapshot)
-            rank, common = self._session.ranks.rank, self._shared.on_all_nodes(parent)
-        job = PersistJob(
+        parent = self.lineage.parent
+        job = wanted.job(
             job=self._jobs,
             slot=slot.index,
             values=capture.values,
-            step=wanted.step,
-            epoch=wanted.epoch,
-            reason=wanted.reason,
-            metrics=wanted.metrics,
             created=when[0],
             instant_monotonic=when[1],
             parent=parent,
-            notes=wanted.notes,
-            software=software(),
-            snapshot=snapshot,
-            rank=rank,
-            common=common,
             line=self.lineage.line(),
             pace=self.pace(),
+            **(self._shared.took(snapshot, parent) if self._shared is not None and snapshot is not None else {}),
         )
         if handle.durable:
             self._pending[job.job] = (handle, slot.index)
@@ -370,14 +358,11 @@ class Pipeline:
         self._held.clear()
         self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
 
-    def _fit(self, plan: StatePlan) -> None:
-        nbytes = slot_bytes(plan)
-        if nbytes > self._fitted_bytes:
-            self._fitted_bytes = nbytes
-            self._fit_to(nbytes)
-
-    def _fit_to(self, nbytes: int) -> None:
+    def _fit(self, nbytes: int) -> None:
         """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
+        if 0 < nbytes <= self._fitted_bytes:
+            return
+        self._fitted_bytes = nbytes
         fit = host_memory.plan_arena(
             nbytes,
             self._slots.count,
@@ -517,10 +502,3 @@ class Pipeline:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
             self.failures.append(error)
-
-
-def _not_pinned(problem: str) -> str:
-    return (
-        f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
-        "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
-    )

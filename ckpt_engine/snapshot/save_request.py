@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from ckpt_engine.copy.job import PersistJob
 from ckpt_engine.errors import CkptError, RanksError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import arguments
@@ -55,6 +56,18 @@ class Request:
             arguments.function("lazy", lazy),
             arguments.notes(notes),
             arguments.flag("durable", durable),
+        )
+
+    def job(self, **rest: Any) -> PersistJob:
+        """The writer's job, of which the others say the rest."""
+        return PersistJob(
+            step=self.step,
+            epoch=self.epoch,
+            reason=self.reason,
+            metrics=self.metrics,
+            notes=self.notes,
+            software=software(),
+            **rest,
         )
 
 
@@ -185,6 +198,11 @@ class SharedSnapshots:
         self._unsure: deque[str] = deque(maxlen=_ASKED)
         self._counted: deque[str] = deque()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks have agreed on their numbers."""
+        return self._session.is_open
+
     def take(self, wanted: Request, parent: str | None, save: Callable[[str | None], SaveHandle]) -> SaveHandle:
         """Let `save` take the snapshot of that id. Whatever fails in it: all ranks go on counting alike."""
         snapshot = self._session.number(wanted.step, parent)
@@ -223,10 +241,12 @@ class SharedSnapshots:
                 self._waits_for = None
         return self._waits_for is None
 
-    def took(self, snapshot: str) -> None:
-        """That one is to be mirrored by all ranks."""
-        if self._session.replicates and self._session.coordinates:
+    def took(self, snapshot: str, parent: str | None) -> dict[str, Any]:
+        """This rank takes part in a snapshot; what its job says of that. `parent`: what the run resumed from."""
+        session = self._session
+        if session.replicates and session.coordinates:  # that one is to be mirrored by all ranks
             self._waits_for, self._since = _age(snapshot), time.monotonic()
+        return {"snapshot": snapshot, "rank": session.ranks.rank, "common": self._on_all_nodes(parent)}
 
     def mirrored(self, snapshot: str) -> None:
         """All partners have it. Where they are slow a newer one takes the place of one that waits."""
@@ -246,12 +266,8 @@ class SharedSnapshots:
                 while len(self._counted) > _KEPT:
                     session.ranks.store.remove(_key(self._counted.popleft()))
 
-    def on_all_nodes(self, parent: str | None) -> str | None:
-        """The newest snapshot that all nodes have, or that all ranks began with; None: not known, or of no use.
-
-        Args:
-            parent: what the run resumed from.
-        """
+    def _on_all_nodes(self, parent: str | None) -> str | None:
+        """The newest snapshot that all nodes have, or that all ranks began with; None: not known, or of no use."""
         session = self._session
         if not session.led_places:
             return None

@@ -17,11 +17,11 @@ def test_what_a_rank_has_missed_is_not_waited_for() -> None:
     store = SharedStore()
     gate, other = (_shared(rank) for rank in _ranks(store))
     other.miss(1, None, "busy", durable=False)
-    gate.took(IDS[2])
+    gate.took(IDS[2], None)
     assert not gate.keeps_up
     other.miss(2, None, "busy", durable=False)
     assert gate.keeps_up
-    gate.took(IDS[3])
+    gate.took(IDS[3], None)
     assert not gate.keeps_up
     missed = store.get("missed")
     gate.miss(3, None, "busy", durable=False)  # rank 0 does not wait for what it has not taken

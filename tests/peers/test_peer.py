@@ -213,17 +213,17 @@ def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: 
     """Rank 0 holds back; a newer snapshot that all have counts too."""
     ranks: Any = ThreadRanks(0, 2, SharedStore())
     gate = SharedSnapshots(Session(ranks, replicate=True), lambda *_: None)
-    gate.took(IDS[2])
+    gate.took(IDS[2], None)
     assert not gate.keeps_up
     gate.mirrored(IDS[1])
     assert not gate.keeps_up
     gate.mirrored(IDS[3])
     assert gate.keeps_up
-    gate.took(IDS[4])
+    gate.took(IDS[4], None)
     monkeypatch.setattr(save_request, "PATIENCE_SECONDS", -1.0)
     assert gate.keeps_up
     other = SharedSnapshots(Session(ranks), lambda *_: None)
-    other.took(IDS[2])
+    other.took(IDS[2], None)
     assert other.keeps_up
 
 

@@ -529,7 +529,7 @@ def _dealt(dealing: Dealing, total: int) -> str:
     said = f"{dealing.seen:,} samples of the epoch were seen, the other {left:,} come once"
     said += f"; batches for each rank: {total - dealing.first:,}"
     if more > 0:
-        return f"{said}; {more:,} come twice, to fill the last batches"
+        return f"{said}; {more:,} come{'s' * (more == 1)} twice, to fill the last batches"
     return f"{said}; the last {-more:,} are left out, as they fill no batch" if more else said
 
 

@@ -78,7 +78,7 @@ class Stopping:
         rollbacks: Rollbacks | None,
     ) -> None:
         self._engine, self._sinks, self._log, self._losses = engine, sinks, log, losses
-        self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks)
+        self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks, lambda: engine.divided)
         self._rank = None if engine.ranks is None else engine.ranks.rank
         if losses_of(engine.config) is not None and losses is None:
             log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")

@@ -73,6 +73,7 @@ class PreemptionWatch:
         newest: asks the nearest tier for the step of its newest snapshot; used by the thread, only when it is late.
         flush: lets the writer make the newest snapshot in memory durable; its step, None: there is none. Any thread.
         spare_seconds: that a flush may take besides writing.
+        divided: whether nodes have roots of their own, as far as that is known.
     """
 
     def __init__(
@@ -85,8 +86,10 @@ class PreemptionWatch:
         newest: Callable[[], int | None],
         flush: Callable[[], int | None] = lambda: None,
         spare_seconds: float = _SPARE_SECONDS,
+        divided: Callable[[], bool] = lambda: False,
     ) -> None:
         self._spare_seconds = spare_seconds
+        self._divided = divided
         self.grace_seconds = options.grace
         self._ledger = ledger
         self._now = clock.monotonic
@@ -221,7 +224,8 @@ class PreemptionWatch:
             return f"no snapshot is durable on {near.url}"
         lost = self._step - near.newest_step
         behind = "" if lost <= 0 else f", {lost} step{'s' if lost > 1 else ''} behind"
-        return f"step {near.newest_step} is durable on {near.url}{behind}"
+        part = " (the part of this node)" if self._divided() else ""
+        return f"step {near.newest_step} is durable on {near.url}{part}{behind}"
 
     def summary(self, overhead: str, resumed: tuple[int, str] | None, skipped: int) -> str:
         """What the run has done, for people, when it is over.
@@ -388,8 +392,13 @@ class PreemptionWatch:
         return step
 
 
-def open_watch(config: Config, clock: Clock, ranks: Ranks | None) -> tuple[Ledger, PreemptionWatch]:
+def open_watch(
+    config: Config, clock: Clock, ranks: Ranks | None, divided: Callable[[], bool] = lambda: False
+) -> tuple[Ledger, PreemptionWatch]:
     """The ledger and the watch of a run, or of one of its ranks; both are event sinks.
+
+    Args:
+        divided: see `PreemptionWatch`.
 
     Raises:
         StorageError: a tier that no storage serves.
@@ -407,6 +416,7 @@ def open_watch(config: Config, clock: Clock, ranks: Ranks | None) -> tuple[Ledge
         newest=lambda: _newest_step(nearest),
         flush=lambda: _flush(config.root_url, ranks),
         spare_seconds=_SPARE_SECONDS if ranks is None else _SPARE_SECONDS + _MEETING_SECONDS,
+        divided=divided,
     )
     return ledger, watch
 

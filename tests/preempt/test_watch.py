@@ -34,8 +34,15 @@ class Bench:
         self.flushed = 0
         self.passed = 0.0
         """Seconds beyond those that have passed."""
+        self.divided = False
         self.watch = PreemptionWatch(
-            Preemption(**options), self.ledger, self, slots=2, newest=self._look, flush=self._flush
+            Preemption(**options),
+            self.ledger,
+            self,
+            slots=2,
+            newest=self._look,
+            flush=self._flush,
+            divided=lambda: self.divided,
         )
 
     def monotonic(self) -> float:
@@ -158,6 +165,15 @@ def test_the_plan_knows_what_was_measured(bench: Callable[..., Bench]) -> None:
     assert (plan.choice, plan.step) == (StopChoice.SNAPSHOT, 9)
     assert plan.seconds == pytest.approx(250.0)
     assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
+
+
+def test_where_nodes_have_roots_of_their_own_it_says_that_only_a_part_is_durable(bench: Callable[..., Bench]) -> None:
+    """Whether the others have theirs is not known: the disk of one may be full."""
+    one = bench()
+    one.committed(4)
+    one.watch.boundary(5)
+    one.divided = True
+    assert one.watch.durable() == "step 4 is durable on /run (the part of this node), 1 step behind"
 
 
 def test_a_too_long_step_is_reported_in_time(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @dataclass
-class Desk:
+class Place:
     """What a user has before the mistake: a run of two snapshots, and an empty folder to work in."""
 
     run: Path
@@ -56,87 +56,87 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def place(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     run = RunFolder(tmp_path / "run")
     for step in (100, 200):
         run.add(step, {"model/w": np.ones((2, 2), "float32"), "optimizer/m": np.ones(2, "float32")})
-    (tmp_path / "desk").mkdir()
-    monkeypatch.chdir(tmp_path / "desk")
-    made = Desk(run.path, tmp_path / "desk", lambda: capfd.readouterr().err)
+    (tmp_path / "place").mkdir()
+    monkeypatch.chdir(tmp_path / "place")
+    made = Place(run.path, tmp_path / "place", lambda: capfd.readouterr().err)
     yield made
     for one in made.open:
         one.close()
 
 
-Do = Callable[[Desk], Any]
+Do = Callable[[Place], Any]
 
 
 def ckpt(line: str) -> Do:
-    return lambda desk: desk.ckpt(line)
+    return lambda place: place.ckpt(line)
 
 
 def options(root: str | None = "{folder}/new", **given: Any) -> Do:
-    return lambda desk: load_config(root and root.format(folder=desk.folder), **given)
+    return lambda place: load_config(root and root.format(folder=place.folder), **given)
 
 
 def yaml(text: str) -> Do:
-    return lambda desk: load_config(desk.file("ckpt.yaml", text))
+    return lambda place: load_config(place.file("ckpt.yaml", text))
 
 
 def save(value: Any, step: Any = 1, **more: Any) -> Do:
-    return lambda desk: desk.new().save(value, step=step, **more).wait(30)
+    return lambda place: place.new().save(value, step=step, **more).wait(30)
 
 
-def run_in_a_file(desk: Desk) -> None:
-    desk.new(desk.file("text", "hello")).save({"a": 1}, step=1).wait(30)
+def run_in_a_file(place: Place) -> None:
+    place.new(place.file("text", "hello")).save({"a": 1}, step=1).wait(30)
 
 
-def run_beside_others(desk: Desk) -> None:
-    desk.file("data.csv", "1,2")
-    desk.new(desk.folder).save({"a": 1}, step=1).wait(30)
+def run_beside_others(place: Place) -> None:
+    place.file("data.csv", "1,2")
+    place.new(place.folder).save({"a": 1}, step=1).wait(30)
 
 
-def after_close(desk: Desk) -> None:
-    ckpt = desk.new()
+def after_close(place: Place) -> None:
+    ckpt = place.new()
     ckpt.close()
     ckpt.save({"a": 1}, step=1)
 
 
-def another_model(desk: Desk) -> None:
+def another_model(place: Place) -> None:
     into = {"model": {"w": torch.ones(3, 3)}, "optimizer": {"m": torch.ones(2)}}
-    desk.new(desk.run).load(into=into)
+    place.new(place.run).load(into=into)
 
 
-def damaged_everywhere(desk: Desk) -> None:
-    for path in (desk.run / "data").iterdir():
+def damaged_everywhere(place: Place) -> None:
+    for path in (place.run / "data").iterdir():
         path.write_bytes(b"\0" * path.stat().st_size)
-    desk.new(desk.run).load()
+    place.new(place.run).load()
 
 
-def a_loop(desk: Desk, **parts: Any) -> None:
+def a_loop(place: Place, **parts: Any) -> None:
     model = torch.nn.Linear(2, 1)
     given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), **parts}
-    with desk.new().track(**given):
+    with place.new().track(**given):
         pass
 
 
-def two_loops(desk: Desk) -> None:
+def two_loops(place: Place) -> None:
     model = torch.nn.Linear(2, 1)
-    ckpt = desk.new()
+    ckpt = place.new()
     loader = torch.utils.data.DataLoader(torch.ones(4, 2))
     ckpt.track(model=model, loader=loader)
     ckpt.track(model=model, loader=loader)
 
 
 def lightning(*callbacks: dict[str, Any], **fit: Any) -> Do:
-    def do(desk: Desk) -> None:
+    def do(place: Place) -> None:
         import lightning as L
         from lightning.pytorch.demos.boring_classes import BoringModel
 
         from lightning_ckpt import AdaptiveCheckpoint
 
-        ours = [AdaptiveCheckpoint(desk.folder / "new", writer="thread", **one) for one in callbacks]
-        given = {name: str(value).format(run=desk.run) for name, value in fit.items()}
+        ours = [AdaptiveCheckpoint(place.folder / "new", writer="thread", **one) for one in callbacks]
+        given = {name: str(value).format(run=place.run) for name, value in fit.items()}
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = L.Trainer(max_steps=2, accelerator="cpu", callbacks=ours, enable_checkpointing=False, **quiet)
         with warnings.catch_warnings(action="ignore"):
@@ -146,31 +146,31 @@ def lightning(*callbacks: dict[str, Any], **fit: Any) -> Do:
 
 
 def accelerate(way: str) -> Do:
-    def do(desk: Desk) -> None:
+    def do(place: Place) -> None:
         from accelerate import Accelerator
 
         from accelerate_ckpt import AdaptiveCheckpoint
 
         accelerator = Accelerator(cpu=True)
         if way == "swapped":
-            AdaptiveCheckpoint(str(desk.folder / "new"), accelerator)  # type: ignore[arg-type]
+            AdaptiveCheckpoint(str(place.folder / "new"), accelerator)  # type: ignore[arg-type]
         else:
-            AdaptiveCheckpoint(accelerator, desk.folder / "new", writer="thread")
+            AdaptiveCheckpoint(accelerator, place.folder / "new", writer="thread")
 
     return do
 
 
 def existing(name: str, line: str) -> Do:
-    def do(desk: Desk) -> None:
-        desk.file(name, "mine")
-        desk.ckpt(line)
+    def do(place: Place) -> None:
+        place.file(name, "mine")
+        place.ckpt(line)
 
     return do
 
 
-def nowhere(desk: Desk) -> None:
+def nowhere(place: Place) -> None:
     options = {"endpoint_url": "http://127.0.0.1:9", "key": "a", "secret": "b"}
-    desk.new({"tiers": {"url": "s3://bucket/run", "storage_options": options}}).load()
+    place.new({"tiers": {"url": "s3://bucket/run", "storage_options": options}}).load()
 
 
 ONE = {"a": 1}
@@ -186,22 +186,22 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a misspelt section": (yaml("tiers: /d\nkep: {last: 3}\n"), "unknown key", "line 2: kep", "did you mean 'keep'"),
     "a misspelt rule": (options(keep={"lst": 1}), "unknown key", "keep.lst", "did you mean 'last'"),
     "a folder with other files": (run_beside_others, "not of ckpt-engine", "such as data.csv", "such as file:.*/ckpt"),
-    "a file as the folder": (run_in_a_file, "Not a directory", "desk/text", "give the path of a folder"),
+    "a file as the folder": (run_in_a_file, "Not a directory", "place/text", "give the path of a folder"),
     "a place that takes no folder": (
-        lambda desk: desk.new("/proc/run1").save(ONE, step=1).wait(30),
+        lambda place: place.new("/proc/run1").save(ONE, step=1).wait(30),
         "cannot make the folder",
         "/proc/run1",
         "where this user may make one",
     ),
     "a package is missing": (
-        lambda desk: desk.new("gs://bucket/run").load(),
+        lambda place: place.new("gs://bucket/run").load(),
         "a package that is not installed",
         "gs://",
         "install gcsfs",
     ),
-    "a scheme that does not exist": (lambda desk: desk.new("foo://b/run").load(), "no storage", "foo://", "s3://"),
+    "a scheme that does not exist": (lambda place: place.new("foo://b/run").load(), "no storage", "foo://", "s3://"),
     "a web server as a store": (
-        lambda desk: desk.new("https://example.invalid/run").load(),
+        lambda place: place.new("https://example.invalid/run").load(),
         "cannot be written",
         "https://",
         "endpoint_url",
@@ -222,20 +222,20 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     ),
     "another model": (another_model, "does not fit this state", r"model/w: \[2, 2\] saved, \[3, 3\]", "use the state"),
     "a step that was not saved": (
-        lambda desk: desk.new(desk.run).load(step=150),
+        lambda place: place.new(place.run).load(step=150),
         "no snapshot of step 150",
         "file:.*/run",
         "`ckpt ls",
     ),
     "everything is damaged": (damaged_everywhere, "none of the 2 snapshots", "data/.*safetensors", "`ckpt verify"),
-    "a save after the end": (after_close, "is closed", "desk/new", "make a new one"),
+    "a save after the end": (after_close, "is closed", "place/new", "make a new one"),
     "Lightning: our folder as ckpt_path": (
         lightning({}, ckpt_path="{run}"),
         "is a folder of snapshots",
         "ckpt_path: .*/run",
         "ckpt_path='auto'",
     ),
-    "Lightning: two callbacks of a folder": (lightning({}, {}), "two AdaptiveCheckpoint", "desk/new", "remove one"),
+    "Lightning: two callbacks of a folder": (lightning({}, {}), "two AdaptiveCheckpoint", "place/new", "remove one"),
     "Accelerate: before prepare": (
         accelerate("before"),
         "given no optimizer",
@@ -271,7 +271,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "no file of that name": (
         options("{folder}/ckpt.yaml"),
         "no such file",
-        "desk/ckpt.yaml",
+        "place/ckpt.yaml",
         "relative to the working",
     ),
     "a tab in the file": (yaml("tiers: /d\n\tslots: 1\n"), "not valid YAML", "line 2, column 1", "`ckpt init`"),
@@ -279,7 +279,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a list as the file": (yaml("- /data\n"), "must contain a mapping", "ckpt.yaml", "tiers: /data/run1"),
     "an empty file": (yaml(""), "missing", "ckpt.yaml: tiers", "name a folder"),
     "no place at all": (options(None, overhead="1%"), "missing", "tiers", "name a folder"),
-    "the place twice": (options(tiers=["/data/a"]), "given twice", "desk/new", "give one of them"),
+    "the place twice": (options(tiers=["/data/a"]), "given twice", "place/new", "give one of them"),
     "the same tier twice": (options(None, tiers=["/d", "/d"]), "two tiers are the same place", "tiers", SCHEMA),
     "memory only": (options(None, tiers=["memory"]), "does not outlive the machine", "tiers", "must name a folder"),
     "memory without a process": (
@@ -299,31 +299,31 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a function in the state": (save({"f": lambda: 0}), "builtins.function", "at f ", "opt in with pickle"),
     "no optimizer": (two_loops, "needs the optimizer", r"track\(\)", "model=model, optimizer=optimizer"),
     "a generator as the loader": (
-        lambda desk: a_loop(desk, loader=(x for x in range(3))),
+        lambda place: a_loop(place, loader=(x for x in range(3))),
         r"has no state_dict\(\)",
         "'loader', a generator",
         "these two methods",
     ),
     "a class in place of a model": (
-        lambda desk: a_loop(desk, model=torch.nn.Linear),
+        lambda place: a_loop(place, model=torch.nn.Linear),
         "has no state",
         "'model' is the class Linear",
         "give an object",
     ),
     "a list of models": (
-        lambda desk: a_loop(desk, model=[torch.nn.Linear(1, 1)]),
+        lambda place: a_loop(place, model=[torch.nn.Linear(1, 1)]),
         r"has no state_dict\(\)",
         "'model', a list",
         "track modules",
     ),
     "a data set as the loader": (
-        lambda desk: a_loop(desk, loader=torch.utils.data.TensorDataset(torch.ones(2))),
+        lambda place: a_loop(place, loader=torch.utils.data.TensorDataset(torch.ones(2))),
         r"has no state_dict\(\)",
         "'loader', a TensorDataset",
         "loaders",
     ),
     "a model as the state to fill": (
-        lambda desk: desk.new(desk.run).load(into=torch.nn.Linear(1, 1)),
+        lambda place: place.new(place.run).load(into=torch.nn.Linear(1, 1)),
         "not its state",
         "into is a Linear",
         r"into=\{'model': model.state_dict",
@@ -336,7 +336,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a verb is misspelt": (ckpt("verfy {run}"), "No such command", "verfy", "Did you mean 'verify'"),
     "an option of a verb is misspelt": (ckpt("ls {run} --jsn"), "No such option", "--jsn", "Did you mean '?--json"),
     "no root": (ckpt("ls"), "Missing argument", "ROOT", "'ckpt ls (--help|-h)'"),
-    "a root that is not there": (ckpt("ls {folder}/nowhere"), "no run", "desk/nowhere", RUN),
+    "a root that is not there": (ckpt("ls {folder}/nowhere"), "no run", "place/nowhere", RUN),
     "the folder above, of several runs": (
         ckpt("show {run}/.."),
         "has files that are not",
@@ -408,15 +408,20 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "dirpath",
         "here it is the first argument",
     ),
-    "a bucket without a name": (lambda desk: desk.new("s3://").load(), "no bucket", "s3://", "give s3://bucket/folder"),
+    "a bucket without a name": (
+        lambda place: place.new("s3://").load(),
+        "no bucket",
+        "s3://",
+        "give s3://bucket/folder",
+    ),
     "a manifest as the folder": (
-        lambda desk: desk.new(next((desk.run / "snapshots").iterdir())).load(),
+        lambda place: place.new(next((place.run / "snapshots").iterdir())).load(),
         "Not a directory",
         "snapshots/0000",
         "give the path of a folder",
     ),
     "a run beside its snapshots": (
-        lambda desk: desk.new(desk.run / "snapshots").save(ONE, step=1),
+        lambda place: place.new(place.run / "snapshots").save(ONE, step=1),
         "not of ckpt-engine",
         "run/snapshots",
         "a folder of its own",
@@ -439,11 +444,11 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered(mistake: str, desk: Desk) -> None:
+def test_a_mistake_is_answered(mistake: str, place: Place) -> None:
     """What is wrong, where, and what to do; each command that is named exists, with the options that are named."""
     do, *parts = MISTAKES[mistake]
     with pytest.raises(CkptError) as caught:
-        do(desk)
+        do(place)
     for part in parts:
         assert re.search(part, str(caught.value), re.DOTALL), str(caught.value)
     for line in re.findall(r"[`']ckpt ([^`'\n]+)[`']", str(caught.value)):

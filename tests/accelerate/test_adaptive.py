@@ -301,7 +301,7 @@ def test_everything_is_given_back(tmp_path: Path) -> None:
 
 
 def test_the_report_says_what_came_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In the log and beside the snapshots, final with the first batch."""
+    """The log and a file beside the snapshots have the report; it is final with the first batch."""
     first = Script()
     ckpt = first.track(every_boundary(tmp_path))
     first.train(4)

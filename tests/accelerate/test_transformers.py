@@ -135,7 +135,7 @@ def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainer_resumes_exactly_from_every_boundary(name: str, tmp_path: Path) -> None:
-    """Whatever boundary a run is resumed from, it continues bit for bit."""
+    """A run that is resumed from any boundary continues bit for bit."""
     assert_resumes(name, tmp_path, 1000)
 
 

@@ -112,7 +112,7 @@ def test_notes_are_json_or_refused_with_the_leaf(ckpt: Checkpointer) -> None:
 
 
 def test_a_reason_is_a_text(ckpt: Checkpointer) -> None:
-    """Whatever is in it, as long as it has bytes."""
+    """A reason may contain any text that has bytes."""
     for value in TEXTS.values():
         if isinstance(value, str):
             assert saved(ckpt, reason=value).info.reason == value
@@ -134,7 +134,7 @@ def test_flags_and_functions_are_asked_for_by_name(ckpt: Checkpointer) -> None:
 
 
 def test_load_finds_a_step_of_any_make(ckpt: Checkpointer) -> None:
-    """And refuses what is none."""
+    """`load` accepts whole numbers of all types, and refuses every other value."""
     for value in WHOLE.values():
         expected = {"n": 1 if value is Level.ONE else 3}
         ckpt.save(expected, step=value).wait(WAIT_SECONDS)
@@ -162,7 +162,7 @@ def test_load_into_anything_says_what_does_not_fit(ckpt: Checkpointer) -> None:
 
 
 def test_a_time_to_wait_is_a_number(ckpt: Checkpointer) -> None:
-    """Of any make and any size; what is past waits no time."""
+    """A time may be a number of any type and size; a time in the past waits not at all."""
     handle = ckpt.save({"w": torch.ones(2)}, step=1)
     for name, value in {**WHOLE, **REAL}.items():
         if "NaN" in name or "nan" in name:
@@ -183,7 +183,7 @@ def test_what_is_lazy_is_a_function(ckpt: Checkpointer) -> None:
 
 
 def test_a_state_is_durable_or_refused_with_its_leaf(ckpt: Checkpointer) -> None:
-    """At the top, as a leaf, in a list, deep inside; what is durable comes back."""
+    """The value may be the state, a leaf, in a list or deep inside; what becomes durable comes back."""
     refusals = 0
     for value in ALL.values():
         for state, where in (

@@ -144,7 +144,7 @@ def taken(key: Key) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 def test_a_value_is_taken_or_refused_by_its_key(key: Key) -> None:
-    """Whatever its type."""
+    """Each option takes or refuses a value of any type without a crash, and takes at least one."""
     assert taken(key), "no value is taken: the sweep has none of its kind"
 
 

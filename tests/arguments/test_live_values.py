@@ -54,7 +54,7 @@ def ends_well(loop: str, root: Path, hooks: Hooks, log: pytest.LogCaptureFixture
 
 
 def test_a_metric_of_a_loop_is_refused_where_it_is_put_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By each way to put one in; numbers of any make are taken."""
+    """Each way to set a metric refuses a bad value at once, and takes numbers of any type."""
     puts: list[Callable[[Any, Any], Any]] = [
         lambda run, value: run.metrics.__setitem__("m", value),
         lambda run, value: run.metrics.update({"m": value}),
@@ -161,7 +161,7 @@ def test_a_callback_may_have_any_key(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_callback_may_have_any_value_as_its_key(tmp_path: Path) -> None:
-    """Of all values; NaN equals nothing, and Lightning itself does not find it."""
+    """All values but NaN are tried: NaN equals nothing, and Lightning itself does not find it."""
     keyed([one for name, one in ALL.items() if "nan" not in name.lower()], tmp_path)
 
 
@@ -242,7 +242,7 @@ NAMES = ["", " ", "a/b", "a.b", "..", "$", "rng", "ckpt_engine", "state_dict", "
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_component_has_any_name_or_it_is_refused(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In `track`, before anything is trained."""
+    """`track` takes the name, or refuses it before anything is trained."""
     try:
         ends_well("plain", tmp_path / "run", Hooks(parts={name: Counter()}), caplog)
     except CkptError as err:
@@ -260,7 +260,7 @@ def test_a_state_that_becomes_unstorable_is_said_and_the_run_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["plain", "accelerate", "lightning"])
 def test_whatever_a_state_becomes_the_run_goes_on(loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same, of all values."""
+    """The same as the test above with all values of the sweep."""
     becomes(loop, list(ALL.values()), tmp_path, caplog)
 
 

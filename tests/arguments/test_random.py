@@ -53,7 +53,7 @@ draws = given(state=trees, step=whole, epoch=st.one_of(st.none(), whole), metric
 @settings(max_examples=12)
 @draws
 def test_nothing_fails_after_the_call(ckpt: Checkpointer, **drawn: Any) -> None:
-    """A few draws."""
+    """A few random values are durable and the same again, or refused by the call."""
     check(ckpt, **drawn)
 
 
@@ -61,7 +61,7 @@ def test_nothing_fails_after_the_call(ckpt: Checkpointer, **drawn: Any) -> None:
 @settings(max_examples=1000)
 @draws
 def test_nothing_fails_after_the_call_of_a_thousand(ckpt: Checkpointer, **drawn: Any) -> None:
-    """Many draws."""
+    """Many random values are durable and the same again, or refused by the call."""
     check(ckpt, **drawn)
 
 

@@ -161,7 +161,7 @@ def test_what_is_carried_is_named(
 
 
 def test_a_script_is_a_frame_too() -> None:
-    """At the top level of a module variables are names."""
+    """Variables at the top level of a module are found as those of a function."""
     found = CarriedLocals()
     code = "seen = 0\nfor batch in batches:\n    seen += 1\n    last = batch\n"
     exec(compile(code, "train.py", "exec"), {"batches": Batches(found)})
@@ -188,7 +188,7 @@ def test_a_function_that_calls_itself_carries_what_its_innermost_call_does() -> 
 
 
 def test_known_counters_are_not_named() -> None:
-    """The tracker has them."""
+    """A counter that the tracker has already is not reported."""
     found = CarriedLocals()
     step = 0
     for _ in range(4):
@@ -209,7 +209,7 @@ def test_each_is_said_once() -> None:
 
 
 def test_the_sentence_shows_the_code() -> None:
-    """It can be copied."""
+    """The sentence contains code that a user can copy."""
     assert "carry = Carry(X=…)" in sentence(["X", "Y"])
 
 

@@ -140,7 +140,7 @@ def shows_all_it_has(batches: Batches) -> None:
     ids=lambda loop: loop.__name__,
 )
 def test_a_counter_that_is_only_shown(loop: Callable[[Any], Any]) -> None:
-    """In texts, in conditions of what shows it, or not at all."""
+    """A counter that is used only in texts, in conditions for them, or not at all counts as one that is only shown."""
     batches = Batches()
     loop(batches)
     assert batches.found is True
@@ -292,7 +292,7 @@ def test_a_list_that_is_a_record(loop: Callable[[Any], Any]) -> None:
     ids=lambda loop: loop.__name__,
 )
 def test_a_list_that_decides(loop: Callable[[Any], Any]) -> None:
-    """In the loop, or in a function that it calls."""
+    """A list that decides something in the loop, or in a function that it calls, is named."""
     batches = Once()
     loop(batches)
     assert batches.found is True

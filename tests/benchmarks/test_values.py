@@ -131,7 +131,7 @@ def test_committed_page_shows_the_newest_committed_results() -> None:
 
 
 def test_a_study_has_tables_and_figures_on_its_page(tmp_path: Path) -> None:
-    """The same file for the same points; on the page of the bars it is not."""
+    """The same points give the same file; the study is on its own page and not on that of the bars."""
     page = tmp_path / "page.md"
     page.write_text(f"{BEGIN}\n{END}")
     grid = Grid("Table 5", ("interval", "published"), (("14", "5 %"),))

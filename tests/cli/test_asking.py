@@ -56,7 +56,7 @@ def writer(run_folder: Any) -> Iterator[Writer]:
 
 @pytest.mark.parametrize(("verb", "what"), [("save-now", "save"), ("stop", "stop")])
 def test_a_run_is_asked(verb: str, what: str, ckpt: Ckpt, run_folder: Any, writer: Writer, tmp_path: Path) -> None:
-    """By its folder or its ckpt.yaml; it hears who it was."""
+    """The run is named by its folder or its ckpt.yaml, and learns who asked."""
     config = tmp_path / "ckpt.yaml"
     config.write_text(f"tiers: {run_folder.path}\n")
     for root in (run_folder.path, config):

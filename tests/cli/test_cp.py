@@ -51,7 +51,7 @@ def test_a_run_is_copied_whole(ckpt: Ckpt, run_folder: Any, ids: list[str], tmp_
 
 
 def test_some_snapshots_are_copied(ckpt: Ckpt, run_folder: Any, ids: list[str], tmp_path: Path) -> None:
-    """By id, step or `latest`."""
+    """An id, a step or `latest` chooses the snapshots."""
     done = ckpt("cp", run_folder.path, tmp_path / "copy", "--snapshot", "latest", "--snapshot", "10", "--json")
     assert done.json["copied"] == [ids[2], ids[0]]
     assert [one.id for one in Repository(LocalStorage(tmp_path / "copy")).list()] == [ids[0], ids[2]]

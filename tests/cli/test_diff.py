@@ -121,7 +121,7 @@ def test_each_difference_has_its_place_count_first_index_and_size(ckpt: Ckpt, tm
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64", "float8_e5m2"])
 def test_what_is_no_finite_number_is_counted(ckpt: Ckpt, tmp_path: Path, dtype: str) -> None:
-    """In both snapshots; the size of the difference is then left out."""
+    """Numbers that are not finite are counted in both snapshots, and have no size of the difference."""
     values = [[1.0, math.nan, 2.0, math.inf], [1.0, math.nan, math.nan, -math.inf]]
     _save(tmp_path / "run", *({"w": torch.tensor(row).to(getattr(torch, dtype))} for row in values))
     common = ("diff", f"{tmp_path / 'run'}#0", tmp_path / "run")
@@ -237,7 +237,7 @@ _TREES = st.dictionaries(
 def test_there_is_a_difference_if_and_only_if_the_states_differ(
     tmp_path_factory: pytest.TempPathFactory, a: Any, b: Any
 ) -> None:
-    """And it is the same seen from the other side."""
+    """The difference is the same in both directions."""
     from ckpt_engine.cli.compare import Comparison
     from ckpt_engine.cli.show import _snapshot
 

@@ -87,7 +87,7 @@ def test_a_store_that_cannot_be_written_is_bad_news(
 
 
 def test_bytes_that_come_back_wrong_are_bad_news(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small and big."""
+    """Wrong bytes of small and of big objects are found."""
     monkeypatch.setattr(LocalStorage, "get", lambda self, name, start=0, nbytes=None: b"?")
     result = ckpt("doctor", tmp_path, "--json")
     assert (result.code, _marks(result)) == (1, {"write and read": "BAD"})
@@ -110,7 +110,7 @@ def test_clocks_that_differ_are_reported(
 
 
 def test_a_size_that_is_none_is_refused(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Naming the option."""
+    """The message names the option."""
     result = ckpt("doctor", tmp_path, "--size", "big")
     assert result.code == 2
     assert "--size" in result.err
@@ -130,7 +130,7 @@ def test_a_store_that_fails_later_is_said(ckpt: Ckpt, tmp_path: Path, monkeypatc
 
 
 def test_encrypted_channels_differ_from_plain_ones() -> None:
-    """By the endpoint, wherever it is given."""
+    """The endpoint decides, wherever it is given."""
     assert S3Storage("s3://b/r", {"anon": True}).encrypted()
     assert not S3Storage("s3://b/r", {"anon": True, "endpoint_url": "http://x"}).encrypted()
     assert not S3Storage("s3://b/r", {"anon": True, "client_kwargs": {"endpoint_url": "http://x"}}).encrypted()

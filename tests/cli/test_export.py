@@ -125,7 +125,7 @@ def test_a_part_without_tensors_is_refused(ckpt: Ckpt, tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_replaced_only_by_force(ckpt: Ckpt, tmp_path: Path) -> None:
-    """And a dry run writes nothing, but refuses what would be refused."""
+    """A dry run writes nothing, and refuses what the command itself would refuse."""
     _save(tmp_path / "run", {"state_dict": {"a": torch.ones(2)}}, {"state_dict": {"a": torch.zeros(2)}})
     out = tmp_path / "out.safetensors"
     common = ("export", tmp_path / "run", "step=0", out, "--to", "safetensors")

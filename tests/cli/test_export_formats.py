@@ -254,7 +254,7 @@ def test_weights_that_safetensors_cannot_hold_become_a_torch_file(ckpt: Ckpt, tm
 
 
 def test_streams_survive_the_foreign_form() -> None:
-    """Whatever the position, cached normals included."""
+    """Random streams come back from any position, cached normals included."""
     from ckpt_engine.interop import state_parts
 
     for draws in range(4):

@@ -43,7 +43,7 @@ def record(root: Path, *rows: Attempt) -> Path:
 
 
 def test_a_table_whose_sum_is_the_wall_time(ckpt: Ckpt, run_folder: Any) -> None:
-    """Of all attempts and the time between them, within 80 columns."""
+    """The rows add up to the time of all attempts and between them, within 80 columns."""
     done = ckpt("goodput", record(run_folder.path, *LIVES))
     lines = done.out.splitlines()
     assert lines[0] == f"goodput 92.7 % of 14 h at file://{run_folder.path}"
@@ -103,14 +103,14 @@ def test_a_run_that_trains_here_is_asked(ckpt: Ckpt, run_folder: Any) -> None:
 
 
 def test_what_an_older_version_recorded_is_not_known(ckpt: Ckpt, run_folder: Any) -> None:
-    """How long it lasted is all there is."""
+    """A record of an older version says only how long an attempt lasted."""
     record(run_folder.path, Attempt("here", "a", 1000.0, 500.0, FAILED))
     answer = ckpt("goodput", run_folder.path, "--json").json
     assert (answer["goodput"], answer["seconds"]["unknown"]) == (0.0, 500.0)
 
 
 def test_without_a_record_the_message_says_what_to_look_at(ckpt: Ckpt, run_folder: Any) -> None:
-    """And a damaged one is named."""
+    """A damaged record is named in the message as well."""
     done = ckpt("goodput", run_folder.path)
     assert (done.code, done.out) == (2, "")
     assert f"no attempts are recorded at file://{run_folder.path}" in done.err

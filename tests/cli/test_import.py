@@ -360,7 +360,7 @@ def test_a_url_of_another_machine_is_not_taken_for_a_path(ckpt: Ckpt, tmp_path: 
 
 
 def test_what_cannot_be_stored_is_named_before_anything_is_written(ckpt: Ckpt, tmp_path: Path) -> None:
-    """A sparse tensor, say."""
+    """A file with a sparse tensor is refused by the name of the tensor."""
     torch.save({"step": 1, "deep": [{"s": torch.ones(2, 2).to_sparse()}]}, tmp_path / "a.pt")
     result = ckpt("import", tmp_path / "a.pt", tmp_path / "run")
     assert (result.code, (tmp_path / "run").exists()) == (2, False)

@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs/cli.md").read_text()
 
 
 def test_every_verb_explains_itself(ckpt: Ckpt) -> None:
-    """In the listing by a line, and by a page of its own."""
+    """Each verb has a line in the listing and a help page."""
     listing = ckpt("--help").out
     for verb in VERBS:
         assert re.search(rf"^  {verb}  +\S", listing, re.MULTILINE)
@@ -36,7 +36,7 @@ def test_wrong_usage_is_exit_code_2(ckpt: Ckpt, arguments: list[str]) -> None:
 
 
 def test_a_misspelt_verb_names_the_nearest(ckpt: Ckpt) -> None:
-    """With exit code 2."""
+    """The exit code is 2, and the message names the most similar verb."""
     result = ckpt("verfy", "/data/run1")
     assert result.code == 2
     assert "Did you mean 'verify'?" in result.err

@@ -17,7 +17,7 @@ ARRAY = {"a/x": np.zeros(3)}
 
 
 def test_a_pin_survives_prune_until_it_is_removed(ckpt: Ckpt, run_folder: Any) -> None:
-    """By step, by id or latest; while the run is being written too."""
+    """A step, an id or `latest` names the snapshot, also while the run is being written."""
     first, second, third = (run_folder.add(step, ARRAY) for step in (10, 20, 30))
     with acquire(run_folder.repository.storage):
         result = ckpt("pin", run_folder.path, 10, second[:8], "--note", "für das Paper")

@@ -23,7 +23,7 @@ def policies(answer: Any) -> dict[str, Any]:
 
 
 def test_a_table_of_policies_in_the_order_of_goodput(ckpt: Ckpt) -> None:
-    """Without a run, with what was assumed, in 80 columns."""
+    """The table needs no run, says what was assumed, and fits in 80 columns."""
     done = ckpt("plan", "--failures", "llama3", "--days", 3, "--compare", "daly,30min")
     lines = done.out.splitlines()
     assert done.code == 0, done.err
@@ -69,7 +69,7 @@ def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> No
 
 
 def test_a_trace_is_followed(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Each line a failure."""
+    """Each line of the file is a failure of the simulated job."""
     trace = tmp_path / "failures.txt"
     trace.write_text("# of last week\n3h 20min machine\n\n5h process  # the driver\n")
     answer = ckpt("plan", "--failures", trace, "--days", 1, "--compare", "1h", "--json").json
@@ -109,7 +109,7 @@ def test_a_rule_in_the_folder_one_is_in_is_found() -> None:
 
 
 def test_money(ckpt: Ckpt) -> None:
-    """Of hours that are of no use, and of written bytes."""
+    """The table has the price of useless hours and of written bytes."""
     options = ("--failures", "llama3", "--days", 1, "--compare", "", "--price", "hour=100", "--price", "1=0.5")
     lines = ckpt("plan", *options).out.splitlines()
     assert any(line.startswith("ckpt-engine: ") and line.endswith("hours that are of no use") for line in lines)
@@ -130,7 +130,7 @@ def test_money(ckpt: Ckpt) -> None:
     ],
 )
 def test_what_is_not_understood_is_named_with_a_way_out(arguments: list[str], says: str, ckpt: Ckpt) -> None:
-    """Before anything is simulated."""
+    """A bad option is refused before anything is simulated."""
     done = ckpt("plan", *arguments)
     assert (done.code, done.out) == (2, "")
     assert says in done.err

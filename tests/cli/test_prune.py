@@ -122,7 +122,7 @@ def test_without_rules_nothing_is_removed(ckpt: Ckpt, run_folder: Any, ids: list
     ],
 )
 def test_wrong_rules_are_named(ckpt: Ckpt, run_folder: Any, ids: list[str], rules: list[str], text: str) -> None:
-    """The same checks as of a file; nothing is removed."""
+    """The rules are checked as those of a file, and nothing is removed."""
     result = ckpt("prune", run_folder.path, *(part for rule in rules for part in ("--keep", rule)))
     assert result.code == 2
     assert text in result.err
@@ -130,7 +130,7 @@ def test_wrong_rules_are_named(ckpt: Ckpt, run_folder: Any, ids: list[str], rule
 
 
 def test_a_run_that_is_being_written_is_left_alone(ckpt: Ckpt, run_folder: Any, ids: list[str]) -> None:
-    """Only the holder of the lease deletes; the plan can be seen all the same."""
+    """Only the holder of the lease may delete; the plan is shown all the same."""
     with acquire(run_folder.repository.storage):
         result = ckpt("prune", run_folder.path, *KEEP)
         assert result.code == 2

@@ -120,7 +120,7 @@ def test_damage_is_shown(ckpt: Ckpt, killed: Path, run_folder: RunFolder, tmp_pa
 
 
 def test_a_file_is_not_replaced_by_accident(ckpt: Ckpt, killed: Path, tmp_path: Path) -> None:
-    """Only with `--force`."""
+    """An existing file is replaced only with `--force`."""
     page = tmp_path / "page.html"
     page.write_text("mine")
     refused = ckpt("report", killed, "--html", page)

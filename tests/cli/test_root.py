@@ -57,6 +57,6 @@ def test_what_cannot_be_found_says_what_is_near(run_folder: Any, wanted: str, te
 
 
 def test_a_run_without_snapshots_has_no_latest(run_folder: Any) -> None:
-    """Said as such."""
+    """The message says that the run has no snapshot."""
     with pytest.raises(StorageMissingError, match="it has none yet"):
         find_snapshot(run_folder.repository)

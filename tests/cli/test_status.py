@@ -55,7 +55,7 @@ def test_each_tier_is_asked_and_its_trouble_is_shown(ckpt: Ckpt, config: Path, t
 
 
 def test_a_folder_tells_what_its_writer_said_of_the_others(ckpt: Ckpt, config: Path, run_folder: Any) -> None:
-    """Without the configuration only the folder itself can be asked."""
+    """Without the configuration only the folder is asked; the other tiers come from the status file of the writer."""
     rows = ckpt("status", run_folder.path, "--json").json["tiers"]
     assert [(row["snapshots"], row["writer"]["state"]) for row in rows] == [(2, WORKING), (None, AWAY)]
 

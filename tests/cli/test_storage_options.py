@@ -42,7 +42,7 @@ def test_they_reach_the_storage(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_folder_takes_none_and_nonsense_is_refused(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
-    """So that one command may name a folder and a bucket."""
+    """A folder ignores options of storages, so that one command may name a folder and a bucket."""
     run_folder.add(1, arrays)
     assert ckpt("ls", run_folder.path, "--endpoint-url", "http://localhost:9").code == 0
     assert "is not NAME=VALUE" in ckpt("ls", run_folder.path, "--storage-option", "x").err

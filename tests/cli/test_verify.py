@@ -105,7 +105,7 @@ def test_a_missing_data_file_says_what_it_held(ckpt: Ckpt, run_folder: Any) -> N
 
 
 def test_a_damaged_manifest_is_damage(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
-    """Also one that `ls` cannot list."""
+    """A manifest that even `ls` cannot list is reported as damage."""
     snapshot = run_folder.add(1, arrays)
     run_folder.manifest_file(snapshot).write_bytes(b"")
     result = ckpt("verify", run_folder.path)

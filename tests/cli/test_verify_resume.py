@@ -173,7 +173,7 @@ def test_what_cannot_be_verified_says_why(
 
 @pytest.mark.slow
 def test_another_folder_at_each_start_is_said(verify: Callable[..., Any]) -> None:
-    """In the rehearsal it is found all the same; outside of it would not be."""
+    """A note says that the folder changes: the rehearsal finds the snapshots, but a real restart would not."""
     assert "note: the script names another run folder at each start" in verify("new folder").out
 
 
@@ -195,7 +195,7 @@ def test_lightning_with_workers_is_exact(verify: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_augmentation_from_a_generator_of_the_workers_is_found(verify: Callable[..., Any]) -> None:
-    """Not the weights are named, but the first batch with other content."""
+    """The answer names the first batch with other content and not the weights."""
     result = verify("workers", script="lightning_loop.py")
     assert result.code == 3, result.err
     assert "first: batch 3 of training loader 0 has other content" in result.out
@@ -291,7 +291,7 @@ def test_command_lines_are_understood_or_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_usage(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Before anything runs."""
+    """Wrong options are refused before anything runs."""
     assert "must be less than --steps" in ckpt("verify-resume", "--steps", 5, "--kill-at", 5, "python", "x").err
     script = SCRIPTS / "plain_loop.py"
     assert "exists already" in ckpt("verify-resume", "--scratch", tmp_path, "--", "python", script).err

@@ -73,7 +73,7 @@ def test_small_changes_become_small_differences() -> None:
 
 
 def test_an_unchanged_tensor_takes_next_to_nothing() -> None:
-    """Of a difference of zeros only tables are stored."""
+    """A difference of zeros is stored as tables only."""
     data = _bytes(weights(1 << 20))
     stored = DELTA.encode(data, Chunk("float32", (1 << 20,)), data)
     assert stored is not None and len(stored) < 500

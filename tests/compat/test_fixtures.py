@@ -68,7 +68,7 @@ def test_the_committed_fixtures_are_what_the_script_makes(tmp_path: Path) -> Non
 
 
 def test_a_v1_repository_is_listed(root: Path) -> None:
-    """Both snapshots with all a listing shows, non-finite metrics included."""
+    """Both snapshots have all that a listing shows, non-finite metrics included."""
     repository = _repository(root)
     older, newer = repository.list()
     assert repository.run_id == RUN
@@ -208,7 +208,7 @@ def test_a_record_that_cannot_be_used_stops_writers(root: Path, request: pytest.
 
 @pytest.mark.parametrize("root", ["record-missing", "record-damaged", *sorted(_RECORD)], indirect=True)
 def test_snapshots_survive_the_loss_of_the_record(root: Path) -> None:
-    """Whatever happened to the record, each snapshot can still be read."""
+    """Each snapshot can be read, whatever happened to the record."""
     repository = _repository(root)
     assert [one.id for one in repository.list()] == [FIRST, SECOND]
     assert repository.read(SECOND).run == RUN

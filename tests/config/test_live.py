@@ -55,7 +55,7 @@ def test_signals_are_refused_though_their_grace_is_safe() -> None:
 
 
 def test_the_same_options_are_no_change() -> None:
-    """However they are written."""
+    """Another spelling of the same options is no change."""
     assert change(load_config("/data/run1", overhead="1%"), load_config("/data/run1", overhead=0.01)) is None
 
 
@@ -89,7 +89,7 @@ def taken(file: LiveFile) -> Any:
 
 
 def test_an_edit_is_noticed(edited: tuple[Path, LiveFile]) -> None:
-    """Also when the file is replaced, as editors do, or gone for a moment."""
+    """A file that an editor replaces, or that is missing for a moment, is noticed too."""
     path, file = edited
     assert file.take() is None
     path.unlink()

@@ -95,7 +95,7 @@ def test_the_list_of_options_is_frozen() -> None:
 
 
 def test_defaults() -> None:
-    """Only the place has to be given."""
+    """Only the place of the run has to be given."""
     config = load_config("/data/run1")
     assert config.root_url == "/data/run1"
     assert config.overhead == 0.01
@@ -146,7 +146,7 @@ def test_keywords_win_over_a_config() -> None:
 def test_relative_folders_are_relative_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a YAML file that lies elsewhere; `~` is the home folder."""
+    """That is so in a YAML file that lies elsewhere as well; `~` is the home folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
     (tmp_path / "conf").mkdir()

@@ -30,7 +30,7 @@ def test_signals_are_written_in_any_way() -> None:
 
 
 def test_sources_are_files_pages_and_commands() -> None:
-    """And the options survive a round trip."""
+    """All three kinds are taken, and the options survive a round trip."""
     config = load(
         {
             "grace": "2 min",
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_said(given: dict[str, Any], said: str) -> None:
 
 
 def test_headers_are_not_shown() -> None:
-    """They may be secrets."""
+    """Headers may be secrets, so no text shows them."""
     config = load({"sources": [{"http": "http://b", "headers": {"Token": "hunter2"}}]})
     assert "hunter2" not in repr(config)
     with pytest.raises(ConfigError) as caught:

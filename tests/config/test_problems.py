@@ -253,7 +253,7 @@ def test_an_unreadable_file_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [3, b"/data", ["/data"], Path])
 def test_sources_of_other_types_are_refused(source: Any) -> None:
-    """Only None, text, path, mapping and Config are sources."""
+    """Options come from None, text, path, mapping or Config, and from no other type."""
     assert "cannot be read as options" in _message(source)
 
 

@@ -126,7 +126,7 @@ def test_a_flag_takes_both_yaml_dialects(value: object, flag: bool) -> None:
 
 @pytest.mark.parametrize("value", [0, 1, "maybe", "", None])
 def test_what_is_no_flag_is_refused(value: object) -> None:
-    """Numbers are not flags."""
+    """A number is not a flag."""
     with pytest.raises(ValueError, match="true or false"):
         parse_flag(value)
 

@@ -199,5 +199,5 @@ def test_mutants_of_files_are_refused_in_our_words(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")  # Python's own, of a text in a damaged pickle
 @pytest.mark.slow
 def test_thousands_of_mutants_of_files_are_refused_in_our_words(tmp_path: Path) -> None:
-    """As above, many more."""
+    """Many more mutants than in the test above are refused with an error of ours."""
     assert campaign(tmp_path, 2000, seed=1000) == []

@@ -68,7 +68,7 @@ def _check(root: Path, labels: list[str]) -> None:
 
 
 def test_a_pin_made_during_retention_survives_a_power_loss(tmp_path: Path, scratch: Path) -> None:
-    """At any point of it."""
+    """The power may go at any point of the retention."""
     explorer = Explorer(scratch, _check)
     explorer.explore(_lived(tmp_path / "disk"))
     assert explorer.bad == []
@@ -95,7 +95,7 @@ def _killed(tmp_path: Path, scratch: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_pin_made_during_retention_survives_a_kill_and_a_power_loss(tmp_path: Path, scratch: Path) -> None:
-    """Whatever the successor is doing meanwhile."""
+    """The pin survives whatever the next process is doing when the power goes."""
     assert _killed(tmp_path, scratch) == []
 
 

@@ -307,7 +307,7 @@ def test_positions_of_earlier_versions_are_refused_and_of_later_ones_too() -> No
 
 
 def test_the_batch_size_may_change_with_the_number_of_ranks() -> None:
-    """So that the batch of all ranks together stays as large."""
+    """Another batch size per rank keeps the batch of all ranks together as large."""
     states = two(distributed)
     fleet = Fleet(distributed, 64, 8, 1)
     fleet.resume(states)

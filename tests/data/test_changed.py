@@ -114,7 +114,7 @@ def test_a_length_that_follows_from_the_epoch_is_no_change() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_within_an_epoch_it_is_refused_with_a_hint_that_can_be_followed(name: str) -> None:
-    """Both values of the option are named."""
+    """The error names both values of the option that allow it."""
     changed = loader(**CHANGES[name])
     with pytest.raises(MismatchError, match="in the middle of an epoch") as caught:
         attach(changed).load_state(after(2, loader())[0])
@@ -189,7 +189,7 @@ def weighted() -> DataLoader[Any]:
     ],
 )
 def test_continue_says_where_it_has_no_meaning(saved: Any, now: Any, why: str) -> None:
-    """And that the epoch can be started again instead."""
+    """The error also says that the epoch can be started again instead."""
     changed = now()
     with pytest.raises(MismatchError, match=why) as caught:
         attach(changed).load_state(after(2, saved())[0], on_change=OnChange.CONTINUE)
@@ -207,7 +207,7 @@ def test_a_stream_that_knows_its_place_continues_in_other_batches() -> None:
 
 
 def test_a_stream_starts_its_epoch_again() -> None:
-    """Also with another number of workers, which share it out."""
+    """That works with another number of workers too, which share out the stream."""
     changed = DataLoader(Stream(), batch_size=4, num_workers=1)
     rest, _, _ = resumed(changed, after(2, DataLoader(Stream(), batch_size=4)), "restart_epoch")
     assert rest[0] == [0, 1, 2, 3]

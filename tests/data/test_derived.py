@@ -25,7 +25,7 @@ def draws(state: rng.RngState) -> tuple[float, float, float]:
 
 
 def test_every_new_rank_draws_something_else_and_always_the_same() -> None:
-    """Of all three streams, for many ranks; rank 0 goes on with its own."""
+    """All three streams differ between many ranks; rank 0 goes on with its own."""
     saved = [streams(1), streams(2)]
     found = [draws(derive(saved, rank)) for rank in range(64)]
     assert found == [draws(derive(saved, rank)) for rank in range(64)]
@@ -34,7 +34,7 @@ def test_every_new_rank_draws_something_else_and_always_the_same() -> None:
 
 
 def test_they_follow_from_rank_0_alone() -> None:
-    """How many others there were, and what they had, does not matter."""
+    """The number of the other ranks and their streams do not matter."""
     first = streams(1)
     assert derive([first], 3) == derive([first, streams(2)], 3) == derive([first, streams(5), streams(6)], 3)
     assert derive([streams(9)], 3) != derive([first], 3)

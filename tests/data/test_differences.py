@@ -36,7 +36,7 @@ def indices_of(loader: DataLoader[Any]) -> list[list[int]]:
 
 
 def test_the_same_loader_has_no_differences() -> None:
-    """And is exact."""
+    """The position of the same loader is exact."""
     again = loader(shuffle=True)
     found = attach(again).load_state(state_after(2, loader(shuffle=True)))
     assert found.differences == ()

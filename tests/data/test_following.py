@@ -168,7 +168,7 @@ def test_an_epoch_that_a_stateful_loader_started_in_the_middle_resumes_there(wor
 
 
 def test_repr_names_mode_and_progress() -> None:
-    """For logs."""
+    """The text of a position in a log says how it follows the loader, and how far."""
     loader: DataLoader[Any] = DataLoader(Augmented(), batch_size=4)
     position = attach(loader)
     next(iter(loader))

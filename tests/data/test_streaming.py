@@ -190,7 +190,7 @@ def exact_or_said(loader: Callable[[], DataLoader[Any]], *, exactly: bool = True
     [(name, "0") for name in OWN] + [(name, ("2", "2 kept")[number % 2]) for number, name in enumerate(OWN)],
 )
 def test_own_streams_begin_each_later_epoch_at_its_beginning(name: str, workers: str) -> None:
-    """However a data set applies its state, a resume counts once."""
+    """A resume counts once, however a data set applies its state."""
     said = name in ("needs arguments", "not before")
     exact_or_said(
         make(OWN[name], **LOADERS[workers]),

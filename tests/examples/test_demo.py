@@ -95,7 +95,7 @@ def test_the_kill_was_real_and_in_the_middle_of_an_epoch(quick: Ran) -> None:
 
 
 def test_the_picture_and_the_numbers_are_written(quick: Ran) -> None:
-    """Both paths are printed, and the files are what they should be."""
+    """Both paths are printed, and the files have the right content."""
     assert Path(quick.result["plot"]).read_bytes().startswith(b"\x89PNG")
     assert quick.result["plot"] in quick.screen
     assert json.loads((quick.out / "result.json").read_text()) == quick.result

@@ -41,7 +41,7 @@ def block(page: str, words: str) -> str:
 
 @pytest.mark.parametrize("page", [one for one in PAGES if blocks(one)], ids=lambda one: one.name)
 def test_code_compiles_and_names_options_that_exist(page: Path) -> None:
-    """Of the three classes that take options."""
+    """The options of the three classes that take some are checked."""
     options = set(Config.model_fields) | {"ranks", "config"}
     for code in blocks(page):
         for call in (one for one in ast.walk(ast.parse(code)) if isinstance(one, ast.Call)):
@@ -184,7 +184,7 @@ def assert_resumes(code: str, folder: Path, **names: Any) -> None:
 
 
 def test_the_loop_of_the_readme_resumes(tmp_path: Path) -> None:
-    """By hand; it stores no random streams, so that there is no dropout."""
+    """The loop saves by hand and stores no random streams, so it has no dropout."""
     code = block("README.md", "train_one_step()").replace("model.load", "model.eval(); model.load", 1)
     assert_resumes(code, tmp_path)
 

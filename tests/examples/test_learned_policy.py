@@ -34,7 +34,7 @@ def test_a_young_process_that_often_fails_is_believed_to_fail_soon(learned: Any)
 
 
 def test_stalls_that_come_in_phases_are_expected_to_go_on(learned: Any) -> None:
-    """And one that comes alone, not."""
+    """A stall that comes alone is not expected to go on."""
     phases, alone = learned.Stalls(), learned.Stalls()
     for number in range(400):
         phases.learn(0.7 if number // 50 % 2 else 3.0)
@@ -46,7 +46,7 @@ def test_stalls_that_come_in_phases_are_expected_to_go_on(learned: Any) -> None:
 
 @pytest.mark.parametrize("name", ["Learned", "Sampled"])
 def test_it_drives_a_job_with_its_memory_of_earlier_lives(learned: Any, name: str) -> None:
-    """In place of the cadence, snapshots in memory included."""
+    """The learned policy takes the place of the cadence, snapshots in memory included."""
     settings = FrequencySettings(memory=MemoryRhythm())
     training = {"settings": settings, "step_seconds": 5.0, "persist": 14.0, "certain": False}
     restart = Restart({PROCESS: 60.0, MACHINE: 300.0, SITE: 900.0}, 30.0, 30.0)

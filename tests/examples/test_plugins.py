@@ -114,7 +114,7 @@ def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) ->
 def test_a_package_that_cannot_be_imported_is_named(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what it raises."""
+    """The error names the package and what its import raises."""
     broken = tmp_path / "broken-1.dist-info"
     broken.mkdir()
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")

@@ -243,5 +243,5 @@ def test_more_failures_never_make_snapshots_rarer(
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9), st.booleans())
 def test_settling_stays_or_goes_to_the_target(current: int, target: int, held_back: bool) -> None:
-    """Hysteresis knows nothing between."""
+    """The interval is the old one or the target, and never one between."""
     assert settled(current, target, held_back=held_back) in (current, target)

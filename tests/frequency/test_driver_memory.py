@@ -57,7 +57,7 @@ def test_both_kinds_together_keep_to_the_budget(stall: float, jitter: float) -> 
 
 
 def test_copies_that_cost_more_than_durable_snapshots_are_not_taken() -> None:
-    """But for the few that show it."""
+    """Only the few that measure the cost are taken."""
     rig = TwoLevels(1.0, overhead=0.02, mtbf_seconds=3600.0).train(5000)
     assert len(rig.memory) < 10
     assert rig.overhead <= 0.02
@@ -79,7 +79,7 @@ def test_the_whole_budget_is_used_where_failures_are_frequent() -> None:
 
 
 def test_a_run_without_a_memory_tier_never_has_one_due() -> None:
-    """And nothing is charged."""
+    """No snapshot in memory is due after any step."""
     rig = Rig(overhead=0.02)
     rig.go(50)
     assert not rig.cadence.memory_due(rig.step)

@@ -108,7 +108,7 @@ def test_surviving_lowers_every_rate_and_a_failure_raises_its_own(
 
 @given(BELIEFS, st.lists(st.tuples(st.floats(0.0, 1e6), KINDS), max_size=20))
 def test_the_rate_is_the_sum_of_its_classes(belief: FailureBelief, history: list[tuple[float, str]]) -> None:
-    """Whatever has happened."""
+    """That is so after any history of failures."""
     after = belief.after([seconds for seconds, _ in history], [kind for _, kind in history])
     assert after.per_second == pytest.approx(sum(after.rates.values()))
 
@@ -278,7 +278,7 @@ def quantiles(shape: float, count: int, scale: float = 10 * HOUR) -> list[float]
 
 @pytest.mark.parametrize("shape", [0.5, 0.7, 1.0, 1.5])
 def test_the_shape_of_many_failures_is_found(shape: float) -> None:
-    """And their scale, within what four hundred of them tell."""
+    """Shape and scale are found, within what four hundred failures can show."""
     fit = fit_weibull(quantiles(shape, 400), [True] * 400)
     assert fit.shape == pytest.approx(shape, rel=0.02)
     assert fit.scale_seconds == pytest.approx(10 * HOUR, rel=0.02)

@@ -103,7 +103,7 @@ def test_a_larger_budget_never_wastes_more(
 def test_more_failures_never_waste_less(
     levels: list[SnapshotLevel], rates: dict[str, float], budget: float, factor: float
 ) -> None:
-    """Of whatever class."""
+    """That is so for failures of each class."""
     before = best_intervals(levels, rates, budget).waste
     for one in rates:
         assert best_intervals(levels, rates | {one: factor * rates[one]}, budget).waste >= before * (1 - 1e-3)

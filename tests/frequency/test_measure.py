@@ -128,7 +128,7 @@ def usual(*values: float) -> float:
 
 
 def test_one_outlier_moves_no_usual_value() -> None:
-    """Neither the first value of all nor one in the middle."""
+    """An outlier may be the first value of all or one in the middle."""
     assert usual(5.0, 1.0) == 1.0
     assert usual(1.0, 1.0, 40.0, 1.0) == 1.0
     assert usual(*[1.0] * 30, 40.0) == 1.0

@@ -81,7 +81,7 @@ def test_a_limit_on_lost_work_comes_before_the_interval() -> None:
 
 
 def test_none_is_due_where_none_is_worth_it() -> None:
-    """An infinite interval."""
+    """With an infinite interval no snapshot in memory is taken."""
     assert Training(trigger(math.inf), 1.0, 0.1).run(100).taken == []
 
 
@@ -101,7 +101,7 @@ def test_a_durable_snapshot_is_one_in_memory_too() -> None:
 
 
 def test_fences_of_durable_snapshots_are_not_charged() -> None:
-    """Only the fence right after a snapshot in memory is its own."""
+    """Only the fence right after a snapshot in memory is charged to it."""
     one = trigger()
     assert not one.fenced(1.0)
     for step in (1, 3):

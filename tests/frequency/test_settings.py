@@ -23,7 +23,7 @@ from ckpt_engine.frequency.policy import FrequencySettings
 def test_a_fixed_interval_alone_switches_the_adaptive_trigger_off(
     options: dict[str, float], overhead: float | None
 ) -> None:
-    """Unless a budget or a maximum loss asks for it."""
+    """A budget or a maximum loss switches the adaptive trigger on beside it."""
     assert FrequencySettings.from_options(**options).overhead == overhead  # type: ignore[arg-type]
 
 

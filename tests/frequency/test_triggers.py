@@ -36,7 +36,7 @@ def test_validation_fires_once_and_only_where_asked() -> None:
 
 
 def test_the_first_of_several_due_triggers_gives_the_reason_and_all_have_fired() -> None:
-    """One boundary, one snapshot."""
+    """One boundary takes one snapshot."""
     fixed = triggers(every_n_steps=10, every_seconds=5.0, on_validation_end=True)
     fixed.validation_ended()
     assert fixed.fire(10, 7.0) == "validation"
@@ -54,7 +54,7 @@ def test_the_end_is_due_only_with_work_not_yet_safe() -> None:
 
 
 def test_nothing_fires_where_nothing_is_asked_for() -> None:
-    """Without triggers nothing wakes the caller."""
+    """Without triggers no boundary takes a snapshot."""
     fixed = triggers()
     assert fixed.wake_step == fixed.wake_time == float("inf")
     assert fixed.fire(10**9, 1e12) is None

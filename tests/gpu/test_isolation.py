@@ -222,7 +222,7 @@ def test_the_arena_is_page_locked_and_the_device_memory_bounded(ckpt: Checkpoint
 
 
 def test_restoring_into_device_tensors(ckpt: Checkpointer) -> None:
-    """In place, through page-locked memory, whatever streams read them next."""
+    """Tensors are filled in place through page-locked memory, whatever streams read them next."""
     state = new_state()
     expected = instant(state)
     ckpt.save(state, step=1).wait(SECONDS)

@@ -106,7 +106,7 @@ def test_every_named_command_and_option_of_it_exists(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["messages", "pages"])
 def test_every_other_named_option_is_one_of_some_command(where: str) -> None:
-    """Also where the command is not named beside it."""
+    """That is so where the text does not name the command beside the option."""
     known = all_options() | NOT_OURS
     problems = []
     for place, text in texts() if where == "messages" else pages():
@@ -150,7 +150,7 @@ def test_every_key_of_the_configuration_that_a_hint_names_exists() -> None:
 
 
 def test_every_named_page_exists() -> None:
-    """Of the documentation, in messages and in links."""
+    """Every page of the documentation that a message or a link names exists."""
     problems = []
     for place, text in texts():
         problems += [f"{place}: {one}" for one in re.findall(r"docs/[\w/-]+\.md", text) if not (ROOT / one).exists()]

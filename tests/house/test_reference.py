@@ -74,7 +74,7 @@ def test_a_public_class_says_what_it_takes_raises_and_how_it_is_used(kind: type)
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_public_method_says_what_it_takes_and_raises(kind: type) -> None:
-    """Also one that says only whose arguments and errors it has."""
+    """A method may also refer to another one for its arguments and errors."""
     problems = []
     for name, node, method in methods(kind):
         doc = inspect.getdoc(method) or ""

@@ -115,7 +115,7 @@ def require(root: Path, seen: Seen, kills: int) -> None:
 
 @pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
-    """Of a writer that encodes for both tiers."""
+    """A writer that encodes for both tiers is killed a few times."""
     require(tmp_path, storm(tmp_path, 5, 1, "delta"), 1)
 
 

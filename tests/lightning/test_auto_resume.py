@@ -76,7 +76,7 @@ def test_scoring_untrained_weights_is_refused(verb: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("verb", ["validate", "predict"])
 def test_other_stages_load_the_newest_weights(verb: str, tmp_path: Path) -> None:
-    """Without a lease: a training run may go on writing meanwhile."""
+    """They take no lease: a training run may go on writing meanwhile."""
     trained = fit(Case(), [resumer(tmp_path, at_end=True)])
     holder = AdaptiveCheckpoint(str(tmp_path), writer="thread")
     model = Model(Case(), [])
@@ -254,7 +254,7 @@ def test_a_forgotten_ckpt_path_is_pointed_out(tmp_path: Path, caplog: pytest.Log
 
 
 def test_fast_dev_run_neither_reads_nor_writes(tmp_path: Path) -> None:
-    """The callback is inactive."""
+    """The callback does nothing in a `fast_dev_run`."""
     fit(Case(), [resumer(tmp_path, at_end=True)])
     before = sorted(tmp_path.rglob("*"))
     outcome = fit(Case(), every_batch(tmp_path)[:1], ckpt_path="auto", fast_dev_run=True)
@@ -386,7 +386,7 @@ def test_two_callbacks_with_two_folders_share_a_trainer(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_of_one_folder_are_refused(tmp_path: Path) -> None:
-    """Before training begins."""
+    """The error comes before training begins."""
     with pytest.raises(ConfigError, match="two AdaptiveCheckpoint of this Trainer write"):
         fit(Case(), [resumer(tmp_path), resumer(tmp_path)], ckpt_path="auto")
 

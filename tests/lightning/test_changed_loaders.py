@@ -38,7 +38,7 @@ def flat(batches: list[tuple[int, tuple[int, ...]]]) -> list[int]:
 
 
 def test_in_the_middle_of_an_epoch_another_batch_size_is_refused_with_both_ways_out(tmp_path: Path) -> None:
-    """Nothing was trained then."""
+    """The error names both values of the option, and nothing was trained."""
     _, root = interrupted(BEFORE, tmp_path / "run", tmp_path / "1", 1, 3)
     with pytest.raises(MismatchError, match="batch_size was 4, now 8") as caught:
         fit(Case(loader=loader(SAMPLES, 8), val=1.0), [resumer(root)], ckpt_path="auto", seed=7)

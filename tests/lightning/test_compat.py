@@ -61,7 +61,7 @@ def test_nothing_else_touches_private_names_of_lightning() -> None:
 
 
 def test_wrapping_is_undone_completely(trainer: pl.Trainer) -> None:
-    """Also where somebody else had wrapped the same method before us."""
+    """That is so where other code had wrapped the same method before us, too."""
     connector = trainer._checkpoint_connector
     connector.resume_start = theirs = connector.resume_start  # an instance attribute now
     internals = LightningInternals(trainer)

@@ -150,7 +150,7 @@ def test_gradients_accumulated_by_hand_are_saved(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_boundary_resumes_exactly(name: str, tmp_path: Path) -> None:
-    """Whatever boundary a run is resumed from, it continues bit for bit."""
+    """A run that is resumed from any boundary continues bit for bit."""
     case = CASES[name]
     reference, snapshots = taken(case, tmp_path / "run")
     assert len(snapshots) >= 4

@@ -242,7 +242,7 @@ NOT_SAVED: dict[str, tuple[Case, Callable[[], list[Callback]], str]] = {
     "name", [pytest.param(name, marks=() if n < 2 else pytest.mark.slow) for n, name in enumerate(NOT_SAVED)]
 )
 def test_what_cannot_be_had_exactly_is_not_saved(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And it is said why."""
+    """The log says why no snapshot was taken."""
     case, callbacks, why = NOT_SAVED[name]
     with caplog.at_level(logging.INFO):
         fails(case, tmp_path, "training_step" if case.manual else "after forward", callbacks, every_n_steps=1000)
@@ -270,6 +270,6 @@ def test_a_batch_that_does_not_come_has_changed_nothing(name: str, workers: int,
 
 
 def test_a_step_that_a_snapshot_holds_already_is_not_saved_again(tmp_path: Path) -> None:
-    """Nor is anything after a divergence, which its guard has found."""
+    """The newest snapshot is the one that was due at the last boundary, and no other one follows it."""
     fails(Case(model=Fragile), tmp_path, "after forward", every_n_steps=3)
     assert [(one.step, one.reason) for one in saved(tmp_path)][-1] == (9, "every_n_steps")

@@ -71,7 +71,7 @@ def test_no_snapshot_is_torn(name: str, tmp_path: Path, slow: SlowCopies) -> Non
 def test_the_comparison_sees_a_missing_fence(
     name: str, tmp_path: Path, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the fences the same runs fail, so the test above can."""
+    """Without the fences the same runs differ, so the test above can fail."""
     monkeypatch.setattr(FenceGuard, "on_before_optimizer_step", lambda *_: None)
     monkeypatch.setattr(StepFence, "install", lambda self: None)
     with pytest.raises(StateError, match="changed between the snapshot instant and the fence"):

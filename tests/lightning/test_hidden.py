@@ -233,7 +233,7 @@ def test_a_step_that_fails_leaves_no_snapshot_with_what_it_has_changed(
 
 @pytest.mark.filterwarnings("ignore")
 def test_with_hidden_off_the_run_differs(tmp_path: Path) -> None:
-    """So the test above shows something."""
+    """Without hidden state the run differs, so the test above can fail."""
     wanted = fit(tmp_path / "whole", 1, None, hidden="off")
     first = fit(tmp_path / "killed", 1, 5, hidden="off")
     assert first + fit(tmp_path / "killed", 2, None, hidden="off") != wanted

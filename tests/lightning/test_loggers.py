@@ -79,7 +79,7 @@ def assert_one_curve(kind: str, folder: Path, trainers: Trainers, number: int = 
 @pytest.mark.parametrize("version", [None, "mine"])
 @pytest.mark.parametrize("kind", ["csv", "tensorboard"])
 def test_a_killed_run_has_one_curve(kind: str, version: str | None, tmp_path: Path, trainers: Trainers) -> None:
-    """In one version folder, which the user has named or left to Lightning."""
+    """All lives log into one version folder, which the user named or Lightning chose."""
     assert_one_curve(kind, tmp_path, trainers, version=version)
 
 

@@ -134,7 +134,7 @@ def test_what_cannot_be_stored_any_more_does_not_end_a_long_run(
 
 
 def test_a_strategy_of_one_device_is_one_process(tmp_path: Path) -> None:
-    """Whatever world size a test has given it."""
+    """That is so whatever world size the trainer reports."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
     trainer.strategy.world_size = 2  # type: ignore[attr-defined]
     assert trainer.world_size == 2

@@ -87,7 +87,7 @@ def test_a_stop_that_only_lightning_knows_is_lightnings(tmp_path: Path) -> None:
 
 
 def test_the_next_fit_begins_without_it(tmp_path: Path) -> None:
-    """And the connector is of Lightning's own class again."""
+    """The next `fit` has no signal noted, and the connector is of Lightning's own class again."""
     signals = Signals("on_train_batch_start")
     with pytest.raises(SIGTERMException):
         fit(Case(), [signals, AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread")])

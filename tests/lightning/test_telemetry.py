@@ -53,7 +53,7 @@ def test_loggers_get_stall_interval_bytes_and_age(tmp_path: Path) -> None:
 
 
 def test_loggers_can_be_left_alone(tmp_path: Path) -> None:
-    """`log: {loggers: off}`."""
+    """With `log: {loggers: off}` nothing is sent to the loggers."""
     assert fit(Case(trainer={"log_every_n_steps": 3}), every_batch(tmp_path, log={"loggers": "off"})).logger.ours == []
 
 

@@ -61,7 +61,7 @@ def test_each_byte_is_read_once_per_node(options: dict[str, Any], wire: Wire, si
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_read_each_byte_once(options: dict[str, Any], wire: Wire, tmp_path: Path, size: int) -> None:  # noqa: F811
-    """The same with ranks that are processes, as a launcher starts them."""
+    """Ranks that are processes, as a launcher starts them, read each byte once together."""
     nbytes = 30 << 20
     with Checkpointer(options, writer="thread") as ckpt:
         ckpt.save(state(nbytes), step=1).wait()

@@ -158,7 +158,7 @@ def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, config
 
 
 def test_a_loop_of_which_no_snapshot_can_be_taken_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """However short it is; and not that nothing was left to train."""
+    """A loop of any length says that, and not that nothing was left to train."""
     caplog.set_level(logging.INFO)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

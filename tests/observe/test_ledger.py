@@ -40,7 +40,7 @@ def committed(step: int, seconds: float, nbytes: int = 1000, tier: str = NEAR) -
 
 
 def test_a_snapshot_is_in_flight_until_it_is_durable() -> None:
-    """Then the tier has it, as of the instant at which it was taken."""
+    """Then the tier has it, with the age of the instant at which it was taken."""
     book, clock = ledger()
     book.emit(SnapshotStaged("", 7, 0.5, 1000))
     assert [(one.step, one.nbytes, one.since) for one in book.standing.in_flight] == [(7, 1000, 99.5)]

@@ -150,7 +150,7 @@ def test_a_failing_sink_is_disabled_with_one_warning(caplog: pytest.LogCaptureFi
 
 
 def test_keyboard_interrupt_passes_through_fan_out() -> None:
-    """Only errors of a sink are its own; a user who wants to stop, stops."""
+    """An error of a sink does not reach training, but a Ctrl-C does."""
 
     class Interrupted:
         def emit(self, event: Event) -> None:

@@ -42,7 +42,7 @@ def test_durations(seconds: float, text: str) -> None:
     [(0, "0 B"), (312, "312 B"), (1500, "1.5 kB"), (1.5e9, "1.5 GB"), (214e9, "214 GB"), (3e12, "3 TB")],
 )
 def test_sizes(nbytes: float, text: str) -> None:
-    """Decimal units."""
+    """Sizes are shown in decimal units."""
     assert size(nbytes) == text
 
 
@@ -54,7 +54,7 @@ def test_shares(fraction: float, text: str) -> None:
 
 @given(st.floats(min_value=0.0, max_value=1e12))
 def test_durations_never_show_an_exponent(seconds: float) -> None:
-    """No `1e+02 s`."""
+    """No duration is shown as `1e+02 s`."""
     assert "e+" not in duration(seconds)
 
 

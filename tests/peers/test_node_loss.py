@@ -42,7 +42,7 @@ def lose_one_in_each_life(cluster: Cluster, draw: random.Random, lives: int = 3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (4, 2), (4, 3), (4, 4)])
 def test_a_lost_machine_costs_a_step(tmp_path: Path, store: TCPStore, size: int, seed: int) -> None:
-    """Each has a partner."""
+    """Each rank has a partner, so a lost machine costs one step at most."""
     with Cluster(tmp_path / "run", store, size, REPLICATE) as cluster:
         lose_one_in_each_life(cluster, random.Random(seed))
 

@@ -33,7 +33,7 @@ IDS = [session_id(SECRET, number, number) for number in range(9)]
 
 @given(st.integers(0, 100), st.integers(3, 9))
 def test_the_chunks_of_a_share_are_the_share(nbytes: int, members: int) -> None:
-    """In order, without gaps, and each other member gets another one."""
+    """The chunks are in order and without gaps, and each other member gets another one."""
     cuts = [chunk(nbytes, members, number) for number in range(members - 1)]
     assert [at for cut in cuts for at in range(cut.start, cut.stop)] == list(range(nbytes))
     group = list(range(10, 10 + members))
@@ -378,7 +378,7 @@ def test_the_plan_makes_one_lost_share_of_each_group(group: list[Writer]) -> Non
     ],
 )
 def test_impossible_parity_is_refused(tier: dict[str, Any], why: str) -> None:
-    """With the reason."""
+    """The error says the reason."""
     with pytest.raises(ConfigError, match=why):
         Checkpointer(tiers=[tier, "/y"] if tier["url"] == "memory" else [tier])
 

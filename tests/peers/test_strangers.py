@@ -189,7 +189,7 @@ def sealed(line: PeerConnection, body: bytes) -> None:
     ids=["lists", "objects", "null", "bytes", "negative", "infinite", "text"],
 )
 def test_a_request_that_is_none_ends_its_connection_and_nothing_else(echo: Echo, body: bytes) -> None:
-    """Even of somebody who knows the secret."""
+    """That is so for a client that knows the secret, too."""
     line = echo.connect()
     sealed(line, body)
     with suppress(WriterError, OSError):

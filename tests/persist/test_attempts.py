@@ -41,7 +41,7 @@ def heard(writers: Writers) -> tuple[AttemptsFound | None, list[Event]]:
 
 @pytest.mark.parametrize(("failed", "end"), [(False, CLOSED), (True, FAILED)])
 def test_how_a_trainer_ends_is_recorded(writers: Writers, failed: bool, end: str) -> None:
-    """By itself or by an error, as the trainer says."""
+    """The trainer says whether it ended by itself or by an error, and the record has it."""
     client = writers.start()
     assert [one.end for one in read_attempts(LocalStorage(writers.root)).rows] == [None]
     assert client.close(WAIT_SECONDS, failed=failed)
@@ -70,7 +70,7 @@ def test_a_writer_that_is_killed_goes_on_in_the_row_of_its_trainer(processes: Wr
 
 
 def test_an_attempt_without_an_end_has_lost_its_machine(tmp_path: Path, processes: Writers) -> None:
-    """As far as what was in memory is concerned."""
+    """An attempt of one rank without an end counts as a failure of the machine, as its memory is lost."""
     processes.root.mkdir()
     rows = [Attempt("there", "other", 1e9, 60.0)] * 2 + [Attempt("there", "other", 1e9, 5.0, FAILED, ranks=4)]
     (processes.root / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(tuple(rows))))
@@ -82,7 +82,7 @@ def test_an_attempt_without_an_end_has_lost_its_machine(tmp_path: Path, processe
 
 
 def test_the_first_attempt_has_nothing_to_tell(processes: Writers) -> None:
-    """No message more."""
+    """A first attempt sends no event about earlier ones."""
     assert heard(processes) == (None, [])
 
 
@@ -101,7 +101,7 @@ def test_old_attempts_are_dropped_but_for_what_their_time_went_into() -> None:
 
 
 def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path: Path) -> None:
-    """And what its writer does after that is not its time."""
+    """What the writer does after the end of its trainer does not count as time of the trainer."""
     said = [SpentTimes(1.0, 5, {"training": 3.0}), SpentTimes(1.0, 9, {"training": 4.0})]
     record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
     record.spent = lambda: said[0]
@@ -135,7 +135,7 @@ def test_how_often_it_took_snapshots_is_recorded_when_that_changes(tmp_path: Pat
 
 
 def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """Without what the time went into, that is all unknown."""
+    """All its time counts as unknown, as it does not say what the time went into."""
     row = {"host": "", "process": "", "began": 100.0, "seconds": 50.0, "end": CLOSED, "ranks": 1}
     history = parse_attempts(seal({"attempts": [row]}) + b"\n", "here")
     assert (history.spent.unknown, history.spent.wall) == (50.0, 50.0)
@@ -188,7 +188,7 @@ def test_a_damaged_record_is_said_once_and_begun_again(processes: Writers, stage
 
 
 def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any snapshot."""
+    """The record grows without any snapshot."""
     monkeypatch.setattr(attempts, "BEAT_SECONDS", 0.001)
     said: list[float] = []
     several = threading.Event()

@@ -135,7 +135,7 @@ def test_a_reply_may_come_later(tmp_path: Path, served: Control, echo: Echo) -> 
     ids=["length", "http", "too long", "nested", "no object", "no descriptors", "flood"],
 )
 def test_garbage_is_hung_up_on(tmp_path: Path, served: Control, garbage: bytes) -> None:
-    """And the next one is served."""
+    """The writer closes the connection, and serves the next one."""
     with connect(tmp_path) as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(garbage)
@@ -325,7 +325,7 @@ def test_what_a_killed_writer_has_left_stops_no_other(tmp_path: Path, places: tu
 def test_a_writer_that_takes_no_connections_is_not_waited_for(
     tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the reply may take, to connect takes a second at most."""
+    """To connect takes a second at most, however long the reply may take."""
     monkeypatch.setattr(channel, "_BACKLOG", 0)
     stands = channel.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
     waits = []
@@ -356,7 +356,7 @@ def test_the_credentials_decide(tmp_path: Path, served: Control, monkeypatch: py
 
 
 def test_a_name_that_is_served_is_not_taken_over(tmp_path: Path, served: Control) -> None:
-    """`bye` was not granted."""
+    """A second writer fails while the first one refuses `bye`."""
     second = Control(str(tmp_path), lambda request: Reply({}))
     with pytest.raises(WriterError, match="serves its trainer"):
         second.open(WAIT_SECONDS)

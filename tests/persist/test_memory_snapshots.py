@@ -92,7 +92,7 @@ def offered(snapshots: MemorySnapshots) -> Offer:
 
 
 def test_an_order_keeps_what_it_was_sent_with(sending: Trainer) -> None:
-    """Whatever is forgotten or replaced afterwards."""
+    """Slots, layouts and keys that are replaced or forgotten later do not change an order."""
     order = sending.hold(3)
     layout = {"header_nbytes": 0, "nbytes": 0, "entries": [], "structure": ""}
     sending.say([os.memfd_create("other")], slot=[0, 1], layout=layout, keys=["x"], trees={"x": {"$": "v", "i": 0}})
@@ -163,7 +163,7 @@ def test_a_newer_snapshot_replaces_the_one_in_memory(sending: Trainer, snapshots
 
 
 def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, snapshots: MemorySnapshots) -> None:
-    """Only sealed, it is final."""
+    """A snapshot is offered only after `seal`, when it is final."""
     snapshots.hold(sending.hold(1))
     assert snapshots.offer() is None
     assert not snapshots.wait_sealed(0.0)
@@ -216,7 +216,7 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, snapshots: 
 
 
 def test_no_snapshot_is_an_answer_too(snapshots: MemorySnapshots) -> None:
-    """At once."""
+    """The answer comes at once."""
     snapshots.seal(RUN)
     assert snapshots.offer() == "no snapshot is in memory"
 
@@ -326,7 +326,7 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
 
 
 def test_a_new_pulse_replaces_the_old_one(snapshots: MemorySnapshots) -> None:
-    """One descriptor is kept."""
+    """Only the newest descriptor stays open."""
     pulses = [Pulse(), Pulse()]
     before = files()
     for step, pulse in enumerate(pulses):

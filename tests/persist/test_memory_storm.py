@@ -83,12 +83,12 @@ def processes() -> str:
 
 
 def test_five_crashes(tmp_path: Path) -> None:
-    """A short storm."""
+    """A short storm of crashes."""
     storm(tmp_path, crashes=5, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_crashes(tmp_path: Path) -> None:
-    """A long one."""
+    """A long storm of crashes."""
     storm(tmp_path, crashes=100, seed=2)

@@ -71,7 +71,7 @@ def test_too_few_or_too_many_values_are_refused(values: list[Any]) -> None:
 
 @pytest.mark.parametrize("bad", [{"$": "v"}, {"$": "v", "i": -1}, {"$": "v", "i": "0"}])
 def test_a_placeholder_without_a_number_is_refused(bad: dict[str, Any]) -> None:
-    """Not silently stored as data."""
+    """It is an error and not stored as data."""
     with pytest.raises(WriterError, match="placeholder"):
         KeySkeleton([bad])
 

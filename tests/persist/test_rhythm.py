@@ -56,7 +56,7 @@ def test_a_snapshot_that_lost_components_is_still_the_same_one() -> None:
 
 
 def test_a_tier_that_keeps_everything_wants_everything() -> None:
-    """Without rules nothing is obsolete, and the newest still goes first."""
+    """Without rules no snapshot is obsolete, and the newest one still goes first."""
     for keep in ({}, {"last": None}):
         rhythm = rhythm_of(None, None, keep)
         assert seqs(rhythm.wanted([shot(1), shot(2), shot(3)], [shot(2)])) == [3, 1]

@@ -81,7 +81,7 @@ def storm(folder: Path, kills: int, seed: int, *, far: Path | None = None) -> No
 
 
 def test_ten_kills(tmp_path: Path) -> None:
-    """A short storm."""
+    """A short storm of kills."""
     storm(tmp_path, kills=10, seed=1)
 
 
@@ -101,5 +101,5 @@ def test_two_hundred_kills_with_a_further_tier(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_hundred_kills(tmp_path: Path) -> None:
-    """A long one."""
+    """A long storm of kills."""
     storm(tmp_path, kills=240, seed=2)

@@ -106,7 +106,7 @@ def test_when_the_nearest_tier_fails_the_next_one_takes_its_place(run: Run) -> N
 
 
 def test_a_snapshot_fails_when_no_tier_takes_it(run: Run) -> None:
-    """Then the error is that of the nearest one."""
+    """The error is that of the nearest tier."""
     run.start()
     run.save(1)
     run.until_copied(1)

@@ -101,7 +101,7 @@ def test_a_first_tier_that_hangs_is_left_behind(run: Run, second: Stage, start: 
 
 
 def test_no_more_than_one_thread_hangs_in_the_first_tier(run: Run, second: Stage) -> None:
-    """However many snapshots come, nothing piles up behind a dead disk."""
+    """Nothing piles up behind a dead disk, however many snapshots come."""
     run.start()
     run.save(1)
     run.until_copied(1)

@@ -260,7 +260,7 @@ def test_what_ranks_agree_on_may_be_large(mib: int) -> None:
 
 
 def test_pieces_of_something_else_are_not_taken() -> None:
-    """Their digest is compared."""
+    """The digest of the pieces is compared, and other pieces are refused."""
     store = SharedStore()
     world.say(store, "key", {"value": "x" * (5 << 20)})
     store.set("key/piece/1", store.wait("key/piece/1", PATIENCE_SECONDS).replace("x", "y", 1))

@@ -28,7 +28,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Nodes:
 
 @pytest.mark.parametrize(("node", "shares"), [(0, "ranks 0, 1 of 4"), (1, "ranks 2, 3 of 4")])
 def test_ls_show_and_verify_say_whose_shares_are_here(nodes: Nodes, ckpt: Ckpt, node: int, shares: str) -> None:
-    """And nothing else is different: what is here is listed, shown and checked."""
+    """The verbs list, show and check the shares that are here as those of other snapshots."""
     root = nodes.root(node)
     assert ckpt("ls", root).out.count(f"manual; {shares}") == 2
     listed = ckpt("ls", root, "--json").json["snapshots"]
@@ -44,7 +44,7 @@ def test_ls_show_and_verify_say_whose_shares_are_here(nodes: Nodes, ckpt: Ckpt, 
 
 
 def test_verify_finds_damage_in_a_share(nodes: Nodes, tmp_path: Path, ckpt: Ckpt) -> None:
-    """One flipped byte."""
+    """One flipped byte of a share is found."""
     mine = Nodes(tmp_path, (0, 1))
     mine.save(1)
     mine.close()

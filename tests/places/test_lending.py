@@ -98,7 +98,7 @@ def test_a_connection_that_broke_is_made_again(borrower: Borrower) -> None:
 
 
 def test_a_leader_that_is_gone_fails_the_read(lender: Lender, borrower: Borrower) -> None:
-    """At once, not after a timeout."""
+    """The read fails at once and not after a timeout."""
     assert read(borrower, 0, 10) == BYTES[:10]
     lender.close()
     with pytest.raises(StorageError, match=r"the folder of rank 2 at 127\.0\.0\.1 does not answer"):
@@ -107,7 +107,7 @@ def test_a_leader_that_is_gone_fails_the_read(lender: Lender, borrower: Borrower
 
 @given(ranks=st.integers(1, 5000))
 def test_all_ranks_together_have_no_more_connections_than_a_leader_takes(ranks: int) -> None:
-    """At least one each; where that is too many they do not keep it."""
+    """Each rank may have one connection at least; else all together stay below the limit of a leader."""
     each = node_roots.lines(ranks)
     assert 1 <= each <= node_roots.LINES
     assert each * ranks <= node_roots.ALL_LINES or each == 1

@@ -120,5 +120,5 @@ def test_a_record_tells_its_place_and_a_place_that_has_nothing_says_so() -> None
     [((1,), "rank 1 of 4"), ((2, 3), "ranks 2, 3 of 4"), ((0, 2), "ranks 0, 2 of 4"), ((1, 2, 3), "ranks 1 to 3 of 4")],
 )
 def test_a_text_says_whose_shares_are_there(ranks: tuple[int, ...], text: str) -> None:
-    """In words."""
+    """The ranks of a partial manifest are named in words."""
     assert str(Partial(ranks, 4)) == text

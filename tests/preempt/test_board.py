@@ -130,7 +130,7 @@ def test_the_file_is_replaced_again_and_again_and_says_when_it_is_over(
 def test_a_file_that_cannot_be_written_is_said_once(
     board: Callable[..., Board], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And written as soon as it can be."""
+    """The log says it once, and the file is written as soon as possible."""
     path = tmp_path / "later" / "status.json"
     board(file=str(path), every=0.01)
     until(lambda: "cannot be written" in caplog.text)
@@ -185,7 +185,7 @@ def test_a_port_that_is_taken_is_said(board: Callable[..., Board], caplog: pytes
 
 
 def test_a_run_shows_how_it_stands(tmp_path: Path) -> None:
-    """In training, from the first step to the end."""
+    """The board shows a training from its first step to its end."""
     port = free_port()
     pages: list[tuple[int, int, str]] = []
 

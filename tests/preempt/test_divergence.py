@@ -34,7 +34,7 @@ def trained(on: On = On.LOSS_SPIKE, number: int = 60) -> LossGuard:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("on", list(On))
 def test_a_loss_that_is_not_finite_is_divergence_at_once(on: On, loss: float) -> None:
-    """Also the first one: weights are lost with it."""
+    """That is so for the first loss too: the weights are lost with it."""
     found = LossGuard(on).judge(5, loss)
     assert found is not None and found.text() == f"the loss of step 5 is {loss}"
 
@@ -62,7 +62,7 @@ def test_a_bad_batch_is_none() -> None:
 
 
 def test_only_nan_may_be_asked_for() -> None:
-    """Then no finite loss matters."""
+    """With `nan` no finite loss is a divergence."""
     guard = trained(On.NAN)
     assert all(guard.judge(step, 1e30) is None for step in range(20))
     assert not guard.suspicious

@@ -36,7 +36,7 @@ def test_a_snapshot_that_fits_is_taken() -> None:
 
 
 def test_the_step_that_runs_is_waited_for() -> None:
-    """At its end there is one step more to save."""
+    """At the end of that step there is one more step to save."""
     plan = plan_stop(facts(boundary_seconds=3.0))
     assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.SNAPSHOT, 101, 0)
     assert plan.seconds == pytest.approx(3.2 + 4 * MARGIN)
@@ -44,7 +44,7 @@ def test_the_step_that_runs_is_waited_for() -> None:
 
 
 def test_what_is_in_flight_finishes_where_no_new_one_fits() -> None:
-    """And the line says what the new one would have needed, and what is lost."""
+    """The line says what a new snapshot would have needed, and what is lost."""
     plan = plan_stop(facts(grace_seconds=5.0, in_flight=(PendingSnapshot(97, 3 * GB),)))
     assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.FINISH, 97, 3)
     assert plan.why == (
@@ -60,7 +60,7 @@ def test_the_newest_in_memory_is_flushed_where_no_new_one_fits() -> None:
 
 
 def test_a_new_one_waits_for_a_slot_and_for_the_writer() -> None:
-    """Both slots are full: the first must be written before a copy can be taken."""
+    """With both slots full the first must be written before a copy can be taken."""
     queue = (PendingSnapshot(98, 4 * GB), PendingSnapshot(99, 4 * GB))
     plan = plan_stop(facts(in_flight=queue))
     assert plan.seconds == pytest.approx(12 * MARGIN)  # copying is hidden behind the second
@@ -153,7 +153,7 @@ def test_what_is_promised_fits(run: StopFacts) -> None:
 
 @given(runs(), st.floats(0, 300))
 def test_more_time_never_saves_less(run: StopFacts, more: float) -> None:
-    """Nor does it on the nearest tier with a faster disk."""
+    """A faster disk of the nearest tier does not save less either."""
     later = dataclasses.replace(run, grace_seconds=run.grace_seconds + more)
     assert rank(plan_stop(later).step) >= rank(plan_stop(run).step)
     near, far = run.tiers

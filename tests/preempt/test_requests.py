@@ -27,7 +27,7 @@ def asked(root: Path, what: str) -> AdaptiveCheckpoint:
 
 
 def test_save_now_takes_one_snapshot_and_goes_on(tmp_path: Path) -> None:
-    """At the end of the step; its manifest says that somebody wanted it."""
+    """The snapshot comes at the end of the step, and its manifest has the request as the reason."""
     asked(tmp_path, "save")
     (snapshot,) = saved(tmp_path)
     assert snapshot.step == 6

@@ -96,7 +96,7 @@ def test_a_ctrl_c_after_another_signal_interrupts_at_the_second_press_too() -> N
 
 
 def test_an_ignored_ctrl_c_stays_ignored() -> None:
-    """As under nohup."""
+    """A process under nohup ignores Ctrl-C, and goes on to ignore it."""
     signal.signal(INT, signal.SIG_IGN)
     watch(INT)
     assert signal.getsignal(INT) is signal.SIG_IGN

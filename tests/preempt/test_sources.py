@@ -61,7 +61,7 @@ def test_a_file_that_was_there_counts_once_it_changes(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_looked_into_is_no_notice(tmp_path: Path) -> None:
-    """It is said."""
+    """The source raises an error instead."""
     (tmp_path / "file").touch()
     with pytest.raises(PreemptionSourceError, match="cannot be looked at"):
         source(file=str(tmp_path / "file" / "STOP")).poll()
@@ -75,7 +75,7 @@ def python(code: str) -> list[str]:
 
 
 def test_a_command_says_yes_or_no() -> None:
-    """By its exit status."""
+    """The exit status of the command is the answer."""
     assert source(command=python("raise SystemExit(1)")).poll() is None
     found = source(command=python("")).poll()
     assert found is not None and found.who == f"the command {sys.executable}"

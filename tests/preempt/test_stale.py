@@ -36,7 +36,7 @@ def same(before: Manifest, after: Manifest, trainable: list[str]) -> bool:
 
 
 def test_weights_that_are_the_same_are_reported() -> None:
-    """Whatever else has changed: counters, buffers, random streams."""
+    """Changed counters, buffers or random streams do not matter."""
     before, after = manifest(1, w="a", b="b", rng="x"), manifest(2, w="a", b="b", rng="y")
     assert same(before, after, ["w", "b"])
     assert not same(before, manifest(2, w="a", b="c"), ["w", "b"])

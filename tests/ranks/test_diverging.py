@@ -201,7 +201,7 @@ def test_what_is_announced_after_the_decision_counts_too(tmp_path: Path) -> None
 
 
 def test_a_guard_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
-    """Nothing is remembered then."""
+    """A guard without rollback leaves no record of a rollback."""
     engines = open_ranks(tmp_path / "run", 2, guard="nan")
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]

@@ -97,7 +97,7 @@ def test_a_run_of_two_ranks_survives_kills(launcher: Launcher, tmp_path: Path) -
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(10, 15))
 def test_many_kills(launcher: Launcher, tmp_path: Path, seed: int) -> None:
-    """Ten lives each."""
+    """Each run has ten lives."""
     sweep(launcher, tmp_path, 10, seed)
 
 
@@ -105,5 +105,5 @@ def test_many_kills(launcher: Launcher, tmp_path: Path, seed: int) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(20, 23))
 def test_many_kills_of_four_ranks(launcher: Launcher, tmp_path: Path, seed: int) -> None:
-    """Eight lives each."""
+    """Each run has eight lives."""
     sweep(launcher, tmp_path, 8, seed, 4)

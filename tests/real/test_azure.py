@@ -101,7 +101,7 @@ def test_big_objects_and_conditional_replacement(container: str, options: dict[s
 
 
 def test_a_run_is_written_and_read(container: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """By the writer process, with the lease on the store."""
+    """The writer process writes it, with the lease on the store."""
     import torch
 
     given = {"url": f"az://{container}/run", "storage_options": {**options, "transport": "obstore"}}

@@ -65,7 +65,7 @@ def test_a_run_is_written_and_read(server: S3Server, bucket: str) -> None:
 
 
 def test_takers_of_a_lease_get_it_one_after_another(server: S3Server, bucket: str) -> None:
-    """Also where conditional writes are ignored, racy or refused."""
+    """That is so where conditional writes are ignored, racy or refused, too."""
     slot = LeaseSlot(S3Storage(f"s3://{bucket}/run", server.options()))
     timing = Timing(ttl_seconds=20.0, settle_seconds=0.7, look_seconds=0.05)
     holding: list[int] = []

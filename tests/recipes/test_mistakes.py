@@ -463,5 +463,5 @@ def test_a_mistake_is_answered(mistake: str, place: Place) -> None:
 
 
 def test_there_are_ninety() -> None:
-    """Or more, and the answers are not for one of them only."""
+    """The table has ninety mistakes at least."""
     assert len(MISTAKES) >= 90

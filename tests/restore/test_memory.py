@@ -105,7 +105,7 @@ def test_memory_is_the_nearest_place(disk: Repository, memory: Memory) -> None:
 
 
 def test_live_tensors_are_filled_straight_from_it(disk: Repository, memory: Memory) -> None:
-    """In place, with nothing read in between."""
+    """Loading fills the live tensors in place."""
     live = zeros()
     into = load(memory.place, disk, into=live)
     assert into.state["model"]["big"] is live["model"]["big"]
@@ -195,7 +195,7 @@ def test_ranges_are_those_of_the_file(memory: Memory) -> None:
 
 
 def test_the_memory_cannot_be_written(memory: Memory) -> None:
-    """Nor removes anything."""
+    """No write, removal or sweep of the memory of another process changes anything."""
     for change in (lambda: memory.storage.put("x", []), lambda: memory.storage.delete("x")):
         with pytest.raises(StorageError, match="not written by this process"):
             change()

@@ -368,7 +368,7 @@ def test_omegaconf_is_not_imported_for_a_snapshot(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_no_verb_runs_what_a_snapshot_names(root: Path, tmp_path: Path) -> None:
-    """Whatever verb reads the tree, in whatever form it is exported."""
+    """That is so for every verb that reads the tree, and for every form of export."""
     lines = [[verb, str(root)] for verb in ("ls", "show", "verify", "status", "compact", "pin")]
     lines += [["ls", str(root), "--json"], ["show", str(root), "--all"], ["show", str(root), "--json"]]
     lines += [["prune", str(root), "--last", "1"], ["cp", str(root), str(tmp_path / "to")]]

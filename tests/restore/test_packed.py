@@ -246,7 +246,7 @@ def _changed(**row: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_a_schema_that_contradicts_itself_is_refused(document: Any) -> None:
-    """Whatever a store holds, a schema fits its entries or it is damaged."""
+    """A schema fits its entries or it is damaged, whatever a store contains."""
     assert packs.decode(json.dumps(_SOUND).encode(), _ENTRIES).packs[0].arrays == [0, 1]
     with pytest.raises(CorruptError):
         packs.decode(json.dumps(document).encode(), _ENTRIES)

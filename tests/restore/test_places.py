@@ -121,7 +121,7 @@ def test_damaged_tensors_are_mended_from_the_other_copy(run: Path) -> None:
 
 
 def test_a_tensor_that_is_damaged_everywhere_costs_the_snapshot(run: Path) -> None:
-    """Then the next older one is taken, and the entry is named."""
+    """The next older snapshot is taken, and the entry is named."""
     newest = ids(run)[-1]
     for place in ("near", "far"):
         flip(run, place, newest, "model/a")
@@ -315,7 +315,7 @@ def test_a_resume_does_not_wait_for_a_further_place_that_gives_no_sign(
 def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     run: Path, near: Any, far: Any, left: list[int]
 ) -> None:
-    """Of the others the answer is needed."""
+    """The answers of the other places are waited for."""
     answers = [ask_tiers.PlaceAnswer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
     asked = ask_tiers._Round(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
     asked._open = {number: threading.current_thread() for number, value in enumerate((near, far)) if value is None}
@@ -413,7 +413,7 @@ def test_the_place_that_served_is_in_the_headline(run: Path) -> None:
 
 
 def test_a_place_that_was_left_out_is_in_the_line_for_people(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a tracked run and of a plain load alike, as a warning."""
+    """The line is a warning, for a tracked run and for a plain load."""
     away = Broken(run / "far", lists=False)
     found = restore.load([where(run)[0], Repository(away)])
     assert found is not None
@@ -582,7 +582,7 @@ def test_a_far_place_is_asked_for_its_run_and_its_snapshots_side_by_side(
 def test_an_object_store_is_not_asked_for_what_a_near_place_has_whole(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond which snapshots there are; it is a source all the same."""
+    """It is asked only which snapshots it has, and stays a source all the same."""
     asked: list[str] = []
 
     class Listening(LocalStorage):

@@ -173,7 +173,7 @@ def test_damage_in_all_copies_costs_the_snapshot(pair: Pair) -> None:
 
 
 def test_two_bad_copies_and_nothing_older(pair: Pair) -> None:
-    """Then nothing is usable, and each snapshot says why."""
+    """Nothing is usable, and the error says why for each snapshot."""
     for place in ("near", "far"):
         for number in (0, 1):
             pair.data(place, number).write_bytes(b"")

@@ -29,7 +29,7 @@ def test_runs_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObj
 
 @given(SHAPES, st.data())
 def test_an_overlap_is_what_both_have(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """In both orders, and nothing else."""
+    """The overlap is the same in both orders."""
 
     def box() -> Box:
         offsets = [data.draw(st.integers(0, n - 1)) for n in shape]

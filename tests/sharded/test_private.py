@@ -111,7 +111,7 @@ def test_what_is_here_becomes_a_tensor_again() -> None:
 
 @pytest.mark.parametrize("name", distributed_models.FSDP_PRIVATE)
 def test_fsdp1_has_it(name: str) -> None:
-    """As above, for what FSDP1 and its rows of parameters are asked."""
+    """FSDP1 and its rows of parameters have the private names that we use."""
     unit: Any = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=True)
     owners: dict[str, Any] = {
         "FullyShardedDataParallel": unit,
@@ -143,7 +143,7 @@ def test_every_rank_knows_the_rows_of_all() -> None:
 
 
 def test_rows_of_many_parameters_are_refused() -> None:
-    """Without the original parameters an optimizer knows rows only."""
+    """Without the original parameters an optimizer has only rows, and the strategy is refused."""
     unit = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=False)
     with pytest.raises(ConfigError, match="use_orig_params=True"):
         distributed_models.flat_models([unit])

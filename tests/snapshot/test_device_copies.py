@@ -435,7 +435,7 @@ def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkey
 
 
 def test_one_notice_says_that_memory_cannot_be_page_locked(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots go on, slower."""
+    """Snapshots go on, but slower."""
     devices = FakeDevices(lockable=0)
     on_devices(devices, monkeypatch)
     events: list[EngineEvent] = []

@@ -95,7 +95,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)], ids=str)
 def test_every_dtype_and_shape_comes_back_bitwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Whatever bits a tensor holds come back, for every dense torch dtype."""
+    """The bits of a tensor come back, for every dense torch dtype."""
     count = int(np.prod(shape)) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
     tensor = raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
@@ -286,7 +286,7 @@ def test_what_needs_pickle_is_refused_naming_the_leaf(state: dict, where: str) -
 
 @pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).state_dict], ids=["module", "method"])
 def test_a_module_in_the_place_of_its_state_is_named(given: object) -> None:
-    """Also where the call of `state_dict` was forgotten."""
+    """That is so where the call of `state_dict` was forgotten, too."""
     with pytest.raises(UnstorableLeafError, match=r"at model .* → save its state: .* of the Linear"):
         Planner(Flattener()).capture({"model": given})
 

@@ -85,7 +85,7 @@ def test_version_1_and_hybrid_systems(host: Host) -> None:
 
 
 def test_a_container_that_sees_the_path_on_the_host(host: Host) -> None:
-    """Without a namespace of its own it sees its group at the root of the mount."""
+    """A container without a namespace of its own sees its group at the root of the mount."""
     host.membership.write_text("4:memory:/docker/0123\n0::/docker/0123\n")
     host.group_v1("", 2 * GB, GB)
     found = host.look()
@@ -102,7 +102,7 @@ def test_usage_above_the_limit_leaves_nothing(host: Host) -> None:
 
 
 def test_a_system_that_tells_nothing_is_not_guessed_at(tmp_path: Path) -> None:
-    """Then everything has room, as without the look."""
+    """Every arena counts as fitting then."""
     nowhere = tmp_path / "nowhere"
     assert look(nowhere, nowhere, nowhere) is None
     assert plan_arena(10**15, 3, memory=True, room=None) == Fit(3, True)
@@ -126,7 +126,7 @@ def test_first_fewer_slots_then_no_memory_tier(available: int, slots: int, memor
 
 
 def test_the_warning_says_needed_available_and_what_to_do() -> None:
-    """One message, for people."""
+    """One message has all that a user needs."""
     fit = plan_arena(10 * GB, 3, memory=True, room=MemoryLimit(12 * GB, "limit of control group /x"))
     assert fit.warning == (
         "too little host memory for the arena: 3 slots of 10 GB need 30 GB, 11 GB are available (limit of control "

@@ -256,7 +256,7 @@ TestRotation = Rotation.TestCase
 
 
 def test_a_snapshot_in_memory_is_done_when_the_message_is_with_the_kernel() -> None:
-    """Not before: a trainer that is killed then would take it along."""
+    """The handle is not done before: a trainer that is killed then would lose the message."""
     arena = Arena()
     arena.pipeline.start()
     arena.writer.delayed = True

@@ -116,7 +116,7 @@ def test_what_changed_before_it_was_believed_is_copied_for_ever(change: Callable
 
 
 def test_a_change_that_torch_counts_is_simply_copied() -> None:
-    """However long nothing changed before."""
+    """That is so however long nothing changed before."""
     trainer, state = Trainer(), frozen()
     prove(trainer, state)
     trainer.stage(state)

@@ -27,7 +27,7 @@ def test_a_closed_port_is_an_answer() -> None:
 
 
 def test_a_library_that_finds_no_server_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for all stores that fsspec reaches."""
+    """All stores that fsspec reaches fail at once as well."""
     storage = open_storage("memory://refusing/run", FOR_EVER)
 
     def refuse(*_: object) -> None:

@@ -123,7 +123,7 @@ def listed(*cards: repository.Card) -> dict[str, ObjectInfo]:
 
 
 def test_a_catalog_says_what_it_was_given() -> None:
-    """Also of metrics that JSON has no numbers for."""
+    """Metrics that JSON has no numbers for come back too."""
     cards = [card(seq=1, metrics={"loss": math.inf}), card(seq=2, epoch=None)]
     assert repository.decode(repository.encode(RUN, cards), RUN, listed(*cards)) == cards
 

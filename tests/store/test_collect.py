@@ -79,7 +79,7 @@ def test_data_being_written_is_left_alone(repository: Repository, lease: Lease) 
 def test_data_of_a_forgotten_snapshot_lives_while_another_needs_it(
     repository: Repository, lease: Lease, tmp_path: Path
 ) -> None:
-    """Reachability, not ownership, decides."""
+    """Data stays as long as a snapshot refers to it, whichever snapshot wrote it."""
     first = save(repository, 1)
     second = save(repository, 2, shared=[names.data_name(first)])
     third = save(repository, 3)
@@ -92,7 +92,7 @@ def test_data_of_a_forgotten_snapshot_lives_while_another_needs_it(
 
 
 def test_foreign_files_stay(repository: Repository, lease: Lease, tmp_path: Path) -> None:
-    """Whatever is not of our naming is never deleted, wherever it lies."""
+    """A file whose name is not one of ours is never deleted, wherever it lies."""
     save(repository, 1)
     foreign = ["notes.txt", "data/model.safetensors", "data/sub/x", "snapshots/mine.json", "data/.tmp-x", "sub/.tmp-y"]
     for name in foreign:

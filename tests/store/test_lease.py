@@ -148,7 +148,7 @@ print(child.pid, flush=True)
 
 
 def test_two_leases_in_one_process_exclude_each_other(tmp_path: Path) -> None:
-    """Also where the same program opens the run twice."""
+    """A program that opens the run twice is refused the second time."""
     with acquire(LocalStorage(tmp_path)), pytest.raises(LeaseHeldError, match=str(os.getpid())):
         acquire(LocalStorage(tmp_path))
     acquire(LocalStorage(tmp_path)).release()

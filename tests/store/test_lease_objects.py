@@ -152,7 +152,7 @@ def test_an_unreadable_lease_is_waited_for_too(clock: Clock, junk: bytes) -> Non
 
 
 def test_a_dead_process_of_this_machine_does_not_have_to_expire(clock: Clock) -> None:
-    """The same boot, the same process namespace, no such process: taken at once."""
+    """The same boot and process namespace show that the process is dead: the lease is taken at once."""
     here = ProcessIdentity.current()
     assert here is not None
     assert not here.is_dead()
@@ -239,7 +239,7 @@ def test_checks_renew_when_that_is_due(clock: Clock) -> None:
 
 
 def test_the_thread_beats() -> None:
-    """Without anybody calling anything, until released."""
+    """The lease renews itself without any call until it is released."""
     cell = Cell()
     beaten = threading.Event()
     write = cell.write
@@ -454,7 +454,7 @@ def test_mounts_tell_whose_locks_are_shared(path: str, shared: bool) -> None:
 
 
 def test_records_survive_the_trip() -> None:
-    """And what is none is none."""
+    """A record comes back from its bytes, and other bytes are no record."""
     record = Record(dict(ME), "token", 7, 30.0, ProcessIdentity.current())
     assert Record.decode(record.encode()) == record
     bad: list[Any] = [b"", b"[]", b"{}", b"1", b'{"lease": {"token": 1, "beat": "x", "ttl_seconds": 1}}']

@@ -165,7 +165,7 @@ def test_retention_keeps_the_last_of_each_line(repository: Repository) -> None:
 
 
 def test_without_a_line_retention_is_about_that_of_the_newest_snapshot(repository: Repository) -> None:
-    """By hand, retention holds for the line that a resume continues."""
+    """`prune` by hand applies the rules to the line that a resume continues."""
     old = [save(repository, Line("old")) for _ in range(2)]
     new = [save(repository, Line("new")) for _ in range(2)]
     assert plan_prune(repository, KeepLast(1)).remove == (new[0],)

@@ -195,7 +195,7 @@ def test_some_urls_have_no_storage() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install."""
+    """The error says what to install."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules, "ckpt_engine.store.storage.objects_s3")
     monkeypatch.delitem(sys.modules, "ckpt_engine.store.storage.s3_requests")
@@ -214,7 +214,7 @@ def test_a_root_is_a_prefix_of_its_own(moto: S3Server, bucket: str) -> None:
 
 
 def test_listings_take_requests_by_pages(moto: S3Server, bucket: str) -> None:
-    """Not by objects; odd names survive."""
+    """A listing takes one request for each page and not for each object; odd names come back."""
     client = moto.client()
     for number in range(25):
         client.put_object(Bucket=bucket, Key=f"run/n{number:04d} +&<ü>.json", Body=b"")

@@ -356,7 +356,7 @@ def test_backoff_grows_is_jittered_and_ends() -> None:
 
 
 def test_secrets_are_never_shown(moto: S3Server, bucket: str, wire: Wire) -> None:
-    """Neither in messages nor in a representation."""
+    """No message and no representation shows a secret."""
     options = moto.options(wire.url, timeout_seconds=0.3, retry_seconds=0.0)
     options |= {"key": "AKIAVERYSECRET", "secret": "hunter2hunter2"}
     storage = S3Storage(f"s3://{bucket}/run", options)

@@ -93,7 +93,7 @@ def test_views_are_the_memory_itself() -> None:
     ],
 )
 def test_impossible_options_are_refused_by_name(bad: dict[str, object]) -> None:
-    """Before anything is sent."""
+    """The error comes before anything is sent."""
     with pytest.raises(StorageError, match=next(iter(bad))):
         ObjectOptions.split(bad)
 

@@ -23,7 +23,7 @@ from ckpt_engine.store.storage.open import open_storage
     ],
 )
 def test_paths_and_file_urls_open_local_storage(url: str | Path, path: str) -> None:
-    """Both ways to write a folder lead to it, percent signs decoded."""
+    """A path and a file URL lead to the same folder, with percent signs decoded."""
     storage = open_storage(url)
     assert isinstance(storage, LocalStorage)
     assert storage.root == path
@@ -48,7 +48,7 @@ def test_a_url_without_a_storage_is_refused_with_what_is_possible(url: str) -> N
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "S3://bucket/run/", "s3a://bucket/run"])
 def test_s3_urls_open_s3_storage(url: str) -> None:
-    """Without asking anybody: no credentials and no network are needed for that."""
+    """No credentials and no network are needed for that."""
     storage = open_storage(url)
     assert isinstance(storage, S3Storage)
     assert storage.url in ("s3://bucket/run", "s3a://bucket/run")

@@ -46,7 +46,7 @@ def test_a_pinned_snapshot_stays_with_its_reason(repository: Repository, lease: 
 
 
 def test_a_limit_does_not_remove_a_pinned_snapshot(repository: Repository, lease: Lease) -> None:
-    """Nor does a quota; what is too much is said."""
+    """A quota does not either; the result says how much is too much."""
     ids = [save(repository, step) for step in range(3)]
     pins.pin(repository, ids[0])
     decided = plan_prune(repository, policy_from({"last": 3, "quota": 1}))

@@ -45,7 +45,7 @@ def test_every_flipped_bit_of_sealed_text_is_found() -> None:
 
 
 def test_text_without_a_digest_is_read_as_ever() -> None:
-    """Earlier versions wrote none."""
+    """Earlier versions wrote no digest."""
     assert unseal(b'{"run": "x"}\n', "here") == {"run": "x"}
     for text, error in ((b"[1]", ForeignError), (b"{", CorruptError), (b"\xff", CorruptError), (b"", CorruptError)):
         with pytest.raises(error, match="here"):

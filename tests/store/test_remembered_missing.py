@@ -66,7 +66,7 @@ def test_a_run_that_another_machine_begins_is_seen(tmp_path: Path, client: Clien
 
 
 def test_a_file_that_was_missing_is_read(tmp_path: Path, client: Client) -> None:
-    """Also in a folder that was not there."""
+    """That is so in a folder that was missing, too."""
     here, there = (LocalStorage(tmp_path / "run") for _ in range(2))
     with pytest.raises(StorageMissingError):
         here.get("data/one")

@@ -111,7 +111,7 @@ def test_a_committed_manifest_is_read_back(repository: Repository) -> None:
 
 
 def test_a_snapshot_is_committed_once(repository: Repository) -> None:
-    """The first commit stands."""
+    """A second commit fails, and the first one stays."""
     made = manifest(info(1), repository.create_if_absent().run)
     repository.commit(made)
     with pytest.raises(StorageExistsError):
@@ -128,7 +128,7 @@ def test_a_snapshot_without_a_proper_id_is_not_committed(repository: Repository,
 
 @pytest.mark.parametrize("snapshot", ["00000001-s0000000001-deadbeef", "../ckpt", "latest"])
 def test_a_snapshot_that_does_not_exist_is_missing(repository: Repository, snapshot: str) -> None:
-    """Whatever was asked for; the message names it and how to see what there is."""
+    """The message names what was asked for, and says how to list what there is."""
     repository.create_if_absent()
     with pytest.raises(StorageMissingError, match=rf"{snapshot}.*→ ckpt ls"):
         repository.read(snapshot)
@@ -275,7 +275,7 @@ def test_ids_are_unique_and_say_seq_and_step() -> None:
 
 
 def test_names_that_only_look_like_ours_are_foreign() -> None:
-    """Case, whitespace, extra parts."""
+    """Names with another case, whitespace or extra parts are foreign."""
     good = names.snapshot_id(1, 1)
     assert names.is_ours(names.manifest_name(good))
     assert names.is_ours(names.data_name(good, 12, 3))

@@ -86,7 +86,7 @@ def test_the_order_of_a_listing_does_not_matter(
 
 @given(runs().filter(bool), keeps)
 def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
-    """Whatever the policy says, the snapshot with the highest number is kept."""
+    """The snapshot with the highest number is kept under every policy."""
     newest = max(infos, key=lambda one: one.seq)
     assert newest.id in plan(infos, policy_from(keep)).keep
 

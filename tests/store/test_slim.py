@@ -178,7 +178,7 @@ def test_an_interrupted_slimming_is_finished(run: RunFolder, lease: Lease, ids: 
 
 
 def test_a_slim_twin_goes_if_the_rules_have_changed(run: RunFolder, lease: Lease, ids: list[str]) -> None:
-    """Then the whole snapshot stays; or both go with it."""
+    """Retention keeps the whole snapshot only, or removes both."""
     made = drop_components.foresee(run.repository.read(ids[0]), ["optimizer"])
     assert made is not None
     drop_components.write(run.repository, made)

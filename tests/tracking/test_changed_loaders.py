@@ -83,7 +83,7 @@ def test_between_epochs_a_grown_dataset_goes_on(trainer: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_unseeded_split_is_refused(trainer: str, tmp_path: Path) -> None:
-    """Also between epochs, and with the cause."""
+    """The error names the cause, between epochs too."""
     train: Train = TRAINERS[trainer]
 
     def half(seed: int) -> Case:

@@ -279,7 +279,7 @@ NOT_SAVED: dict[str, tuple[Callable[[Script], None], str]] = {
 def test_what_cannot_be_had_exactly_is_not_saved(
     name: str, bomb: Bomb, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And it is said why."""
+    """The log says why no snapshot was taken."""
     late, why = NOT_SAVED[name]
     models = {
         "a large buffer": Wide,
@@ -351,7 +351,7 @@ def test_whatever_leaves_the_loop_is_raised_and_the_step_before_is_durable(
 def test_a_failure_to_save_does_not_hide_the_exception(
     bomb: Bomb, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither while the boundary is saved nor when the Checkpointer is closed."""
+    """The saving may fail at the boundary or when the Checkpointer is closed."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise OSError("no device")
@@ -412,7 +412,7 @@ def test_a_cell_of_a_notebook_that_fails_and_is_run_again_goes_on_after_the_step
 
 
 def test_a_loop_that_makes_its_batches_itself_is_saved_too(bomb: Bomb, tmp_path: Path) -> None:
-    """`step()` is its boundary."""
+    """The call of `step()` is the boundary of such a loop."""
 
     def train(root: Path | None, fails: int | None, seed: int) -> dict[str, str]:
         seed_everything(seed)

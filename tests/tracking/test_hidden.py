@@ -127,7 +127,7 @@ def test_attributes_of_all_objects_go_on(tmp_path: Path, kills: tuple[int, ...])
 
 
 def test_with_hidden_off_the_run_differs(tmp_path: Path) -> None:
-    """So the test above shows something."""
+    """Without hidden state the run differs, so the test above can fail."""
     wanted = train(tmp_path / "whole", 1, None, hidden="off")
     first = train(tmp_path / "killed", 1, 5, hidden="off")
     assert first + train(tmp_path / "killed", 2, None, hidden="off") != wanted

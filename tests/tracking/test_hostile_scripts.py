@@ -453,7 +453,7 @@ def test_what_no_snapshot_has_is_named(loop: Callable[[Script], None], name: str
 def test_what_is_restored_is_not_named(
     loop: Callable[[Script], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also what begins empty and grows in the first step of a run."""
+    """A list that is empty at first and grows in the first step of a run is not named either."""
     live(tmp_path, loop, 1, 5)
     live(tmp_path, loop, 2, 7)
     assert report(tmp_path)["not_restored"] == []

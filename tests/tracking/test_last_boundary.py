@@ -42,7 +42,7 @@ class Steps:
 @pytest.mark.parametrize("step_seconds", [0.001, 0.01, 0.1, 1.0])
 @pytest.mark.parametrize("record_seconds", [0.00004, 0.0002, 0.02])
 def test_records_take_half_of_the_budget_at_most(step_seconds: float, record_seconds: float) -> None:
-    """Whatever a step and a record take; a cheap one is made at every boundary."""
+    """That is so for every cost of a step and of a record; a cheap record is made at every boundary."""
     steps = Steps(step_seconds, record_seconds)
     steps.train(100)
     share = steps.train(1000)
@@ -56,7 +56,7 @@ def test_records_take_half_of_the_budget_at_most(step_seconds: float, record_sec
 
 
 def test_a_record_holds_until_weights_may_change() -> None:
-    """And says why there is none."""
+    """Without a valid record the error says why."""
     steps = Steps(1.0, 0.0001)
     with pytest.raises(ImpossibleError, match="no step was begun"):
         steps.last.record()

@@ -192,7 +192,7 @@ def test_streams_of_saved_ranks_come_again_where_the_user_wants_that(
 
 
 def test_another_number_is_refused_where_the_user_wants_that(two: Path) -> None:
-    """Both numbers are named, and the same number goes on."""
+    """The error names both numbers; the same number of ranks goes on."""
     root = two
     for size in (1, 4):
         with pytest.raises(ResumeError, match=f"2 ranks took snapshot .*, and this run has {size}"):

@@ -84,6 +84,6 @@ def test_what_needs_pickle_is_named() -> None:
 
 
 def test_other_bytes_are_an_error() -> None:
-    """Not a traceback from inside of JSON."""
+    """The error is ours and not one from inside of JSON."""
     with pytest.raises(CorruptError):
         unpack(torch.full((64,), 255, dtype=torch.uint8))

@@ -104,7 +104,7 @@ def test_a_stop_gives_the_signals_back_where_nothing_is_closed(tmp_path: Path) -
 
 
 def test_save_now_takes_one_snapshot_and_goes_on(tmp_path: Path) -> None:
-    """At the end of the step; its manifest says that somebody wanted it."""
+    """The snapshot comes at the end of the step, and its manifest has the request as the reason."""
     train(tmp_path, 4, ask("save"), at_end=False)
     (snapshot,) = saved(tmp_path)
     assert (snapshot.step, snapshot.reason) == (4, "manual")
@@ -191,7 +191,7 @@ def test_an_error_of_the_script_is_not_replaced_by_a_stop(tmp_path: Path) -> Non
 
 
 def test_the_status_file_shows_a_loop(tmp_path: Path) -> None:
-    """As for every trainer."""
+    """A plain loop has the same status file as every other trainer."""
     status = tmp_path / "status.json"
     train(tmp_path / "run", 0, nothing, status={"file": str(status)})
     shown = json.loads(status.read_text())

@@ -100,7 +100,7 @@ def assert_survives(name: str, size: int, lives_in: Callable[..., Lives], *, kil
 
 
 def test_two_ranks_survive_kills(lives_in: Callable[..., Lives]) -> None:
-    """At a random moment."""
+    """The ranks are killed at a random moment, and the run is the uninterrupted one."""
     assert_survives("accumulation", 2, lives_in, kills=1)
 
 

@@ -218,13 +218,13 @@ class _Round(Generic[T]):
 
     def _silent(self, waited: float, seconds: float) -> list[int]:
         """Those that have given no sign for so long, behind one that has something."""
-        having = next((number for number, answer in enumerate(self._answers) if answer.value), len(self._answers))
-        found = []
-        for number in self._open:
-            silent_seconds = self._answers[number].place.storage.capabilities.silent_seconds
-            silent = silent_seconds() if silent_seconds is not None else waited
-            if number > having and silent >= seconds:
-                found.append(number)
+        found, behind = list[int](), False
+        for number, answer in enumerate(self._answers):
+            if behind and number in self._open:
+                silent_seconds = answer.place.storage.capabilities.silent_seconds
+                if (silent_seconds() if silent_seconds is not None else waited) >= seconds:
+                    found.append(number)
+            behind = behind or bool(answer.value)
         return found
 
     def _wait_since(self, began: float) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 
 import zstandard
@@ -128,11 +129,12 @@ def candidates(
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
-    search.newest_seq = max((parsed.seq for parsed in holders), default=0)
+    newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
+    search.newest_seq = newest_first[0].seq if newest_first else 0
     _note_silent(where, search)
     sizes = _Sizes()
     slimmed: list[Candidate] = []
-    for parsed in sorted(holders, key=lambda parsed: (parsed.seq, parsed.id), reverse=True):
+    for parsed in newest_first:
         if (step is not None and parsed.step != step) or only not in (None, parsed.id):
             continue
         if parsed.id in refused:

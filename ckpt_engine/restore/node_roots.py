@@ -45,6 +45,7 @@ from ckpt_engine.store import names as layout
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, ReadOnlyStorage, Storage
+from ckpt_engine.store.storage.object_requests import GrowingPauses
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, Server, connect
 
 
@@ -354,8 +355,7 @@ AT_ONCE = 16
 """Requests that a leader answers at the same time."""
 PATIENCE_SECONDS = 30.0
 """How long a rank asks again where it is hung up on: a leader may have too many guests."""
-_FIRST_PAUSE_SECONDS = 0.05
-_LAST_PAUSE_SECONDS = 2.0
+_PAUSES = GrowingPauses(0.05, 2.0)
 
 
 def lines(ranks: int) -> int:
@@ -485,7 +485,7 @@ class Borrower:
 
     def _ask(self, request: dict[str, Any], room: Callable[[int], memoryview]) -> dict[str, Any]:
         """The reply to a request, whose bytes go where `room` says; asked again where a connection breaks."""
-        pause = _FIRST_PAUSE_SECONDS
+        pause = _PAUSES.first_seconds
         with self._room:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while True:
@@ -500,7 +500,7 @@ class Borrower:
                     if ended or self._closed.wait(pause):
                         self.gone = f"{self.url} does not answer on port {self._where[1]}: {err}"
                         raise StorageError(self.gone) from err
-                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+                pause = _PAUSES.after(pause)
         if "error" in head:
             raise ErrorRecord(**head["error"]).exception()
         return head

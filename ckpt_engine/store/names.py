@@ -65,9 +65,7 @@ def snapshot_id(seq: int, step: int) -> str:
     Raises:
         ValueError: a negative number.
     """
-    if seq < 0 or step < 0:
-        raise ValueError(f"seq and step must not be negative: seq={seq}, step={step}")
-    return f"{seq:08d}-s{step:010d}-{os.urandom(4).hex()}"
+    return _numbered(seq, step, os.urandom(4).hex())
 
 
 def session_id(session: str, seq: int, step: int) -> str:
@@ -79,10 +77,13 @@ def session_id(session: str, seq: int, step: int) -> str:
     Raises:
         ValueError: a negative number.
     """
+    return _numbered(seq, step, hashlib.sha256(f"{session}/{seq}/{step}".encode()).hexdigest()[:8])
+
+
+def _numbered(seq: int, step: int, ending: str) -> str:
     if seq < 0 or step < 0:
         raise ValueError(f"seq and step must not be negative: seq={seq}, step={step}")
-    text = f"{session}/{seq}/{step}"
-    return f"{seq:08d}-s{step:010d}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{seq:08d}-s{step:010d}-{ending}"
 
 
 @lru_cache(_REMEMBERED)

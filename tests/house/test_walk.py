@@ -11,7 +11,7 @@ from tests.support import interpreters
 MOST = {
     "durable": {"files": 45, "functions": 345, "calls": 510},
     "save": {"files": 45, "functions": 372, "calls": 603},
-    "load": {"files": 31, "functions": 208, "calls": 348},
+    "load": {"files": 31, "functions": 206, "calls": 340},
     "share": {"files": 48, "functions": 490, "calls": 4800},
 }
 """These may only become smaller. They have room for what threads add on a busy machine: four functions."""

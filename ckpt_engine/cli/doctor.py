@@ -18,9 +18,9 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import json_option, print_json
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config.sections import parse_bytes
-from ckpt_engine.errors import CkptError, ConfigError, StorageExistsError
+from ckpt_engine.errors import CkptError, StorageExistsError
 from ckpt_engine.observe import units
 from ckpt_engine.store.lease import lockable
 from ckpt_engine.store.storage.base import Storage
@@ -62,7 +62,7 @@ def command(url: str, size: str, as_json: bool) -> None:
     Writes a few objects below ROOT and removes them again; what is there is not touched. Ends with exit code 1 if a run
     should not be put there.
     """
-    nbytes = _parsed_size(size)
+    nbytes = max(1, int(quantity("--size", size, parse_bytes)))
     places = [(tier.url, dict(tier.storage_options)) for tier in options_of(url).tiers]
     reports: list[tuple[str, list[Finding]]] = []
     for place, options in places:
@@ -92,13 +92,6 @@ def _show(finding: Finding) -> None:
     click.echo(f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}{first}")
     for line in more:
         click.echo(f"{'':<{TEXT_COLUMN}}{line}")
-
-
-def _parsed_size(text: str) -> int:
-    try:
-        return max(1, int(parse_bytes(text)))
-    except ValueError as err:
-        raise ConfigError(f"--size: {err}") from err
 
 
 def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import click
 from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.config.models import MEMORY, Tiers
-from ckpt_engine.errors import ForeignError, StorageMissingError
+from ckpt_engine.errors import ConfigError, ForeignError, StorageMissingError
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store.names import RECORD, ParsedId
@@ -84,6 +84,18 @@ def options_of(root: str, **options: Any) -> Config:
         for tier in config.tiers
     ]
     return config.model_copy(update={"tiers": Tiers.of(tuple(tiers))})
+
+
+def quantity(option: str, text: str, parse: Callable[[str], float]) -> float:
+    """What the text of an option means.
+
+    Raises:
+        ConfigError: nothing that `parse` takes.
+    """
+    try:
+        return parse(text)
+    except ValueError as err:
+        raise ConfigError(f"{option}: {err}, got {text!r}") from err
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import age, fields_of, json_option, print_json, print_table, say_waiting
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config import Config
 from ckpt_engine.config.sections import parse_duration_seconds
-from ckpt_engine.errors import CkptError, ConfigError, StorageMissingError, WaitTimeoutError, WriterError
+from ckpt_engine.errors import CkptError, StorageMissingError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.observe.units import count
@@ -381,7 +381,7 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
 
     Its process ends with 0, and a restart goes on from there.
     """
-    seconds = seconds_of(wait)
+    seconds = quantity("--wait", wait, parse_duration_seconds) if wait is not None else None
     url = ask_trainer(root, control.STOP)
     if seconds is not None:
         wait_for(lambda: not is_served(url), seconds, f"the run at {url} did not end")
@@ -400,7 +400,7 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
 @json_option
 def save_now(root: str, wait: str | None, as_json: bool) -> None:
     """Ask the run at ROOT, on this machine, for a snapshot at the end of its step."""
-    seconds = seconds_of(wait)
+    seconds = quantity("--wait", wait, parse_duration_seconds) if wait is not None else None
     tier = options_of(root).tiers[0]
     nearest = Repository(open_storage(tier.url, tier.for_storage()))
     before = {parsed.id for parsed in nearest.ids()} if seconds is not None else set()
@@ -462,20 +462,6 @@ def wait_for(found: Callable[[], bool], seconds: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise WaitTimeoutError(f"{what} within {seconds:g} s; the run was asked and goes on with it")
         pause.wait(LOOK_SECONDS)
-
-
-def seconds_of(text: str | None) -> float | None:
-    """The value of `--wait`.
-
-    Raises:
-        ConfigError: not a duration.
-    """
-    if text is None:
-        return None
-    try:
-        return parse_duration_seconds(text)
-    except ValueError as err:
-        raise ConfigError(f"--wait: {err}, got {text!r}") from err
 
 
 def _who() -> str:

@@ -23,7 +23,8 @@ from ckpt_engine.observe.log import LogSink, level_of
 from ckpt_engine.restore import ask_tiers, choose
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.store import names
+from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
@@ -191,6 +192,21 @@ def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monk
     assert near.asked == 2
     assert found.repairs
     assert "the cable is out" in found.repairs[0].why
+
+
+def test_a_manifest_that_places_have_alike_is_decoded_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of them lacks data, and the others have to be looked at."""
+    decode, decoded = manifest_codec.decode, list[int]()
+
+    def counting(data: bytes) -> Manifest:
+        decoded.append(len(data))
+        return decode(data)
+
+    monkeypatch.setattr(manifest_codec, "decode", counting)
+    next((run / "near" / "data").glob(f"{ids(run)[-1]}*")).unlink()
+    found = restore.load(where(run))
+    assert found is not None and found.info.step == 3 and same(found.state, state(3))
+    assert len(decoded) == 1
 
 
 class Crowded(LocalStorage):

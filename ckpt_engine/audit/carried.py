@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -346,11 +346,15 @@ def frames_around(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames that are not our own, innermost first."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
-        file = frame.f_code.co_filename
-        if not file.startswith("<frozen") and not any(part in file for part in OURS):
+        if not _is_ours(frame.f_code.co_filename):
             count += 1
             yield frame
         frame = frame.f_back
+
+
+@cache
+def _is_ours(file: str) -> bool:
+    return file.startswith("<frozen") or any(part in file for part in OURS)
 
 
 def is_of_user(frame: FrameType) -> bool:

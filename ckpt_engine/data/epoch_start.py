@@ -23,8 +23,6 @@ from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
 from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder, deref
 from ckpt_engine.errors import MismatchError
 
-__all__ = ["Make", "Starter"]
-
 Make = Callable[[], Iterator[Any]]
 
 

@@ -25,7 +25,9 @@ from ckpt_engine.data import native, streams
 from ckpt_engine.data.private_names import is_of_datasets
 
 Samples = dict[str, Any]
-"""By path: `{"length": …, "checksum": …}`, of floats `{"length": …, "floats": […]}`."""
+"""By path: `{"length": …, "checksum": …}`, of floats `{"length": …, "floats": bytes}`.
+
+Of float64; earlier versions have written a list."""
 
 _NODES = 16
 _PICKED = 256
@@ -149,7 +151,7 @@ def _described(value: Any) -> dict[str, Any] | None:
     elif isinstance(value, np.ndarray) and value.dtype != object:
         value = np.stack([value[i].reshape(-1)[:_ROW] for i in _spread(length, _ROWS)]) if length else value
     if isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating):
-        return {"length": length, "floats": value.astype(np.float64).reshape(-1).tolist()}
+        return {"length": length, "floats": value.astype("<f8").tobytes()}
     if isinstance(value, range):
         value = [value.start, value.stop, value.step]
     elif not isinstance(value, np.ndarray):
@@ -168,9 +170,8 @@ def _arrow_rows(node: Any, length: int | None) -> list[str] | None:
 def _alike(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     if "floats" not in then or "floats" not in now:
         return bool(then.get("checksum") == now.get("checksum"))
-    if len(then["floats"]) != len(now["floats"]):
-        return False
-    return bool(np.allclose(then["floats"], now["floats"], rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True))
+    one, other = (np.frombuffer(x, "<f8") if isinstance(x, bytes) else x for x in (then["floats"], now["floats"]))
+    return len(one) == len(other) and np.allclose(one, other, rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True)
 
 
 def _text(value: Any) -> str:

@@ -21,29 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data.private_names import forgets_its_buffer, is_of_datasets, refuses_states_of_workers
 
-__all__ = [
-    "before",
-    "begin_anew",
-    "capture",
-    "capture_dataset",
-    "continue_once",
-    "dataset_state",
-    "epochs",
-    "has_native_position",
-    "holds_state",
-    "is_finished",
-    "is_stateful",
-    "keeps_nothing",
-    "load",
-    "orders",
-    "repeats_work",
-    "reset",
-    "restore",
-    "set_epochs",
-    "starts_by_itself",
-    "why_replayed",
-]
-
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
 _MOST_PARTS = 64
 _MOST_ITEMS = 16

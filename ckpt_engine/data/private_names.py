@@ -27,23 +27,6 @@ from torch.utils.data._utils import worker as _worker
 
 from ckpt_engine.errors import CkptError
 
-__all__ = [
-    "DATASETS_NAMES",
-    "assume_worker_role",
-    "discard_iterator",
-    "finish_dealt",
-    "forgets_its_buffer",
-    "is_of_datasets",
-    "is_dead_worker",
-    "knows_its_end",
-    "live_iterator",
-    "missing",
-    "refuses_states_of_workers",
-    "replace_index_sampler",
-    "rotate_workers",
-    "takes_indices_from",
-]
-
 _FETCHER = "_dataset_fetcher"
 _ITERATOR = "_iterator"
 _INDEX_SAMPLER = "_index_sampler"

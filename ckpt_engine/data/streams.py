@@ -34,31 +34,6 @@ from ckpt_engine.data import native, rng
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.plugins import is_function_of_user
 
-__all__ = [
-    "Counters",
-    "StandIn",
-    "Streams",
-    "capture",
-    "capture_generators",
-    "capture_samplers",
-    "changed_counters",
-    "counters",
-    "draws_at_start_only",
-    "fields_of",
-    "holders",
-    "kept_by_dataset",
-    "kept_by",
-    "path_of",
-    "put_back",
-    "restore",
-    "restore_counters",
-    "restore_epochs",
-    "restore_generators",
-    "restore_holders",
-    "same",
-    "sampler_types",
-]
-
 Streams = dict[str, Any]
 """`{"rng": global streams, "generators": {path: state}, "counters": {path: value}, "samplers": {path: state}}`."""
 Counters = dict[str, Any]

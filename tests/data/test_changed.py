@@ -289,6 +289,18 @@ def test_features_of_another_machine_are_the_same() -> None:
     assert attach(again).load_state(saved[0]).exactness.level is Level.EXACT
 
 
+def test_features_that_an_earlier_version_has_saved_as_numbers_are_compared() -> None:
+    """Later ones have them as bytes."""
+    features = torch.randn(30, 3)
+    state, _, _ = after(2, DataLoader(TensorDataset(torch.arange(30), features), batch_size=4))
+    (row,) = [one for one in state["fingerprint"]["samples"].values() if "floats" in one]
+    row["floats"] = features.double().reshape(-1).tolist()
+    same, other = (DataLoader(TensorDataset(torch.arange(30), one), batch_size=4) for one in (features, features + 1))
+    assert attach(same).load_state(state).exactness.level is Level.EXACT
+    with pytest.raises(MismatchError, match="split"):
+        attach(other).load_state(state)
+
+
 def test_no_sample_is_loaded_to_tell_a_split() -> None:
     """A sample may take seconds, and may draw."""
 

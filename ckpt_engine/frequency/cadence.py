@@ -79,31 +79,6 @@ class Cadence:
     idle_seconds = 0.0
     # That ranks have waited for each other: `rank_decisions.Waits`.
 
-    _account: Account
-    _add_clean: Callable[[float], None]
-    _disturbed: bool
-    _durable_instant: float
-    _durable_step: int
-    _failures_in_a_row: int
-    _fixed: FixedTriggers
-    _held_back: bool
-    _in_flight: deque[UnsettledSnapshot]
-    _mark: float
-    _memory_review: int
-    _next: int
-    _obstacle: str | None
-    _paused: float
-    _pending: str | None
-    _quiet_step: int
-    _retry_time: float
-    _settled: list[Settled]
-    _taken_step: int
-    _taken_time: float
-    _taken_trained: float
-    _wake_step: float
-    _wake_time: float
-    _warm_up: int
-
     def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, ranks: int = 1) -> None:
         self._settings = settings
         self._now: Callable[[], float] = clock.monotonic
@@ -125,6 +100,31 @@ class Cadence:
         """Snapshots that were not taken, because the next one was due before a slot was free."""
         self._begin(0, self._began)
         self._next = _NOT_STARTED
+
+    def _begin(self, step: int, now: float) -> None:
+        self._steps = StepTimes(self._steps.prior)
+        self._account = Account(self._account.earlier)
+        self._fixed = FixedTriggers(self._settings, step=step, now=now)
+        if self._adaptive is not None:
+            self._adaptive.restart(step)
+        if self._memory is not None:
+            self._memory.restart(step, now)
+        self._in_flight: deque[UnsettledSnapshot] = deque()
+        self._settled: list[Settled] = []
+        self._pending: str | None = None
+        self._obstacle: str | None = None
+        self._held_back = self._disturbed = False
+        self._mark = self._taken_time = self._durable_instant = now
+        self._paused = self._taken_trained = 0.0
+        self._failures_in_a_row = 0
+        self._retry_time = -math.inf
+        self._next = step + 1
+        self._taken_step = self._durable_step = self._quiet_step = step
+        self._warm_up = WARM_UP_STEPS
+        self._add_clean: Callable[[float], None] = self._add_warm_up
+        self._wake_step: float = -1
+        self._wake_time = math.inf
+        self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
 
     # ------------------------------------------------------------------ the step
 
@@ -392,31 +392,6 @@ class Cadence:
         self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
         self._add_clean = self._add_warm_up
-
-    def _begin(self, step: int, now: float) -> None:
-        self._steps = StepTimes(self._steps.prior)
-        earlier = self._account.earlier
-        self._account = Account()
-        self._account.earlier = earlier
-        self._fixed = FixedTriggers(self._settings, step=step, now=now)
-        if self._adaptive is not None:
-            self._adaptive.restart(step)
-        if self._memory is not None:
-            self._memory.restart(step, now)
-        self._in_flight = deque()
-        self._settled = []
-        self._pending = self._obstacle = None
-        self._held_back = self._disturbed = False
-        self._mark = self._taken_time = self._durable_instant = now
-        self._paused = self._taken_trained = 0.0
-        self._failures_in_a_row = 0
-        self._retry_time = -math.inf
-        self._next = step + 1
-        self._taken_step = self._durable_step = self._quiet_step = step
-        self._warm_up = WARM_UP_STEPS
-        self._add_clean = self._add_warm_up
-        self._wake_step, self._wake_time = -1, math.inf
-        self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
 
     def _add_warm_up(self, _seconds: float) -> None:
         """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""

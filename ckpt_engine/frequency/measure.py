@@ -44,15 +44,16 @@ class Usual:
         value: what is believed before anything was added.
         trim: the share of values that is left out at each end: up to so many may be anything. The more, the further it
             is from the mean of a skewed distribution.
-    """
 
-    __slots__ = ("_believed", "_error", "_trim", "_values", "count")
+    Attributes:
+        value: what is believed now.
+    """
 
     WINDOW = 128
     RISEN, FALLEN = 3, 2
 
     def __init__(self, value: float = 0.0, trim: float = 0.25) -> None:
-        self._believed, self._trim = value, trim
+        self.value, self._trim = value, trim
         self._values: deque[float] = deque(maxlen=self.WINDOW)
         self._error: float | None = 0.0
         self.count = 0
@@ -64,18 +65,14 @@ class Usual:
         every = list(self._values)
         risen, fallen = every[-self.RISEN :], every[-self.FALLEN :]
         if min(every) == max(every):  # nothing has changed: the look at quantiles below costs more than all else
-            self._believed, self._error = value, 0.0
+            self.value, self._error = value, 0.0
             return False
         if len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
-        self._believed, self._error = middle_mean(self._values, self._trim), None
+        self.value, self._error = middle_mean(self._values, self._trim), None
         return len(self._values) < min(len(every), self.WINDOW)
-
-    @property
-    def value(self) -> float:
-        return self._believed
 
     @property
     def kept(self) -> int:
@@ -98,8 +95,6 @@ class Outliers:
     One in the last `WINDOW` values is chance; from the second on their share is that of the mean which no robust
     estimate sees. Few values count as if there were `LEAST`, so that two early ones are not taken for the rule.
     """
-
-    __slots__ = ("_excess",)
 
     WINDOW = 200
     LARGE = 4.0
@@ -150,8 +145,6 @@ class SlowSteps:
     there are hardly any else. Where there are, as many as were seen must be improbable too: a run looks hundreds of
     times, and what it believes by mistake stays for as long as the next snapshots take.
     """
-
-    __slots__ = ("_recent", "seconds")
 
     WINDOW = 16
     LEAST = 3
@@ -209,8 +202,6 @@ class StepTimes:
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
     """
-
-    __slots__ = ("_busy", "_disturbed", "_disturbed_steps", "_shift_seen", "_summary", "_summary_of", "clean", "prior")
 
     def __init__(self, prior: float | None = None) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
@@ -349,20 +340,6 @@ class _Summary(NamedTuple):
 
 class CostMeter:
     """What one snapshot costs, from those so far; one that is unlike the others moves no estimate."""
-
-    __slots__ = (
-        "_believed",
-        "_busy",
-        "_jitter",
-        "_latencies",
-        "_noise",
-        "_outliers",
-        "_slow",
-        "_slowdown",
-        "_stall",
-        "_written",
-        "slowdown_seconds",
-    )
 
     def __init__(self) -> None:
         self._stall, self._outliers = Usual(), Outliers()

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.intervals import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
@@ -454,15 +454,8 @@ class FrequencySettings:
         cls,
         *,
         overhead: float | None = None,
-        max_lost_work_seconds: float | Mapping[str, float] | None = None,
-        mtbf_seconds: float | None = None,
-        every_n_steps: int | None = None,
-        every_seconds: float | None = None,
-        on_validation_end: bool = False,
-        at_end: bool = True,
-        slots: int = 1,
-        bandwidth_bytes_per_second: float | None = None,
         memory: tuple[int | None, float | None, bool] | None = None,
+        **options: Any,
     ) -> FrequencySettings:
         """The settings a user means who gave only some of the options (None: not given).
 
@@ -470,18 +463,7 @@ class FrequencySettings:
         adaptive trigger off; everything else leaves it on, with the default budget where none was given. `memory` is
         the rhythm of the memory tier in steps and seconds, and whether it is mirrored.
         """
-        fixed = every_n_steps is not None or every_seconds is not None
-        if overhead is None and not (fixed and max_lost_work_seconds is None):
+        fixed = any(options.get(name) is not None for name in ("every_n_steps", "every_seconds"))
+        if overhead is None and not (fixed and options.get("max_lost_work_seconds") is None):
             overhead = DEFAULT_OVERHEAD
-        return cls(
-            overhead=overhead,
-            max_lost_work_seconds=max_lost_work_seconds,
-            mtbf_seconds=mtbf_seconds,
-            every_n_steps=every_n_steps,
-            every_seconds=every_seconds,
-            on_validation_end=on_validation_end,
-            at_end=at_end,
-            slots=slots,
-            bandwidth_bytes_per_second=bandwidth_bytes_per_second,
-            memory=None if memory is None else MemoryRhythm(*memory),
-        )
+        return cls(overhead=overhead, memory=None if memory is None else MemoryRhythm(*memory), **options)

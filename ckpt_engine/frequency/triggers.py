@@ -12,7 +12,6 @@ stalls all end up there and are paid back by waiting longer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ckpt_engine.frequency.measure import Usual
@@ -29,28 +28,6 @@ MEMORY: Final = "memory"
 """Of snapshots that only stay in memory; they become durable if the trainer dies."""
 
 
-@dataclass(frozen=True, slots=True)
-class EveryNSteps:
-    """Fires at the multiples of `steps`, so that a resumed run keeps the grid of the first one."""
-
-    steps: int
-
-    def next_step(self, step: int) -> int:
-        """The first step after `step` at which it fires."""
-        return (step // self.steps + 1) * self.steps
-
-
-@dataclass(frozen=True, slots=True)
-class EverySeconds:
-    """Fires `seconds` after it fired last, at the first boundary from then on."""
-
-    seconds: float
-
-    def next_time(self, fired: float) -> float:
-        """The earliest time of the next firing; `fired` is when it fired last, or when training started."""
-        return fired + self.seconds
-
-
 class FixedTriggers:
     """The fixed triggers of one run and what has fired so far.
 
@@ -62,53 +39,48 @@ class FixedTriggers:
         now: monotonic seconds.
     """
 
-    __slots__ = ("_at_end", "_every_n", "_every_seconds", "_on_validation", "_validated", "wake_step", "wake_time")
-
     def __init__(self, settings: FrequencySettings, *, step: int, now: float) -> None:
-        self._every_n = EveryNSteps(settings.every_n_steps) if settings.every_n_steps else None
-        self._every_seconds = EverySeconds(settings.every_seconds) if settings.every_seconds else None
-        self._on_validation = settings.on_validation_end
-        self._at_end = settings.at_end
-        self._validated = False
-        self.wake_step: float = self._every_n.next_step(step) if self._every_n else math.inf
-        self.wake_time: float = self._every_seconds.next_time(now) if self._every_seconds else math.inf
+        self._settings = settings
+        self.validation_due = False
+        self.wake_step, self.wake_time = self._next_step(step), self._next_time(now)
+
+    def _next_step(self, step: int) -> float:
+        """The next multiple after `step`, so that a resumed run keeps the grid of the first one."""
+        steps = self._settings.every_n_steps
+        return (step // steps + 1) * steps if steps else math.inf
+
+    def _next_time(self, fired: float) -> float:
+        return fired + (self._settings.every_seconds or math.inf)
 
     def validation_ended(self) -> None:
         """A validation ended; matters only where it is a trigger."""
-        self._validated = self._on_validation
-
-    @property
-    def validation_due(self) -> bool:
-        return self._validated
+        self.validation_due = self._settings.on_validation_end
 
     def fire(self, step: int, now: float) -> str | None:
         """The reason of the first trigger due at this boundary; all that are due count as fired."""
         reason = None
-        if self._every_seconds is not None and now >= self.wake_time:
-            self.wake_time = self._every_seconds.next_time(now)
-            reason = EVERY_SECONDS
-        if self._every_n is not None and step >= self.wake_step:
-            self.wake_step = self._every_n.next_step(step)
-            reason = EVERY_N_STEPS
-        if self._validated:
-            self._validated = False
-            reason = VALIDATION
+        if now >= self.wake_time:
+            self.wake_time, reason = self._next_time(now), EVERY_SECONDS
+        if step >= self.wake_step:
+            self.wake_step, reason = self._next_step(step), EVERY_N_STEPS
+        if self.validation_due:
+            self.validation_due, reason = False, VALIDATION
         return reason
 
     def at_end(self, step: int, taken_step: int) -> str | None:
         """`end` if training ends at `step` with work the snapshot at `taken_step` does not hold."""
-        return END if self._at_end and step > taken_step else None
+        return END if self._settings.at_end and step > taken_step else None
 
     def describe(self) -> str:
         """The fixed triggers in one line."""
-        parts = []
-        if self._every_n is not None:
-            parts.append("every step" if self._every_n.steps == 1 else f"every {self._every_n.steps} steps")
-        if self._every_seconds is not None:
-            parts.append(f"every {duration(self._every_seconds.seconds)}")
-        if self._on_validation:
+        parts, settings = [], self._settings
+        if (steps := settings.every_n_steps) is not None:
+            parts.append("every step" if steps == 1 else f"every {steps} steps")
+        if settings.every_seconds is not None:
+            parts.append(f"every {duration(settings.every_seconds)}")
+        if settings.on_validation_end:
             parts.append("after each validation")
-        if self._at_end:
+        if settings.at_end:
             parts.append("at the end")
         return f"{', '.join(parts) or 'never'}: fixed"
 
@@ -171,18 +143,6 @@ class AdaptiveTrigger:
     Args:
         settings: `overhead` is not None.
     """
-
-    __slots__ = (
-        "_assumed_seconds",
-        "_budget",
-        "_first_within",
-        "_windows",
-        "_windows_without_quiet",
-        "calibrating",
-        "decision",
-        "review_step",
-        "uneven",
-    )
 
     def __init__(self, settings: FrequencySettings) -> None:
         assert settings.overhead is not None
@@ -305,13 +265,9 @@ class Account:
         earlier: clean training and overhead of earlier attempts of this run, which only `overhead_fraction` counts.
     """
 
-    __slots__ = ("_clean", "_credit", "_spent", "earlier", "paused_seconds", "slowdown_seconds", "training_seconds")
-
-    def __init__(self) -> None:
-        self.training_seconds = 0.0
-        self.paused_seconds = 0.0
-        self.slowdown_seconds = 0.0
-        self.earlier = (0.0, 0.0)
+    def __init__(self, earlier: tuple[float, float] = (0.0, 0.0)) -> None:
+        self.training_seconds = self.paused_seconds = self.slowdown_seconds = 0.0
+        self.earlier = earlier
         self._credit: float | None = None
         self._clean = 0.0
         self._spent = 0.0
@@ -371,18 +327,6 @@ class MemoryTrigger:
         interval_seconds: the interval in force, in seconds of training; infinite: none is due.
         limit_seconds: the most work that a failure may cost which leaves memory alive.
     """
-
-    __slots__ = (
-        "_cost",
-        "_first",
-        "_open_seconds",
-        "_rhythm",
-        "_step",
-        "_time",
-        "_trained",
-        "interval_seconds",
-        "limit_seconds",
-    )
 
     def __init__(self, rhythm: MemoryRhythm) -> None:
         self._rhythm = rhythm

@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpt_engine.config.sections import Status
 from ckpt_engine.observe.log import LOGGER_NAME
-from ckpt_engine.observe.metrics import Standing
+from ckpt_engine.observe.metrics import Standing, TierStanding
 from ckpt_engine.observe.units import duration, size
 
 MARGIN = 1.25
@@ -41,22 +41,6 @@ class StopChoice(StrEnum):
     """Take no new one: let what is being written finish."""
     NOTHING = "nothing"
     """Nothing that is not durable already becomes so in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierFacts:
-    """A tier, as far as it is known.
-
-    Args:
-        bytes_per_second: measured, with all that committing costs; None: nothing was written there yet.
-        newest_step: of the newest snapshot that is durable there.
-        copying_step: of the snapshot on its way there; only of further tiers.
-    """
-
-    url: str
-    bytes_per_second: float | None
-    newest_step: int | None = None
-    copying_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +70,7 @@ class StopFacts:
     step: int
     grace_seconds: float
     state_bytes: float
-    tiers: tuple[TierFacts, ...]
+    tiers: tuple[TierStanding, ...]
     boundary_seconds: float = 0.0
     stall_seconds: float = 0.0
     in_flight: tuple[PendingSnapshot, ...] = ()
@@ -156,7 +140,7 @@ def plan_stop(facts: StopFacts) -> StopPlan:
     return _explained(plan, facts, candidates)
 
 
-def write_seconds(tier: TierFacts, nbytes: float) -> float:
+def write_seconds(tier: TierStanding, nbytes: float) -> float:
     """How long `nbytes` take to become durable on `tier`, with the margin; 0 where its speed is not known."""
     return MARGIN * nbytes / tier.bytes_per_second if tier.bytes_per_second else 0.0
 
@@ -199,11 +183,9 @@ def _outcomes(facts: StopFacts, step: int | None, seconds: float) -> Iterator[Ti
     for tier in further:
         copy = write_seconds(tier, facts.state_bytes) if tier.bytes_per_second else math.inf
         has = TierOutcome(tier.url, tier.newest_step, 0.0 if tier.newest_step is not None else math.inf)
-        if step is not None and (tier.newest_step is None or tier.newest_step < step):
-            if seconds + copy <= facts.grace_seconds:
-                has = TierOutcome(tier.url, step, seconds + copy)
-            elif tier.copying_step is not None and copy <= facts.grace_seconds:
-                has = TierOutcome(tier.url, tier.copying_step, copy)
+        is_newer = step is not None and (tier.newest_step is None or tier.newest_step < step)
+        if is_newer and seconds + copy <= facts.grace_seconds:
+            has = TierOutcome(tier.url, step, seconds + copy)
         yield has
 
 
@@ -340,31 +322,19 @@ def outlook(
     )
 
 
-_OF_RUN = (
-    "step",
-    "durable_step",
-    "age_of_last_durable_seconds",
-    "work_at_risk_seconds",
-    "work_at_risk_steps",
-    "seconds_to_durable",
-    "snapshots_in_flight",
-)
-_OF_TIER = ("newest_step", "age_seconds", "bytes_per_second", "away")
-
-
 def prometheus(found: Outlook, numbers: Mapping[str, float]) -> str:
     """Everything in Prometheus' text format (version 0.0.4): gauges named `ckpt_...`; what is not known is left out.
 
     Args:
         numbers: more of them, as loggers get them.
     """
-    values = {name: getattr(found, name) for name in _OF_RUN} | {"stopping": found.stopping is not None}
+    values = found.to_json() | {"stopping": found.stopping is not None}
+    tiers = {f'{{tier="{_escaped(tier.pop("url"))}"}}': tier for tier in values.pop("tiers")}
     lines: list[str] = []
     for name, value in (dict(numbers) | values).items():
         lines += _gauge(f"ckpt_{name}", [("", value)])
-    for name in _OF_TIER:
-        rows = [(f'{{tier="{_escaped(tier.url)}"}}', getattr(tier, name)) for tier in found.tiers]
-        lines += _gauge(f"ckpt_tier_{name}", rows)
+    for name in next(iter(tiers.values())):
+        lines += _gauge(f"ckpt_tier_{name}", [(labels, tier[name]) for labels, tier in tiers.items()])
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
 """The fixed triggers, one by one and together."""
 
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.triggers import EveryNSteps, EverySeconds, FixedTriggers
+from ckpt_engine.frequency.triggers import FixedTriggers
 
 
 def triggers(step: int = 0, now: float = 0.0, **settings: object) -> FixedTriggers:
@@ -10,15 +10,15 @@ def triggers(step: int = 0, now: float = 0.0, **settings: object) -> FixedTrigge
 
 def test_every_n_steps_keeps_its_grid_from_any_start() -> None:
     """A run resumed at step 130 fires at 200, not at 230."""
-    trigger = EveryNSteps(100)
-    assert [trigger.next_step(step) for step in (0, 99, 100, 130, 199)] == [100, 100, 200, 200, 200]
+    found = [triggers(step, every_n_steps=100).wake_step for step in (0, 99, 100, 130, 199)]
+    assert found == [100, 100, 200, 200, 200]
 
 
 def test_every_seconds_counts_from_its_last_firing() -> None:
     """A late firing does not cause a burst."""
     fixed = triggers(every_seconds=10.0)
     assert [now for now in (5.0, 10.0, 12.0, 35.0, 40.0, 46.0) if fixed.fire(1, now)] == [10.0, 35.0, 46.0]
-    assert EverySeconds(10.0).next_time(35.0) == 45.0
+    assert triggers(now=35.0, every_seconds=10.0).wake_time == 45.0
 
 
 def test_every_n_steps_fires_once_when_a_multiple_was_jumped_over() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.preempt.stop_plan import MARGIN, PendingSnapshot, StopChoice, StopFacts, TierFacts, plan_stop
+from ckpt_engine.observe.metrics import TierStanding
+from ckpt_engine.preempt.stop_plan import MARGIN, PendingSnapshot, StopChoice, StopFacts, plan_stop
 
 MB, GB = 1e6, 1e9
 NEAR, FAR = "file:///run", "s3://bucket/run"
@@ -17,7 +18,7 @@ NEAR, FAR = "file:///run", "s3://bucket/run"
 
 def facts(**given: object) -> StopFacts:
     """A run at a boundary of step 100, 4 GB of state, one tier of 1 GB/s that has step 90, 30 s left."""
-    usual = StopFacts(100, 30.0, 4 * GB, (TierFacts(NEAR, 1 * GB, 90),), stall_seconds=0.2)
+    usual = StopFacts(100, 30.0, 4 * GB, (TierStanding(NEAR, 1 * GB, 90),), stall_seconds=0.2)
     return dataclasses.replace(usual, **given)  # type: ignore[arg-type]
 
 
@@ -74,36 +75,35 @@ def test_nothing_is_promised_where_nothing_fits() -> None:
     assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.NOTHING, 90, 10)
     assert "the snapshot of step 90 is durable on file:///run already" in plan.why
     assert "10 steps are lost" in plan.why
-    plan = plan_stop(facts(grace_seconds=1.0, tiers=(TierFacts(NEAR, 1 * GB),)))
+    plan = plan_stop(facts(grace_seconds=1.0, tiers=(TierStanding(NEAR, 1 * GB),)))
     assert (plan.step, plan.lost_steps, plan.seconds) == (None, None, math.inf)
     assert "all work is lost" in plan.why
 
 
 def test_without_a_measured_speed_a_snapshot_is_tried_and_nothing_promised() -> None:
     """The first snapshot of a run may be the one that is asked for."""
-    plan = plan_stop(facts(tiers=(TierFacts(NEAR, None),)))
+    plan = plan_stop(facts(tiers=(TierStanding(NEAR, None),)))
     assert (plan.choice, plan.certain) == (StopChoice.SNAPSHOT, False)
     assert "whose speed is not known yet" in plan.why
 
 
 def test_a_step_that_is_durable_already_is_not_taken_again() -> None:
     """A stop right after a snapshot costs nothing."""
-    plan = plan_stop(facts(tiers=(TierFacts(NEAR, 1 * GB, 100),)))
+    plan = plan_stop(facts(tiers=(TierStanding(NEAR, 1 * GB, 100),)))
     assert (plan.choice, plan.step, plan.seconds) == (StopChoice.NOTHING, 100, 0.0)
 
 
 @pytest.mark.parametrize(
     ("far", "step"),
     [
-        (TierFacts(FAR, 400 * MB, 80), 100),  # 5.2 s + 12.5 s
-        (TierFacts(FAR, 170 * MB, 80, copying_step=90), 90),  # 29.4 s: only the copy that is under way
-        (TierFacts(FAR, 50 * MB, 80, copying_step=90), 80),
-        (TierFacts(FAR, None, 80), 80),
+        (TierStanding(FAR, 400 * MB, 80), 100),  # 5.2 s + 12.5 s
+        (TierStanding(FAR, 170 * MB, 80), 80),  # 29.4 s for the copy alone
+        (TierStanding(FAR, None, 80), 80),
     ],
 )
-def test_each_further_tier_has_a_forecast_of_its_own(far: TierFacts, step: int) -> None:
-    """The upload that fits, the one that is under way, or the nearest tier only."""
-    plan = plan_stop(facts(tiers=(TierFacts(NEAR, 1 * GB, 90), far)))
+def test_each_further_tier_has_a_forecast_of_its_own(far: TierStanding, step: int) -> None:
+    """The upload that fits, or what it has already."""
+    plan = plan_stop(facts(tiers=(TierStanding(NEAR, 1 * GB, 90), far)))
     assert (plan.step, plan.tiers[1].step) == (100, step)
     assert (f"on {FAR} in" if step == 100 else f"{FAR} ends with step {step}") in plan.why
 
@@ -124,8 +124,7 @@ def runs(draw: st.DrawFn) -> StopFacts:
         grace_seconds=draw(st.floats(0, 300)),
         state_bytes=draw(st.floats(0, 1e11)),
         tiers=tuple(
-            TierFacts(url, draw(speeds), near, draw(st.none() | steps) if number else None)
-            for number, (url, near) in enumerate(((NEAR, newest), (FAR, draw(st.none() | steps))))
+            TierStanding(url, draw(speeds), near) for url, near in ((NEAR, newest), (FAR, draw(st.none() | steps)))
         ),
         boundary_seconds=draw(st.just(0.0) | st.floats(0, 400)),
         stall_seconds=draw(st.floats(0, 10)),
@@ -229,7 +228,7 @@ def test_full_scale(
     run = facts(
         grace_seconds=grace,
         state_bytes=gigabytes * GB,
-        tiers=(TierFacts(NEAR, speed, 90),),
+        tiers=(TierStanding(NEAR, speed, 90),),
         boundary_seconds=grace * step_share,
         stall_seconds=0.05 * gigabytes,
         in_flight=() if flying is None else (PendingSnapshot(99, flying * gigabytes * GB),),

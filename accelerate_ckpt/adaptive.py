@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -27,15 +26,15 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.loop.components import (
     OWN_KEY,
-    Counted,
     Counters,
     NamedParts,
     Shapes,
+    Surroundings,
     put_back,
     state_of,
     weight_shapes,
 )
-from ckpt_engine.loop.distributed_models import clean_name, flat_models, is_flat
+from ckpt_engine.loop.distributed_models import flat_models, is_flat
 from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.observe.curves import Curves
 from ckpt_engine.observe.resume_report import NotRestored, Restored
@@ -85,7 +84,7 @@ class AdaptiveCheckpoint(Tracker):
                 f"the first argument is a {type(accelerator).__name__}, not the Accelerator",
                 hint="AdaptiveCheckpoint(accelerator, 'ckpt.yaml')",
             )
-        engine = Engine(config, ranks=ranks_of(accelerator, AcceleratorInternals(accelerator)), **options)
+        engine = Engine(config, ranks=ranks_of(accelerator), **options)
         self._internals = internals = AcceleratorInternals(accelerator)
         internals.probe()
         parts = AcceleratedParts(accelerator, internals)
@@ -312,11 +311,8 @@ _HINTS = {
 }
 
 
-def ranks_of(accelerator: Accelerator, internals: AcceleratorInternals) -> Ranks | None:
-    """All ranks of `accelerator`; None: it is one process. What was prepared is looked at when a snapshot is.
-
-    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
-    Everything else is that of rank 0, and streams and positions are each rank's own.
+def ranks_of(accelerator: Accelerator) -> Ranks | None:
+    """All ranks of `accelerator`; None: it is one process. Streams and positions are each rank's own.
 
     Raises:
         ConfigError: the processes divide the state in ways that are not supported.
@@ -330,23 +326,10 @@ def ranks_of(accelerator: Accelerator, internals: AcceleratorInternals) -> Ranks
             hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
         )
 
-    @cache
-    def names() -> frozenset[str]:
-        models = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in internals.models())
-        return frozenset(
-            clean_name(name) for model in models for name, _ in model.named_parameters(remove_duplicate=False)
-        )
-
-    def alike(path: tuple[Any, ...]) -> bool:
-        component = str(path[0])
-        if component.startswith("model"):
-            return len(path) == 2 and path[1] in names()
-        return component.startswith("optimizer") and len(path) > 1 and path[1] == "state"
-
-    return ProcessGroupRanks(own={OWN_KEY}, divides=alike)
+    return ProcessGroupRanks(own={OWN_KEY})
 
 
-class Accumulation:
+class Accumulation(Surroundings):
     """The accelerator's counter of `accumulate()`.
 
     Args:
@@ -366,14 +349,9 @@ class Accumulation:
         return not self._accelerator.sync_gradients
 
     def now(self) -> Counters:
-        return Counted({"step": self._internals.step}, self._curves)
+        step = self._internals.step
+        return Counters(lambda: {"step": step}, self._curves)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])
         return []
-
-    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
-        return [], []
-
-    def audited(self) -> Mapping[str, Any]:
-        return {}

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ckpt_engine.data import exactness
 from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName
+from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.observe.curves import Curve, WriterCurve
@@ -68,7 +68,7 @@ class AcceleratorInternals:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator: Any = accelerator
-        self._wrapped: dict[str, Any] = {}
+        self._replaced = Replaced()
 
     # ---- probing
 
@@ -79,10 +79,6 @@ class AcceleratorInternals:
             "shard": DataLoaderShard([0]),
             "dispatcher": DataLoaderDispatcher([0]),
         }
-
-    def missing(self) -> list[PrivateName]:
-        """The names that this version of Accelerate does not have."""
-        return undocumented.lacking(ACCELERATE_NAMES, self.owners())
 
     def probe(self) -> None:
         """Raises `CkptError` where this Accelerate lacks a name."""
@@ -185,17 +181,11 @@ class AcceleratorInternals:
         self._wrap("log", log)
 
     def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
-        self._wrapped[name] = vars(self._accelerator).get(name)
-        setattr(self._accelerator, name, replacement)
+        self._replaced.replace(self._accelerator, name, replacement)
 
     def unwrap(self) -> None:
         """Put the methods back."""
-        while self._wrapped:
-            name, before = self._wrapped.popitem()
-            if before is not None:
-                setattr(self._accelerator, name, before)
-            else:
-                vars(self._accelerator).pop(name, None)
+        self._replaced.undo()
 
 
 def is_known(writer: Any) -> bool:

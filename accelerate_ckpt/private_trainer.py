@@ -24,7 +24,7 @@ from transformers.trainer_utils import has_length
 
 from accelerate_ckpt.private import is_known
 from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName
+from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.observe.curves import Curve, TrackedRun, WriterCurve
 
 TRANSFORMERS_VERSION: str = version("transformers")
@@ -97,9 +97,8 @@ class TrainerInternals:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
         self._skip_first_batches: Any = None
-        self._before: dict[str, Any] = {}
+        self._replaced, self._first_step = Replaced(), Replaced()
         self._shown: torch.Tensor | None = None
-        self._carried: torch.Tensor | None = None
         self._variables: dict[str, str] = {}
 
     def owners(self) -> dict[str, Any]:
@@ -107,10 +106,6 @@ class TrainerInternals:
         methods = filter(inspect.isfunction, vars(Trainer).values())
         receivers = SimpleNamespace(**{one.__code__.co_varnames[0]: one for one in methods if one.__code__.co_argcount})
         return {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer, "method": receivers}
-
-    def missing(self) -> list[PrivateName]:
-        """The names that this version of transformers does not have."""
-        return undocumented.lacking(TRANSFORMERS_NAMES, self.owners())
 
     def probe(self) -> None:
         """Raises `CkptError` where this version lacks a name."""
@@ -187,8 +182,8 @@ class TrainerInternals:
     def unwrap(self) -> None:
         """Leave the trainer and its module as they were found."""
         self.unskip()
-        while self._before:
-            self._put_back(next(iter(self._before)))
+        self._first_step.undo()
+        self._replaced.undo()
 
     def recount_with(self, recount: Callable[[Any, int], int]) -> None:
         """`recount(loader, steps_of_an_epoch)` runs before the trainer reads where it resumes. Undone by `unwrap`.
@@ -217,18 +212,8 @@ class TrainerInternals:
         original = self._replace("get_eval_dataloader", get_eval_dataloader)
 
     def _replace(self, name: str, method: Any) -> Any:
-        """Put `method` on the instance; what was called before. Undone by `unwrap`."""
-        original = getattr(self._trainer, name)
-        self._before.setdefault(name, vars(self._trainer).get(name))
-        setattr(self._trainer, name, method)
-        return original
-
-    def _put_back(self, name: str) -> None:
-        before = self._before.pop(name)
-        if before is None:
-            vars(self._trainer).pop(name, None)
-        else:
-            setattr(self._trainer, name, before)
+        """See `Replaced`; undone by `unwrap`."""
+        return self._replaced.replace(self._trainer, name, method)
 
     # ---- counters
 
@@ -312,13 +297,12 @@ class TrainerInternals:
 
     def _carry(self, loss: torch.Tensor) -> None:
         """Add what was left of the loss to that of the first step, which the loop adds to nothing."""
-        self._shown = self._carried = loss
-        if "training_step" in self._before:
-            return
+        self._shown = loss
+        self._first_step.undo()
 
         def training_step(*arguments: Any, **more: Any) -> Any:
-            self._put_back("training_step")
+            self._first_step.undo()
             first = original(*arguments, **more)
-            return first + self._carried.to(first.device) if self._carried is not None else first
+            return first + loss.to(first.device)
 
-        original = self._replace("training_step", training_step)
+        original = self._first_step.replace(self._trainer, "training_step", training_step)

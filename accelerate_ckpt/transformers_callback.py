@@ -169,7 +169,7 @@ class TransformersCallback(TrainerCallback):
             _require(self, trainer)
             internals.probe()
 
-        engine = Engine(self.config, ranks=ranks_of(trainer.accelerator, AcceleratorInternals(trainer.accelerator)))
+        engine = Engine(self.config, ranks=ranks_of(trainer.accelerator))
         meet(engine, check)
         self._trainer, self._internals, self._engine = trainer, internals, engine
         engine.start()

@@ -16,7 +16,7 @@ from ckpt_engine.audit.attributes import DerivedObject
 from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.errors import ArgumentError, ResumeError
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
-from ckpt_engine.loop.components import Counters
+from ckpt_engine.loop.components import Counters, Surroundings
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.snapshot.arguments import plain_number, whole_number
 
@@ -32,7 +32,7 @@ _RANKS = "ranks"
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
 
 
-class TrainerSurroundings:
+class TrainerSurroundings(Surroundings):
     """The counters of one trainer.
 
     Args:
@@ -89,7 +89,7 @@ class TrainerSurroundings:
         state, callbacks = self._trainer.state, self._internals.callbacks
         step, epoch = counts(state, self._counted)
         values = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
-        return _Moment(
+        moment = _Moment(
             values | {"global_step": step, "epoch": epoch},
             len(state.log_history),
             [[type(one).__name__, _text_of(one.state())] for one in callbacks if isinstance(one, ExportableState)],
@@ -99,6 +99,7 @@ class TrainerSurroundings:
             self._shift,
             self._curves,
         )
+        return Counters(moment.dump, moment.notes)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._restore_state({_LONG: list(self._history), **json.loads(saved["state"])})

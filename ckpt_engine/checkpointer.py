@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ckpt_engine.config import Config, Options
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
-from ckpt_engine.loop.components import NamedParts, Nothing
+from ckpt_engine.loop.components import NamedParts, Surroundings
 from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.observe.log import LOGGER_NAME
@@ -293,7 +293,7 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
             "track() needs the optimizer: its steps are the steps of the run",
             hint="track(model=model, optimizer=optimizer, loader=loader)",
         )
-    return Tracker(engine, parts, sources, Nothing(), trainer="loop", folder=Path.cwd())
+    return Tracker(engine, parts, sources, Surroundings(), trainer="loop", folder=Path.cwd())
 
 
 def source_of(value: Any) -> LoaderSource | None:

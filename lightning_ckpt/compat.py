@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName
+from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.errors import CkptError
 from lightning_ckpt.compat_data import DataInternals
 
@@ -74,7 +74,7 @@ class LightningInternals(DataInternals):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._replaced = Replaced()
         self._undo_sigterm: Callable[[], None] = lambda: None
 
     # ---- probing
@@ -106,10 +106,6 @@ class LightningInternals(DataInternals):
             "csv_writer": ExperimentWriter,
         }
 
-    def missing(self) -> list[PrivateName]:
-        """The private names that this version of Lightning does not have."""
-        return undocumented.lacking(PRIVATE_NAMES, self.owners())
-
     def probe(self) -> None:
         """Raises where this Lightning is too old or lacks a name.
 
@@ -127,9 +123,7 @@ class LightningInternals(DataInternals):
 
     def wrap(self, owner: Any, name: str, replacement: Callable[..., Any] | None) -> None:
         """A method of one object, until `unwrap`."""
-        before = vars(owner).get(name)
-        setattr(owner, name, replacement)
-        self._wrapped.append((owner, name, before))
+        self._replaced.replace(owner, name, replacement)
 
     def wrap_resume_start(self, around: Callable[..., None]) -> None:
         """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
@@ -237,12 +231,7 @@ class LightningInternals(DataInternals):
         """Puts back every method that was wrapped, and the length of epochs."""
         self.reset_epoch_length()
         self._undo_sigterm()
-        while self._wrapped:
-            owner, name, before = self._wrapped.pop()
-            if before is None:
-                vars(owner).pop(name, None)
-            else:
-                setattr(owner, name, before)
+        self._replaced.undo()
 
     def set_callbacks(self, callbacks: list[Callback]) -> None:
         """Replace the list; a loop over the old one that is under way is not disturbed."""

@@ -40,7 +40,7 @@ from lightning_ckpt import run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.restart import is_lightnings
-from lightning_ckpt.run_state import BoundaryKind, Position, kind_of
+from lightning_ckpt.run_state import BoundaryKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class FitStepStart:
     """A boundary, as far as a step changes it before its optimizer steps.
 
     Args:
-        position: of the trainer.
+        kind: of the boundary.
         step: of the run.
         packed: our own entries of a snapshot, by name.
         moved: the same of what changes once a batch is there.
@@ -58,7 +58,7 @@ class FitStepStart:
         attributes: those that training had changed, as values that compare.
     """
 
-    position: Position
+    kind: BoundaryKind
     step: int
     packed: Mapping[str, Any]
     moved: Mapping[str, Any]
@@ -66,10 +66,6 @@ class FitStepStart:
     seen: Mapping[str, Any]
     obstacle: str
     attributes: Mapping[str, Any]
-
-    @property
-    def kind(self) -> BoundaryKind:
-        return kind_of(self.position)
 
     def undo(self, state: dict[str, Any]) -> None:
         """Take out of Lightning's part of a snapshot what the step that failed has done already."""
@@ -94,7 +90,7 @@ class FailingFit:
         budget: the share of training time that snapshots may cost.
         hidden: progress bar entries that are not the user's.
         audit: of the fit.
-        position: says where the trainer is, at a boundary.
+        kind: of the boundary that the trainer is at.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class FailingFit:
         budget: float,
         hidden: frozenset[str],
         audit: Audit,
-        position: Callable[[], Position],
+        kind: Callable[[], BoundaryKind],
     ) -> None:
         self.step = 0
         """Of the last boundary."""
@@ -114,7 +110,7 @@ class FailingFit:
         self._internals, self._loaders = internals, loaders
         self._hidden, self._audit = hidden, audit
         self.last: LastBoundary[FitStepStart] = LastBoundary(self._make, budget)
-        self._position, self._alone = position, trainer.world_size == 1
+        self._kind, self._alone = kind, trainer.world_size == 1
         self._obstacle: str | None = None
         self._loose: list[Loose] = []
         self._metrics: list[tuple[str, torch.nn.Module]] = []
@@ -137,9 +133,9 @@ class FailingFit:
         """
         before = self.last.record()
         require_unmoved(before.attributes, self._audit.frozen())
-        if self._internals.batches_in_epoch == before.position.batches_in_epoch and not self._internals.user_fetches:
+        if self._internals.batches_in_epoch == before.packed["batch"] and not self._internals.user_fetches:
             require_finite(self._trainer.optimizers)
-            return FitStepStart(before.position, before.step, _packed(before), {}, {}, {}, "", before.attributes)
+            return FitStepStart(before.kind, before.step, _packed(before), {}, {}, {}, "", before.attributes)
         if before.obstacle:
             raise ImpossibleError(before.obstacle)
         require_unmoved(before.seen, self._seen())
@@ -152,7 +148,7 @@ class FailingFit:
     # ---- at every boundary
 
     def _make(self) -> FitStepStart:
-        position, step = self._position(), self.step
+        kind, step = self._kind(), self.step
         attributes = self._audit.frozen(quick=True)
         internals = self._internals
         packed = {
@@ -162,25 +158,27 @@ class FailingFit:
             "progress": internals.progress,
             "should_stop": bool(self._trainer.should_stop),
             "epoch": self._trainer.current_epoch,
-            "batch": position.batches_in_epoch,
+            "batch": internals.batches_in_epoch,
         }
         if self._obstacle is None:
             self._obstacle = self._always()
-        obstacle = self._obstacle or ("it has gradients of earlier batches" if position.accumulating else "")
+        obstacle = self._obstacle or (
+            "it has gradients of earlier batches" if kind is BoundaryKind.ACCUMULATING else ""
+        )
         if obstacle:
-            return FitStepStart(position, step, packed, {}, {}, {}, obstacle, attributes)
+            return FitStepStart(kind, step, packed, {}, {}, {}, obstacle, attributes)
         try:
             compared = self._seen()
         except ImpossibleError as err:
             self._obstacle = str(err)
-            return FitStepStart(position, step, packed, {}, {}, {}, str(err), attributes)
+            return FitStepStart(kind, step, packed, {}, {}, {}, str(err), attributes)
         moved = {
             "results": run_state.results_now(internals),
             "metrics": components.dump_below(self._metrics, own=True),
             "tables": run_state.dump_tables(internals, self._hidden),
         }
         tensors = {one.key: one.tensor.detach().clone() for one in self._loose}
-        return FitStepStart(position, step, packed, moved, tensors, compared, "", attributes)
+        return FitStepStart(kind, step, packed, moved, tensors, compared, "", attributes)
 
     def _always(self) -> str:
         """Why a step that has its batch can never be undone in this fit, or ""."""

@@ -437,7 +437,7 @@ class FitResume:
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
         run_state.restore_tables(internals, module.device, own["tables"])
         if own["gradients"] is not None:
-            missing += run_state.restore_gradients(module, own["gradients"])
+            missing += components.put_back_gradients(module, own["gradients"])
         if own["flags"] != own["flags_at_start"]:
             if components.dump_flags(module) == own["flags_at_start"]:
                 components.restore_flags(module, own["flags"])

@@ -33,7 +33,7 @@ from lightning_ckpt.failing_fit import FailingFit, FenceGuard, FitStepStart, Sto
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import BAR_NAMES, Telemetry
-from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, FitInstant, Position, audited, kind_of
+from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, FitInstant, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
@@ -95,7 +95,7 @@ class FitRun:
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
         self._failing = FailingFit(
-            trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit, self._position
+            trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit, self._kind
         )
         self._not_saved = ""
 
@@ -271,10 +271,11 @@ class FitRun:
             self._announce()
 
     def obstacle(self) -> str | None:
-        return run_state.postponed(self._position())
+        # The gradients of an accumulation would make the state larger by a whole model, for a place a few batches away.
+        return "accumulating" if self._kind() is BoundaryKind.ACCUMULATING else None
 
     def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
-        handle = self._run.take(self._instant(kind_of(self._position())), reason, durable=durable)
+        handle = self._run.take(self._instant(self._kind()), reason, durable=durable)
         if handle is not None and durable:
             self._announced_optimizers |= self._optimizers_have_state
         return handle
@@ -287,12 +288,8 @@ class FitRun:
         if (stop := self.stopping.no_batch(error, where)) is not None:
             raise self.stopping.end(stop, self._take_here) from error
 
-    def _position(self) -> Position:
-        return Position(
-            batches_in_epoch=self._internals.batches_in_epoch,
-            accumulating=self._internals.accumulating,
-            validated=self._validated,
-        )
+    def _kind(self) -> BoundaryKind:
+        return kind_of(self._internals, validated=self._validated)
 
     # ---- guard.Listener: before any other callback
 
@@ -354,7 +351,7 @@ class FitRun:
             return
         if not self.engine.ready() and not self.engine.wait(0.0):
             return
-        kind = kind_of(self._position()) if self._internals.in_epoch else BoundaryKind.FINISHED
+        kind = self._kind() if self._internals.in_epoch else BoundaryKind.FINISHED
         self._run.take(self._instant(kind), "signal")
         self._run.complete_copies()
 
@@ -367,7 +364,7 @@ class FitRun:
         return self.take(reason, durable=True)
 
     def _instant(self, kind: BoundaryKind, before: FitStepStart | None = None) -> RunInstant:
-        batch = self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch
+        batch = self._internals.batches_in_epoch if before is None else before.packed["batch"]
         return RunInstant(
             step=self.step if before is None else before.step,
             epoch=self._trainer.current_epoch,
@@ -383,7 +380,7 @@ class FitRun:
 
     def _state(self, kind: BoundaryKind, before: FitStepStart | None = None) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals
-        accumulating = internals.accumulating if before is None else before.position.accumulating
+        accumulating = internals.accumulating if before is None else before.kind is BoundaryKind.ACCUMULATING
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
         gradients = accumulating or internals.skips_backward or not self._module.automatic_optimization
         extras: dict[str, Any] = {
@@ -402,7 +399,6 @@ class FitRun:
                 kind=kind,
                 loaders=loaders,
                 validation=self._loaders.validation_states(),
-                accumulating=accumulating,
                 gradients=gradients and kind is not BoundaryKind.FINISHED,
                 undo=None if before is None else before.undo,
                 extras=extras,

@@ -60,7 +60,6 @@ class FitInstant:
         kind: of the boundary.
         loaders: states of the training loaders, in order.
         validation: states of the validation loaders, in order.
-        accumulating: gradients wait for an optimizer step.
         gradients: include accumulated gradients.
         undo: takes out of Lightning's part what was done since; None: nothing was.
         extras: more of our own entries, or others in their place.
@@ -72,7 +71,6 @@ class FitInstant:
     kind: BoundaryKind
     loaders: list[Any]
     validation: list[Any]
-    accumulating: bool
     gradients: bool
     undo: Callable[[dict[str, Any]], None] | None
     extras: Mapping[str, Any]
@@ -120,7 +118,7 @@ class FitCapture:
         fit_loop["state_dict"].pop("combined_loader", None)
         if instant.undo is not None:
             instant.undo(state)
-        _canonicalise(fit_loop, instant.kind, accumulating=instant.accumulating)
+        _canonicalise(fit_loop, instant.kind)
         self._drop_unstorable(state)
         hidden, large = instant.audit.state()
         values = own_values(state, self._ranks)
@@ -203,14 +201,13 @@ class FitCapture:
                 state[key] = {n: v for n, v in dict(state[key]).items() if f"{key}/{n}" not in self._left_out}
 
 
-def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind, *, accumulating: bool) -> None:
+def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind) -> None:
     """Rewrite the counters to a form that Lightning itself resumes from without repeating or losing anything."""
     if kind is BoundaryKind.VALIDATED:
         # As saved in `on_train_batch_end`: otherwise Lightning counts one more logger step after the validation.
         for span in ("total", "current"):
             fit_loop["epoch_loop.batch_progress"][span]["completed"] -= 1
-        if not accumulating:
-            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     elif kind is BoundaryKind.STOPPED:
         for span in ("total", "current"):
             fit_loop["epoch_progress"][span]["processed"] -= 1
@@ -242,7 +239,7 @@ def dump_results(internals: LightningInternals) -> dict[str, Any]:
 
 def results_now(internals: LightningInternals) -> Callable[[], dict[str, Any]]:
     """What makes later what `dump_results` would give now: what describes an accumulator never changes."""
-    rows = [(key, result, _copied(_values(result))) for key, result in internals.results.items()]
+    rows = [(key, result, components.copied(_values(result))) for key, result in internals.results.items()]
     return lambda: {key: _described(result, values) for key, result, values in rows}
 
 
@@ -259,14 +256,6 @@ def _values(result: Any) -> dict[str, Any]:
         if result.meta.is_mean_reduction:
             state["weight"] = result.cumulated_batch_size
     return state
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With tensors of its own. Those in a list are only ever added to and replaced."""
-    return {
-        name: one.detach().clone() if isinstance(one, torch.Tensor) else list(one) if type(one) is list else one
-        for name, one in values.items()
-    }
 
 
 def _described(result: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,12 +314,6 @@ def _make_result(
     return result
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return [_to(item, device) for item in value] if isinstance(value, list) else value
-
-
 def dump_tables(internals: LightningInternals, hidden: frozenset[str]) -> dict[str, Any]:
     """The tables behind `callback_metrics`, `logged_metrics`, `progress_bar_metrics`, and where logging stands.
 
@@ -359,7 +342,7 @@ def _plain(value: Any) -> bool:
 def restore_tables(internals: LightningInternals, device: torch.device, saved: Mapping[str, Any]) -> None:
     """Put the metric tables back."""
     for name, table in internals.metric_tables.items():
-        table.update({key: _to(value, device) for key, value in saved[name].items()})
+        table.update({key: components.on_device(value, device) for key, value in saved[name].items()})
     internals.log_position = (saved["first_batch"], saved["fx"])
 
 
@@ -371,16 +354,6 @@ def numbers(internals: LightningInternals, limit: int = 64) -> dict[str, float]:
 def dump_gradients(module: torch.nn.Module) -> dict[str, Any]:
     """The gradients accumulated so far, by parameter name; of DTensors what this rank has."""
     return {name: components.stored(p.grad) for name, p in module.named_parameters() if p.grad is not None}
-
-
-def restore_gradients(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
-    """Put accumulated gradients back; must run after Lightning's `zero_grad` at the start of a run."""
-    live = dict(module.named_parameters())
-    for name, gradient in saved.items():
-        if name in live:
-            components.put_back_gradients(live[name], gradient)
-    gone = [name for name in saved if name not in live]
-    return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
 
 
 Groups = list[dict[str, Any]]
@@ -437,37 +410,17 @@ class BoundaryKind(StrEnum):
     """An epoch, and with it training, ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where the trainer is, as far as choosing a kind needs it.
+def kind_of(internals: LightningInternals, *, validated: bool) -> BoundaryKind:
+    """The kind of the fetch boundary that the trainer is at.
 
     Args:
-        batches_in_epoch: batches of this epoch that were trained.
-        accumulating: gradients wait for an optimizer step.
         validated: a validation ran since the last batch.
     """
-
-    batches_in_epoch: int
-    accumulating: bool
-    validated: bool
-
-
-def kind_of(position: Position) -> BoundaryKind:
-    """The kind of the fetch boundary at `position`."""
-    if position.batches_in_epoch == 0:
+    if internals.batches_in_epoch == 0:
         return BoundaryKind.START
-    if position.accumulating:
+    if internals.accumulating:
         return BoundaryKind.ACCUMULATING
-    return BoundaryKind.VALIDATED if position.validated else BoundaryKind.PLAIN
-
-
-def postponed(position: Position) -> str | None:
-    """Why no snapshot is taken at this boundary, or None where one may be.
-
-    A due snapshot then comes at the next boundary that allows it: the gradients of an accumulation would make the state
-    larger by a whole model, for a place that is a few batches away.
-    """
-    return "accumulating" if kind_of(position) is BoundaryKind.ACCUMULATING else None
+    return BoundaryKind.VALIDATED if validated else BoundaryKind.PLAIN
 
 
 MARK = "ckpt_engine_run"

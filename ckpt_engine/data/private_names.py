@@ -217,3 +217,26 @@ def _has(owner: Any, name: str) -> bool:
     if owner is None:
         return False
     return name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)
+
+
+class Replaced:
+    """Methods on objects, never on their classes, in the place of those that were there, until `undo`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, method: Any) -> Any:
+        """Put `method` there; what was called before."""
+        original = getattr(owner, name)
+        self._before.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, method)
+        return original
+
+    def undo(self) -> None:
+        """Leave all of them as they were found. Idempotent."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)

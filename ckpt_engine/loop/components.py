@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -197,70 +197,40 @@ def device_of(parts: Components) -> torch.device:
     return next((p.device for p in parameters), torch.device("cpu"))
 
 
-class Counters(Protocol):
-    """The counters as they were at one moment."""
-
-    def dump(self) -> dict[str, Any]:
-        """Values that a snapshot stores."""
-
-    def notes(self) -> dict[str, Any]:
-        """JSON values that a manifest keeps, to be read before a snapshot is loaded."""
-
-
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """A few numbers.
+class Counters:
+    """The counters of what runs a loop, as they were at one moment.
 
     Args:
-        values: by name.
-        noted: makes the notes.
+        dump: makes the values that a snapshot stores.
+        notes: makes JSON values that a manifest keeps, to be read before a snapshot is loaded.
     """
 
-    values: Mapping[str, Any] = field(default_factory=dict)
-    noted: Callable[[], dict[str, Any]] = dict
-
-    def dump(self) -> dict[str, Any]:
-        return dict(self.values)
-
-    def notes(self) -> dict[str, Any]:
-        return self.noted()
+    dump: Callable[[], dict[str, Any]] = dict
+    notes: Callable[[], dict[str, Any]] = dict
 
 
-class Surroundings(Protocol):
-    """What runs the loop, as far as a snapshot has to know it."""
+class Surroundings:
+    """What runs the loop, as far as a snapshot has to know it; as it is here: nothing does."""
 
     def accumulating(self) -> bool:
         """Gradients of the last batch wait for those of the next one."""
-
-    def now(self) -> Counters:
-        """Its counters; cheap, as it is called at every boundary."""
-
-    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
-        """Put back what `Counters.dump` gave; called when the run resumes, and again right before its first batch."""
-
-    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
-        """Take out of the state of an imported checkpoint what belongs to the surroundings, and put it back."""
-
-    def audited(self) -> Mapping[str, Any]:
-        """The user's objects that it calls while it trains, by name: what they remember may be hidden state."""
-
-
-class Nothing:
-    """A plain loop has no surroundings."""
-
-    def accumulating(self) -> bool:
         return False
 
     def now(self) -> Counters:
-        return Counted()
+        """Its counters; cheap, as it is called at every boundary."""
+        return Counters()
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:  # noqa: ARG002
+        """Put back what `Counters.dump` gave; called when the run resumes, and again right before its first batch."""
         return []
 
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
+        """Take out of the state of an imported checkpoint what belongs to the surroundings, and put it back."""
         return [], []
 
     def audited(self) -> Mapping[str, Any]:
+        """The user's objects that it calls while it trains, by name: what they remember may be hidden state."""
         return {}
 
 
@@ -406,7 +376,7 @@ def dump_below(metrics: Iterable[tuple[str, nn.Module]], *, deeper: bool = True,
                 if problems(value, (path, name), flattener) is None
             },
         }
-        found[path] = _copied(entry) if own else entry
+        found[path] = copied(entry) if own else entry
     return found
 
 
@@ -458,11 +428,12 @@ def _below(path: str, metric: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((".".join(filter(None, (path, inner))), one) for inner, one in found_in(metric))
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """With tensors of its own. Those in a list are only ever added to and replaced."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: _copied(one) for name, one in value.items()}
+        return {name: copied(one) for name, one in value.items()}
     return list(value) if type(value) is list else value
 
 
@@ -491,17 +462,18 @@ def _put_back(metric: Any, entry: Mapping[str, Any]) -> None:
     device = getattr(metric, "device", None)
     for name, value in {**entry["state"], **entry.get("attributes", {})}.items():
         # Assigned, never copied into: metrics share tensors with each other and with their defaults.
-        setattr(metric, name, _to(own_copy(value), device))
+        setattr(metric, name, on_device(own_copy(value), device))
     if hasattr(metric, _COUNT):
         setattr(metric, _COUNT, entry["update_count"])
-        setattr(metric, _CACHE, _to(own_copy(entry["cache"]), device))
+        setattr(metric, _CACHE, on_device(own_copy(entry["cache"]), device))
         setattr(metric, _COMPUTED, None)
 
 
-def _to(value: Any, device: torch.device | None) -> Any:
+def on_device(value: Any, device: torch.device | None) -> Any:
+    """A tensor, or those in a list, there."""
     if isinstance(value, torch.Tensor):
         return value if device is None else value.to(device)
-    return [_to(item, device) for item in value] if isinstance(value, list) else value
+    return [on_device(item, device) for item in value] if isinstance(value, list) else value
 
 
 def stored(gradient: torch.Tensor) -> Any:
@@ -514,8 +486,16 @@ def stored(gradient: torch.Tensor) -> Any:
     return {"indices": tensor._indices(), "values": tensor._values(), "coalesced": tensor.is_coalesced()}
 
 
-def put_back_gradients(parameter: torch.nn.Parameter, saved: Any) -> None:
-    """The inverse of `stored`."""
+def put_back_gradients(module: nn.Module | None, saved: Mapping[str, Any]) -> list[NotRestored]:
+    """The inverse of `stored`, for the parameters of a model by name. What zeroes gradients MUST have run before."""
+    live = {} if module is None else dict(module.named_parameters())
+    for name in live.keys() & saved.keys():
+        _put_back_gradient(live[name], saved[name])
+    why = "the model has no such parameter now"
+    return [NotRestored(f"gradient of {name!r}", why) for name in saved if name not in live]
+
+
+def _put_back_gradient(parameter: torch.nn.Parameter, saved: Any) -> None:
     if isinstance(saved, Mapping):
         indices, values = (saved[name].to(parameter.device, copy=True) for name in ("indices", "values"))
         shape = tuple(parameter.shape)

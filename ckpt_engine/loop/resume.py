@@ -350,16 +350,8 @@ class LoopResume:
             draft.restored.append(Restored("data position", count(len(saved), "loader")))
 
     def _put_back_gradients(self) -> list[NotRestored]:
-        missing = []
-        for component, gradients in self._own["gradients"].items():
-            module = self._parts.modules.get(component)
-            live = {} if module is None else dict(module.named_parameters())
-            for name, gradient in gradients.items():
-                if name in live:
-                    put_back_gradients(live[name], gradient)
-                else:
-                    missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
-        return missing
+        rows = self._own["gradients"].items()
+        return [one for name, saved in rows for one in put_back_gradients(self._parts.modules.get(name), saved)]
 
     def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):

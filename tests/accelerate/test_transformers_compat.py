@@ -16,7 +16,7 @@ import accelerate_ckpt
 from accelerate_ckpt import TransformersCallback, private_trainer
 from accelerate_ckpt.private_trainer import TRANSFORMERS_NAMES, TrainerInternals
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.data.private_names import PrivateName
+from ckpt_engine.data.private_names import PrivateName, lacking
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError
 from tests.accelerate.hf import Text, train_hf
 from tests.tracking.runs import Case, every_boundary, train_plain
@@ -32,7 +32,7 @@ def make_trainer(folder: Path, callbacks: list[Any], **arguments: Any) -> Traine
 @pytest.mark.parametrize("entry", TRANSFORMERS_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
 def test_a_private_name_is_still_there(entry: PrivateName, tmp_path: Path) -> None:
     """Upstream has not renamed it."""
-    missing = TrainerInternals(make_trainer(tmp_path, [])).missing()
+    missing = lacking([entry], TrainerInternals(make_trainer(tmp_path, [])).owners())
     why = (
         f"transformers {private_trainer.TRANSFORMERS_VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
     )

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 
 import lightning_ckpt
-from ckpt_engine.data.private_names import PrivateName
+from ckpt_engine.data.private_names import PrivateName, lacking
 from ckpt_engine.errors import CkptError
 from lightning_ckpt import compat
 from lightning_ckpt.compat import PRIVATE_NAMES, LightningInternals
@@ -26,7 +26,7 @@ def trainer() -> pl.Trainer:
 @pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
 def test_a_private_name_is_still_there(entry: PrivateName, trainer: pl.Trainer) -> None:
     """Upstream has not renamed it."""
-    missing = LightningInternals(trainer).missing()
+    missing = lacking([entry], LightningInternals(trainer).owners())
     assert entry not in missing, f"Lightning {compat.VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
 
 

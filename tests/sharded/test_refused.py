@@ -30,4 +30,4 @@ def test_deepspeed_under_accelerate() -> None:
     """Its state is in files of its own."""
     accelerator = cast(Any, SimpleNamespace(num_processes=2, distributed_type=DistributedType.DEEPSPEED))
     with pytest.raises(ConfigError, match=r"accelerator\.save_state, or FSDP2"):
-        accelerate_ranks_of(accelerator, cast(Any, None))
+        accelerate_ranks_of(accelerator)

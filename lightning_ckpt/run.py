@@ -19,11 +19,10 @@ from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.loop import components
-from ckpt_engine.loop.boundary import RunInstant, TrainingRun
+from ckpt_engine.loop.boundary import RunInstant, TrainingRun, losses_of
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.loop.stopping import losses_of
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence

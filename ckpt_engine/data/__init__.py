@@ -14,22 +14,3 @@ for batch in loader:                                       # goes on with the ne
     ...
 ```
 """
-
-from ckpt_engine.data import rng
-from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnChange, Restoration
-from ckpt_engine.data.iteration import Mode
-from ckpt_engine.data.position import LoaderPosition, attach, positions
-
-__all__ = [
-    "Difference",
-    "Effect",
-    "Exactness",
-    "Level",
-    "LoaderPosition",
-    "Mode",
-    "OnChange",
-    "Restoration",
-    "attach",
-    "positions",
-    "rng",
-]

@@ -112,17 +112,6 @@ def attach(loader: DataLoader[Any], *, lookahead: int = 0) -> LoaderPosition:
     return LoaderPosition(loader, lookahead=lookahead)
 
 
-def positions(loaders: object, *, lookahead: int = 0) -> list[LoaderPosition]:
-    """Attach to every DataLoader in a tree of lists, tuples and dicts (in order); other leaves are passed over."""
-    if isinstance(loaders, DataLoader):
-        return [attach(loaders, lookahead=lookahead)]
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    if isinstance(loaders, list | tuple):
-        return [p for child in loaders for p in positions(child, lookahead=lookahead)]
-    return []
-
-
 class LoaderPosition:
     """The position of one loader; made by `attach`.
 

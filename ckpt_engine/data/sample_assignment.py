@@ -147,22 +147,10 @@ class Tail(StrEnum):
     """They are left out (`DistributedSampler(drop_last=True)`)."""
 
 
-def remaining(order: Sequence[int], size: int, taken: int) -> list[int]:
-    """The samples of an epoch that no rank has seen, in the order of the epoch.
-
-    Args:
-        order: all samples of the epoch as they were dealt: rank r has every `size`-th one from the r-th on, as
-            `DistributedSampler` deals them. Padding (samples that come again at its end) is not part of it.
-        size: ranks that dealt them.
-        taken: samples that each of them has seen.
-    """
-    return list(order[min(len(order), taken * size) :])
-
-
-def deal(
-    samples: Sequence[int], size: int, batch_size: int, tail: Tail = Tail.UNEVEN, *, drop_last: bool = False
-) -> list[list[list[int]]]:
-    """The batches of each of `size` ranks: every sample once, and the same number of batches for every rank.
+def deal_to(
+    rank: int, samples: Sequence[int], size: int, batch_size: int, tail: Tail = Tail.UNEVEN, *, drop_last: bool = False
+) -> list[list[int]]:
+    """The batches of `rank`: of all ranks together every sample once, and as many batches for each.
 
     All batches are of `batch_size` samples but those of the last step. With `Tail.UNEVEN`, where the samples of that
     step are fewer than the ranks, they go into the step before, so that no rank has an empty batch while others train.
@@ -174,18 +162,11 @@ def deal(
     Raises:
         ConfigError: fewer samples than ranks are left, and they are not padded.
     """
-    return [[group[rank::size] for group in _steps(samples, size, batch_size, tail, drop_last)] for rank in range(size)]
-
-
-def deal_to(
-    rank: int, samples: Sequence[int], size: int, batch_size: int, tail: Tail = Tail.UNEVEN, *, drop_last: bool = False
-) -> list[list[int]]:
-    """The batches that `deal` has for `rank`."""
     return [group[rank::size] for group in _steps(samples, size, batch_size, tail, drop_last)]
 
 
 def given(count: int, size: int, batch_size: int, tail: Tail = Tail.UNEVEN, *, drop_last: bool = False) -> int:
-    """Samples that `deal` gives to all ranks of `count`: more where some come again, fewer where some do not come."""
+    """Samples that `deal_to` gives to all ranks of `count`: more where some come again, fewer where some do not."""
     if tail is Tail.TRIMMED:
         count = count // size * size or count
     step = size * batch_size
@@ -260,7 +241,7 @@ class Dealing:
         first: number of the batch that comes then: each rank has had so many before.
         batched: the sampler gives lists; False: single samples.
         interleaved: of each step rank r gets every `size`-th sample; False: the r-th batch.
-        tail, drop_last: see `sample_assignment.deal`.
+        tail, drop_last: see `deal_to`.
     """
 
     origin: OrderOrigin

@@ -62,7 +62,7 @@ class Diverging:
         self._halt = halt
         self._rollbacks = rollbacks
         self._log = log
-        self._verdicts: Verdicts | None = halt.shared.verdicts if halt.shared is not None else None
+        self._verdicts: Verdicts | None = halt.shared.together.verdicts if halt.shared is not None else None
 
     def error(self, found: Divergence) -> DivergedError:
         """This process is alone."""

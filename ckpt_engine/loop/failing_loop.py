@@ -77,7 +77,7 @@ def save_last(step: int, find: Callable[[], Callable[[], SaveHandle | None]], ru
             found = _outcome(saved, run)
             if saved.error is None:
                 return found
-        if not engine.ready() and not engine.wait(run.stopping.seconds_left(EXCEPTION_WAIT_SECONDS)):
+        if not engine.ready() and not engine.wait(run.stopping.halt.seconds_left(EXCEPTION_WAIT_SECONDS)):
             engine.miss(step, "busy")
             return f"step {step} is not saved: earlier snapshots are still being written"
         handle = take()
@@ -96,7 +96,7 @@ def _outcome(handle: SaveHandle, run: TrainingRun) -> str:
     """
     step, ranks = handle.step, run.engine.ranks
     try:
-        handle.wait(run.stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
+        handle.wait(run.stopping.halt.seconds_left(EXCEPTION_WAIT_SECONDS))
     except CkptError as err:
         if ranks is None or not isinstance(err, WaitTimeoutError):
             return str(err)

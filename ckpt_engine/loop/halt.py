@@ -70,8 +70,8 @@ class Halt(Ending):
         """When this rank, which has failed, waits for nothing any more."""
         engine.ending = self
         if self.shared is not None:
-            self.shared.verdicts.patience = self.seconds_left
-            self.shared.verdicts.stop = lambda: self.stop
+            self.shared.together.verdicts.patience = self.seconds_left
+            self.shared.together.verdicts.stop = lambda: self.stop
 
     def now(self, stop: Stop, take: Take) -> BaseException:
         """Do what fits, wait for it as long as there is time, say what came of it.
@@ -120,7 +120,7 @@ class Halt(Ending):
         What its writer lacks then comes later: it goes on by itself.
         """
         if self.shared is not None and self._gone_by is None:
-            gathers = self.shared.verdicts.leads or self._engine.divided
+            gathers = self.shared.together.verdicts.leads or self._engine.divided
             self._gone_by = time.monotonic() + (_OTHERS_SECONDS if gathers else EXCEPTION_WAIT_SECONDS)
 
     @property
@@ -174,7 +174,7 @@ class Halt(Ending):
 
     def ended(self) -> None:
         """Everything is durable: one line says what the run has, unless what has ended it says so."""
-        if self.complete and not self.stops and (self.shared is None or self.shared.verdicts.leads):
+        if self.complete and not self.stops and (self.shared is None or self.shared.together.verdicts.leads):
             budget = "" if self._cadence.decision is None else f" of {share(self._engine.config.overhead)}"
             overhead = f"overhead {share(self._cadence.overhead_fraction)}{budget}"
             loaded = self._engine.loaded
@@ -191,7 +191,7 @@ class Halt(Ending):
         """See `Together.leave`. One that has failed does not wait, nor does one after a second Ctrl-C."""
         if self.shared is not None:
             waits = (self.done or self.complete) and not self._is_interrupted()
-            self.shared.leave(self._leave_seconds if waits else 0.0)
+            self.shared.together.leave(self._leave_seconds if waits else 0.0)
 
     @property
     def _leave_seconds(self) -> float:

@@ -76,14 +76,6 @@ class RankDecision:
     interrupts: bool = False
     diverged: dict[str, Any] | None = None
 
-    def as_stop(self, since: float) -> Stop:
-        """The stop, with its deadline on this machine's clock.
-
-        Args:
-            since: monotonic seconds of the boundary after which this was published, as this rank has passed it.
-        """
-        return stop_of_json(asdict(self), since)
-
 
 class Together:
     """One rank's side of the decisions. Training thread only.
@@ -201,8 +193,8 @@ class Together:
             self._ranks.store.set(_STOP, json.dumps(why))
 
     def stop_of(self, decision: RankDecision) -> Stop:
-        """The stop that was decided, asked at its boundary."""
-        return decision.as_stop(self._before)
+        """The stop that was decided, asked at its boundary; its time left counts from the boundary before."""
+        return stop_of_json(asdict(decision), self._before)
 
     def halt(self, stop: Stop, reason: str | None, take: Take) -> None:
         """The run stops here: take the last snapshot if that was decided, and wait as long as there is time."""
@@ -458,7 +450,7 @@ class SharedCadence(Cadence):
         assert engine.ranks is not None
         super().__init__(settings, clock, sink, engine.ranks.size)
         self._engine = engine
-        self._together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
+        self.together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
         self._decision: RankDecision | None = None
         self._halting: tuple[Stop, str | None] | None = None
         """How all ranks stop, and the reason of the last snapshot if there is to be one."""
@@ -473,7 +465,7 @@ class SharedCadence(Cadence):
 
     def start(self, step: int) -> None:
         super().start(step)
-        self._together.start(step)
+        self.together.start(step)
 
     def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:
         """The stop of all ranks after `step`, if there is one; `diverged` tells if they end for another reason too.
@@ -485,10 +477,10 @@ class SharedCadence(Cadence):
         """
         self._settle_memory()
         self._own_stop, self._asked, self._fits = own, asked, fits
-        self._decision = self._together.decided(step)
+        self._decision = self.together.decided(step)
         decision = self._decision
         if decision is not None and decision.stop is not None:
-            self._halting, self._decision = (self._together.stop_of(decision), decision.reason), None
+            self._halting, self._decision = (self.together.stop_of(decision), decision.reason), None
         if decision is not None and decision.diverged is not None:
             self.diverged, self._decision = Divergence(**decision.diverged), None
         return self.halting
@@ -503,23 +495,14 @@ class SharedCadence(Cadence):
         """Between `stop` and `boundary`: whether all ranks take a snapshot now, be it into memory."""
         return self._decision is not None and self._decision.reason is not None
 
-    def tell(self, found: Divergence) -> None:
-        """See `Together.tell`. Between `stop` and `boundary`."""
-        self._together.tell(found)
-
-    @property
-    def verdicts(self) -> Verdicts:
-        """How the ranks end for a divergence."""
-        return self._together.verdicts
-
     def halt(self, take: Take) -> None:
         """See `Together.halt`."""
         assert self._halting is not None
-        self._together.halt(*self._halting, take)
+        self.together.halt(*self._halting, take)
 
     def stop_stuck(self, stop: Stop, where: str) -> bool:
         """No batch comes because of `stop`; whether all ranks stop here, see `Together.all_stuck`."""
-        if self._together.all_stuck(where, (stop.deadline - time.monotonic()) / 2.0):
+        if self.together.all_stuck(where, (stop.deadline - time.monotonic()) / 2.0):
             self._halting = stop, "signal"
         return self._halting is not None
 
@@ -527,10 +510,6 @@ class SharedCadence(Cadence):
     def halting(self) -> Stop | None:
         """The stop that all ranks have agreed on, once they are there."""
         return None if self._halting is None else self._halting[0]
-
-    def leave(self, seconds: float) -> None:
-        """See `Together.leave`."""
-        self._together.leave(seconds)
 
     def boundary(self, step: int) -> str | None:
         decision, self._decision = self._decision, None
@@ -582,8 +561,8 @@ class SharedCadence(Cadence):
             self._lead(step)
 
     def _lead(self, step: int) -> None:
-        self._together.lead(step, self._own_stop, asked=self._asked, fits=self._fits)
-        self.idle_seconds = self._together.waits.seconds
+        self.together.lead(step, self._own_stop, asked=self._asked, fits=self._fits)
+        self.idle_seconds = self.together.waits.seconds
 
 
 def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:

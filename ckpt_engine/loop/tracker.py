@@ -20,7 +20,7 @@ from ckpt_engine.audit.roots import read_by_loading, roots_of_loader
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
-from ckpt_engine.loop.boundary import RunInstant, TrainingRun
+from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, GradientWatch, Surroundings, device_of
 from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError
@@ -28,7 +28,6 @@ from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
-from ckpt_engine.loop.stopping import uncaught
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.stop_requests import Stop

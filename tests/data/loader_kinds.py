@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_engine.data import Level
+from ckpt_engine.data.exactness import Level
 
 SAMPLES = 22
 BATCH = 4

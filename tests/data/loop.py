@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import LoaderPosition, Restoration, attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Restoration
+from ckpt_engine.data.position import LoaderPosition, attach
 
 EPOCHS = 2
 

@@ -20,7 +20,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ckpt_engine.data import attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.position import attach
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 
 Make = Callable[[int, int, int, int], DataLoader[Any]]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, WeightedRandomSampler, random_split
 
-from ckpt_engine.data import Level, OnChange, Restoration, attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level, OnChange, Restoration
+from ckpt_engine.data.position import attach
 from ckpt_engine.errors import MismatchError
 from tests.data.loader_kinds import SAMPLES, Augmented, QuietStream, StatefulStream, Stream
 from tests.data.loop import seed_everything

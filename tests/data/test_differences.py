@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from ckpt_engine.data import Effect, Exactness, Level, attach
+from ckpt_engine.data.exactness import Effect, Exactness, Level
+from ckpt_engine.data.position import attach
 from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
 from tests.data.loader_kinds import Augmented, DrawsAtEveryIndex, EagerPermutation, QuietStream, ShuffledStream, Stream
 from tests.data.loop import seed_everything

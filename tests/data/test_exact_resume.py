@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.data import Level
+from ckpt_engine.data.exactness import Level
 from tests.data.loader_kinds import KINDS, Kind, shared
 from tests.data.loop import Boundary, Run, train
 

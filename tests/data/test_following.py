@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_engine.data import LoaderPosition, attach, positions
 from ckpt_engine.data.iteration import RoleInit, ShippingCollate
+from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.errors import StateError
 from tests.data.loader_kinds import Augmented, seed_numpy_by_worker
 
@@ -119,14 +119,6 @@ def test_a_dropped_loader_goes_at_once(workers: dict[str, Any]) -> None:
         gc.enable()
     with pytest.raises(StateError, match="no longer exists"):
         position.state()
-
-
-def test_positions_of_a_tree_come_in_its_order() -> None:
-    """Lists, tuples and dicts of loaders are entered; anything else is passed over."""
-    a, b, c = (DataLoader(Augmented()) for _ in range(3))
-    found = positions({"one": [a, (b, None)], "two": c, "three": 3}, lookahead=1)
-    assert [p.loader for p in found] == [a, b, c]
-    assert all(p.lookahead == 1 for p in found)
 
 
 def test_a_stateful_loader_keeps_its_own_state_dict() -> None:

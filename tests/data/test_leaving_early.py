@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import Level, attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.position import attach
 from tests.data.loader_kinds import KINDS, Augmented, Kind, shared
 from tests.data.loop import Boundary, Run, recorded, seed_everything, train_step
 

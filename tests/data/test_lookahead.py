@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import LoaderPosition, attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.errors import StateError
 from tests.data.loader_kinds import KINDS, Augmented, Kind, shared
 from tests.data.loop import EPOCHS, Boundary, Run, recorded, seed_everything, train_step

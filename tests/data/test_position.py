@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
-from ckpt_engine.data import Level, attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.position import attach
 from tests.data.loader_kinds import Augmented, Counting, OwnGenerators, QuietStream
 from tests.data.loop import recorded, seed_everything, train, train_step
 

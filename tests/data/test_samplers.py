@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from ckpt_engine.data import Level, attach, rng
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.position import attach
 from tests.data.loader_kinds import BATCH, SAMPLES, Augmented
 from tests.data.loop import recorded, seed_everything, train_step
 from tests.data.test_lookahead import ahead

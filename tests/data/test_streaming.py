@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_engine.data import Level, attach
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.position import attach
 from ckpt_engine.errors import MismatchError
 from tests.data.loop import Boundary, train
 

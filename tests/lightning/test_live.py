@@ -26,7 +26,7 @@ class Edit(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         run = self.ckpt._run
         assert run is not None
-        file = run.stopping.edits._live
+        file = run.engine.live
         assert file is not None
         run.engine.before_update()
         assert run.engine.wait(30)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.errors import DivergedError, RollbackRequestedError
+from ckpt_engine.loop.boundary import Losses
 from ckpt_engine.loop.diverging import Rollbacks
-from ckpt_engine.loop.stopping import Losses
 from ckpt_engine.preempt.divergence import LEAST, PATIENCE, LossGuard, On, limit_of
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, Model, every_batch, fit, resumer, saved

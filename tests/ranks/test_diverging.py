@@ -137,18 +137,18 @@ class End:
     def until_another_stops(self) -> None:
         """Wait until another rank has announced its stop."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.shared.verdicts.stops():
+        while not self.shared.together.verdicts.stops():
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
     def together(self, own: Divergence | None = None) -> DivergedError:
         if own is not None:
-            self.shared.tell(own)
+            self.shared.together.tell(own)
         return self.diverging.together(LOST, own)
 
     def over(self, own: Divergence | None = None, step: int = 9) -> DivergedError | None:
         if own is not None:
-            self.shared.tell(own)
+            self.shared.together.tell(own)
         return self.diverging.at_the_end(own, step)
 
 
@@ -192,7 +192,7 @@ def test_what_is_announced_after_the_decision_counts_too(tmp_path: Path) -> None
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]
     spike = Divergence(5, 2, 900.0, 1.0, rank=2)
-    ends[2].shared.tell(spike)
+    ends[2].shared.together.tell(spike)
     errors = on_all(lambda rank: ends[rank].together({1: LOST, 2: spike}.get(rank)), 3)
     ((_, text),) = texts([*errors])
     assert "the loss on rank 2 is far above its usual 1 since step 2, and 900 at step 5" in text
@@ -228,7 +228,7 @@ def test_a_store_that_is_gone_ends_it_too(tmp_path: Path, monkeypatch: pytest.Mo
     engines = open_ranks(tmp_path / "run", 2, **OPTIONS)
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]
-    ends[1].shared.tell(LOST)
+    ends[1].shared.together.tell(LOST)
 
     def gone(*_: Any) -> None:
         raise RanksError("the store does not answer")

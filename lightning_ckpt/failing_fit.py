@@ -88,7 +88,6 @@ class FailingFit:
     Args:
         trainer, module, internals, loaders: of the fit.
         budget: the share of training time that snapshots may cost.
-        hidden: progress bar entries that are not the user's.
         audit: of the fit.
         kind: of the boundary that the trainer is at.
     """
@@ -100,7 +99,6 @@ class FailingFit:
         internals: LightningInternals,
         loaders: FitLoaders,
         budget: float,
-        hidden: frozenset[str],
         audit: Audit,
         kind: Callable[[], BoundaryKind],
     ) -> None:
@@ -108,7 +106,7 @@ class FailingFit:
         """Of the last boundary."""
         self._trainer, self._module = trainer, module
         self._internals, self._loaders = internals, loaders
-        self._hidden, self._audit = hidden, audit
+        self._audit = audit
         self.last: LastBoundary[FitStepStart] = LastBoundary(self._make, budget)
         self._kind, self._alone = kind, trainer.world_size == 1
         self._obstacle: str | None = None
@@ -175,7 +173,7 @@ class FailingFit:
         moved = {
             "results": run_state.results_now(internals),
             "metrics": components.dump_below(self._metrics, own=True),
-            "tables": run_state.dump_tables(internals, self._hidden),
+            "tables": run_state.dump_tables(internals),
         }
         tensors = {one.key: one.tensor.detach().clone() for one in self._loose}
         return FitStepStart(kind, step, packed, moved, tensors, compared, "", attributes)

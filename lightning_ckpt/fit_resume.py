@@ -305,10 +305,6 @@ class FitResume:
         """The snapshot shows an epoch that is over."""
         return BoundaryKind(self._own["kind"]) is BoundaryKind.FINISHED
 
-    def before_imported_epoch(self) -> None:
-        """Instead of `before_epoch`, where the snapshot is an imported file."""
-        into_own_memory(self._trainer.optimizers)
-
     def nothing_left(self) -> None:
         """A rerun trains nothing: the random streams are as the finished run left them, and its curves."""
         rng.restore(self._own["rng"])
@@ -346,7 +342,10 @@ class FitResume:
             run_state.write_again(self._trainer, self._engine.root_url, info, self._internals.wrap)
 
     def before_epoch(self) -> None:
-        """Before Lightning starts the first epoch of the resumed run."""
+        """Before Lightning starts the first epoch of the resumed run; of an imported file Lightning restores all."""
+        if not self.pending:
+            into_own_memory(self._trainer.optimizers)
+            return
         assert self._loaders is not None
         assert self.report is not None
         if self._kept is not None:

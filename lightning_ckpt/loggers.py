@@ -21,9 +21,7 @@ from ckpt_engine.restore.ask_tiers import place_of
 from lightning_ckpt.compat import LightningInternals
 from lightning_ckpt.compat_data import curves_of
 from lightning_ckpt.restart import AUTO
-
-BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
-"""Entries of the progress bar that are ours; they are no part of a snapshot."""
+from lightning_ckpt.run_state import BAR_NAMES
 
 
 class Telemetry:

@@ -31,8 +31,8 @@ from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.failing_fit import FailingFit, FenceGuard, FitStepStart, StopWatch, finish_again
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
-from lightning_ckpt.loggers import BAR_NAMES, Telemetry
-from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, FitInstant, audited, kind_of
+from lightning_ckpt.loggers import Telemetry
+from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
@@ -70,7 +70,7 @@ class FitRun:
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
         self._begun = self._validated = self._announced_optimizers = self._end_taken = False
         self._skip_batches = 0
-        self._capture = FitCapture(self._internals, trainer, module, ranks)
+        self._capture = FitCapture(self._internals, trainer, module, ranks, self._audit)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._losses = losses_of(config)
@@ -90,11 +90,10 @@ class FitRun:
         self._shared = self._halt.shared
         self._given: int | None = None
         self._step_fence = StepFence(self.fence)
-        self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
         self._failing = FailingFit(
-            trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit, self._kind
+            trainer, module, self._internals, self._loaders, config.overhead, self._audit, self._kind
         )
         self._not_saved = ""
 
@@ -152,7 +151,7 @@ class FitRun:
         self.engine.start()
         self.engine.tenure.release = self.disconnect
         self.resume.fresh.go_on_beside()
-        self._flags_at_start = components.dump_flags(self._module)
+        self._capture.flags_at_start = components.dump_flags(self._module)
         self._audit.begin("start")
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
@@ -229,11 +228,8 @@ class FitRun:
 
     def _before_epoch(self) -> None:
         self._internals.reset_epoch_length()
-        if self.resume.pending:
+        if self.resume.pending or (self.resume.report is not None and not self.guard.waits_for_batch):
             self.resume.before_epoch()
-            self.guard.first_batch(self.resume.publish)
-        elif self.resume.report is not None and not self.guard.waits_for_batch:
-            self.resume.before_imported_epoch()
             self.guard.first_batch(self.resume.publish)
 
     def _after_epoch_start(self) -> None:
@@ -324,11 +320,7 @@ class FitRun:
     def failed(self, exception: BaseException) -> None:
         if isinstance(exception, CkptError | SIGTERMException) or self._halt.over or not self._active:
             return
-        self._halt.fail()
-        try:
-            self._not_saved = save_last(self._failing.step, self._last_boundary, self._run)
-        except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
-            self._not_saved = f"the last step is not saved: {type(err).__name__}: {err}"
+        self._not_saved = save_last(self._failing.step, self._last_boundary, self._run)
 
     # ---- taking
 
@@ -387,24 +379,17 @@ class FitRun:
             "batch": internals.batches_in_epoch,
             "cadence": self.cadence.state(),
             "stopped_early": self._stop.by_early_stopping,
+            "validation": self._loaders.validation_states(),
         }
         if before is None:
-            loaders = self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED)
+            extras["loaders"] = self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED)
         else:
             extras |= {**before.packed, **before.moved}
-            loaders = extras.pop("loaders")
         return self._capture.state(
-            FitInstant(
-                kind=kind,
-                loaders=loaders,
-                validation=self._loaders.validation_states(),
-                gradients=gradients and kind is not BoundaryKind.FINISHED,
-                undo=None if before is None else before.undo,
-                extras=extras,
-                hidden=BAR_NAMES,
-                flags_at_start=self._flags_at_start,
-                audit=self._audit,
-            )
+            kind,
+            extras,
+            gradients=gradients and kind is not BoundaryKind.FINISHED,
+            undo=None if before is None else before.undo,
         )
 
     def _announce(self) -> None:

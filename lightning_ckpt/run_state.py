@@ -19,7 +19,6 @@ import builtins
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -52,33 +51,6 @@ _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HPARAMS_TYPES = ("hparams_type", "datamodule_hparams_type")
 
 
-@dataclass(frozen=True, slots=True)
-class FitInstant:
-    """What is captured and by whom it is described.
-
-    Args:
-        kind: of the boundary.
-        loaders: states of the training loaders, in order.
-        validation: states of the validation loaders, in order.
-        gradients: include accumulated gradients.
-        undo: takes out of Lightning's part what was done since; None: nothing was.
-        extras: more of our own entries, or others in their place.
-        hidden: progress bar entries that are not the user's.
-        flags_at_start: `components.dump_flags` when training started.
-        audit: what it finds is part of the state.
-    """
-
-    kind: BoundaryKind
-    loaders: list[Any]
-    validation: list[Any]
-    gradients: bool
-    undo: Callable[[dict[str, Any]], None] | None
-    extras: Mapping[str, Any]
-    hidden: frozenset[str]
-    flags_at_start: Mapping[str, list[str]]
-    audit: Audit
-
-
 class FitCapture:
     """Makes the state tree of one run; also the predicate that says which of its leaves may be copied lazily.
 
@@ -87,15 +59,23 @@ class FitCapture:
         trainer: whose state it is.
         module: the LightningModule.
         ranks: of the run; None: it is one process.
+        audit: what it finds is part of the state.
     """
 
     def __init__(
-        self, internals: LightningInternals, trainer: pl.Trainer, module: pl.LightningModule, ranks: Ranks | None
+        self,
+        internals: LightningInternals,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        ranks: Ranks | None,
+        audit: Audit,
     ) -> None:
         self._internals = internals
-        self._ranks = ranks
+        self._ranks, self._audit = ranks, audit
         self.groups_at_start: list[list[int]] = []
         """`run_state.group_sizes` before training."""
+        self.flags_at_start: Mapping[str, list[str]] = {"frozen": [], "eval": []}
+        """`components.dump_flags` when training started."""
         self._trainer = trainer
         self._module = module
         self._packer = Packer(OWN_KEY)
@@ -104,8 +84,22 @@ class FitCapture:
         self._managed: frozenset[int] | None = None
         self._gradient_order: GradientOrder | None = None
 
-    def state(self, instant: FitInstant) -> dict[str, Any]:
-        """The whole state, with references to live tensors; draws nothing from any global random stream."""
+    def state(
+        self,
+        kind: BoundaryKind,
+        extras: Mapping[str, Any],
+        *,
+        gradients: bool,
+        undo: Callable[[dict[str, Any]], None] | None,
+    ) -> dict[str, Any]:
+        """The whole state, with references to live tensors; draws nothing from any global random stream.
+
+        Args:
+            kind: of the boundary.
+            extras: more of our own entries, or others in their place.
+            gradients: include accumulated gradients.
+            undo: takes out of Lightning's part what was done since; None: nothing was.
+        """
         streams = rng.capture()
         with live_states(self._trainer):
             state = self._internals.dump_checkpoint()
@@ -116,30 +110,28 @@ class FitCapture:
         fit_loop = state["loops"]["fit_loop"]
         # Lightning would restore a loader that has its own state a second time, after we did.
         fit_loop["state_dict"].pop("combined_loader", None)
-        if instant.undo is not None:
-            instant.undo(state)
-        _canonicalise(fit_loop, instant.kind)
+        if undo is not None:
+            undo(state)
+        _canonicalise(fit_loop, kind)
         self._drop_unstorable(state)
-        hidden, large = instant.audit.state()
+        hidden, large = self._audit.state()
         values = own_values(state, self._ranks)
         state[OWN_KEY] = {
             "version": OWN_VERSION,
-            "kind": instant.kind.value,
-            "gradients": dump_gradients(self._module) if instant.gradients else None,
+            "kind": kind.value,
+            "gradients": dump_gradients(self._module) if gradients else None,
             "hidden": large,
             "packed": self._packer.pack(
                 {
                     "rng": streams,
                     "audit": hidden,
-                    "loaders": instant.loaders,
-                    "validation": instant.validation,
                     "combined": self._internals.combined_position,
                     "progress": self._internals.progress,
                     "results": dump_results(self._internals),
                     "metrics": components.dump(self._module),
-                    "tables": self._tables(instant),
+                    "tables": self._tables(kind),
                     "flags": components.dump_flags(self._module),
-                    "flags_at_start": dict(instant.flags_at_start),
+                    "flags_at_start": dict(self.flags_at_start),
                     "should_stop": bool(self._trainer.should_stop),
                     "reload_epoch": self._internals.reload_epoch,
                     "validation_reload_epoch": self._internals.validation_reload_epoch,
@@ -147,7 +139,7 @@ class FitCapture:
                     "left_out": self._left_out or {},
                     "values": values,
                     "groups": dump_groups(self._trainer, self._module, self.groups_at_start),
-                    **instant.extras,
+                    **extras,
                 }
             ),
         }
@@ -177,9 +169,9 @@ class FitCapture:
             self._gradient_order = gradient_order(self._trainer)
         return self._gradient_order
 
-    def _tables(self, instant: FitInstant) -> dict[str, Any]:
-        tables = dump_tables(self._internals, instant.hidden)
-        if instant.kind is BoundaryKind.STOPPED:
+    def _tables(self, kind: BoundaryKind) -> dict[str, Any]:
+        tables = dump_tables(self._internals)
+        if kind is BoundaryKind.STOPPED:
             # The logger connector already knows that the epoch is over, which a longer run would not be.
             tables["first_batch"] = self._internals.batches_in_epoch == 1
         return tables
@@ -314,17 +306,17 @@ def _make_result(
     return result
 
 
-def dump_tables(internals: LightningInternals, hidden: frozenset[str]) -> dict[str, Any]:
-    """The tables behind `callback_metrics`, `logged_metrics`, `progress_bar_metrics`, and where logging stands.
+BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
+"""Entries of the progress bar that are ours; they are no part of a snapshot."""
 
-    Args:
-        hidden: names in the progress bar that are not the user's.
-    """
+
+def dump_tables(internals: LightningInternals) -> dict[str, Any]:
+    """The tables behind `callback_metrics`, `logged_metrics`, `progress_bar_metrics`, and where logging stands."""
     tables = {
         name: {
             key: value
             for key, value in table.items()
-            if key not in hidden and _plain(value) and problems({key: value}, (name,), _FLATTENER) is None
+            if key not in BAR_NAMES and _plain(value) and problems({key: value}, (name,), _FLATTENER) is None
         }
         for name, table in internals.metric_tables.items()
     }

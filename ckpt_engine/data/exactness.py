@@ -105,18 +105,18 @@ def _columns(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(node, (*_LISTS, np.ndarray, torch.Tensor)):
         yield path, node
         return
-    length = _length(node)
+    length = length_of(node)
     if length is None:
         return
     if (rows := _arrow_rows(node, length)) is not None:
         yield path, rows
         return
     for name, value in list(getattr(node, "__dict__", {}).items()):
-        if _is_column(value) and _length(value) == length:
+        if _is_column(value) and length_of(value) == length:
             yield f"{path}.{name}", value
         elif isinstance(value, list | tuple) and len(value) <= _NODES:
             for index, one in enumerate(value):
-                if isinstance(one, np.ndarray | torch.Tensor) and _length(one) == length:
+                if isinstance(one, np.ndarray | torch.Tensor) and length_of(one) == length:
                     yield f"{path}.{name}[{index}]", one
 
 
@@ -128,7 +128,7 @@ def _inner(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"datasets[{index}]", one) for index, one in enumerate(node.datasets))
     elif not isinstance(node, (*_LISTS, np.ndarray, torch.Tensor)):
         for name, value in list(getattr(node, "__dict__", {}).items()):
-            if isinstance(value, torch.utils.data.Dataset) or _arrow_rows(value, _length(value)) is not None:
+            if isinstance(value, torch.utils.data.Dataset) or _arrow_rows(value, length_of(value)) is not None:
                 yield name, value
 
 
@@ -137,7 +137,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _described(value: Any) -> dict[str, Any] | None:
-    length = _length(value)
+    length = length_of(value)
     if length is None:
         return None
     if hasattr(value, "iloc"):  # pandas
@@ -194,15 +194,6 @@ def _spread(length: int, most: int) -> list[int]:
     if length <= most:
         return list(range(length))
     return [number * (length - 1) // (most - 1) for number in range(most)]
-
-
-def _length(value: Any) -> int | None:
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return None
-    try:
-        return len(value)
-    except (TypeError, NotImplementedError, AttributeError, RuntimeError):
-        return None
 
 
 class Level(StrEnum):
@@ -377,9 +368,11 @@ def _named(counters: Mapping[str, Any], name: str) -> Any:
 
 def length_of(sized: Any) -> int | None:
     """How many it has, where it knows that."""
+    if isinstance(sized, torch.Tensor) and sized.dim() == 0:
+        return None
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError, AttributeError, RuntimeError):
         return None
 
 

@@ -63,7 +63,9 @@ class StepStart:
 
 
 def save_last(step: int, find: Callable[[], Callable[[], SaveHandle | None]], run: TrainingRun) -> str:
-    """Save the last boundary unless that is done; what came of it. Of several ranks each saves its part.
+    """An exception has ended the loop: save its last boundary unless that is done; what came of it. Never raises.
+
+    Of several ranks each saves its part.
 
     Args:
         step: of that boundary.
@@ -71,6 +73,7 @@ def save_last(step: int, find: Callable[[], Callable[[], SaveHandle | None]], ru
         run: of the loop.
     """
     engine, saved = run.engine, run.saved
+    run.stopping.halt.fail()
     try:
         take = find()
         if saved is not None and saved.step == step:
@@ -81,11 +84,13 @@ def save_last(step: int, find: Callable[[], Callable[[], SaveHandle | None]], ru
             engine.miss(step, "busy")
             return f"step {step} is not saved: earlier snapshots are still being written"
         handle = take()
+        engine.before_update()
+        return f"step {step} is not saved" if handle is None else _outcome(handle, run)
     except ImpossibleError as err:
         engine.miss(step, str(err))
         return f"the last boundary is not saved: {err}"
-    engine.before_update()
-    return f"step {step} is not saved" if handle is None else _outcome(handle, run)
+    except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
+        return f"the last boundary is not saved: {type(err).__name__}: {err}"
 
 
 def _outcome(handle: SaveHandle, run: TrainingRun) -> str:
@@ -167,11 +172,7 @@ class FailingLoop:
         if self._ended or expected or isinstance(error, CkptError) or stopping.halt.over:
             return
         self._ended = True
-        stopping.halt.fail()
-        try:
-            found = save_last(self._step, self._find, self._run)
-        except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
-            found = f"the last boundary is not saved: {type(err).__name__}: {err}"
+        found = save_last(self._step, self._find, self._run)
         self.last.missed("an exception has ended the loop")
         stopping.failed(error, found)
 

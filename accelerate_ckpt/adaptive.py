@@ -103,7 +103,7 @@ class AdaptiveCheckpoint(Tracker):
             super().__init__(
                 engine,
                 parts,
-                internals.sources(),
+                sources,
                 Accumulation(accelerator, internals, lambda: self._curves.note()),
                 trainer="accelerate",
                 folder=folder,

@@ -24,6 +24,7 @@ from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
+from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
 from lightning_ckpt import run_state, sharded
@@ -36,6 +37,7 @@ from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, aud
 from lightning_ckpt.sharded import ranks_of, replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
+_MOST_METRICS = 64
 
 
 class FitRun:
@@ -360,7 +362,7 @@ class FitRun:
             step=self.step if before is None else before.step,
             epoch=self._trainer.current_epoch,
             state=lambda: self._state(kind, before),
-            metrics=run_state.numbers(self._internals),
+            metrics=numbers_among(self._internals.metric_tables["callback"], _MOST_METRICS),
             notes=lambda: {
                 "kind": kind.value,
                 "batch": batch,

@@ -38,7 +38,6 @@ from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.plugins import of_framework
 from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.state import sharding
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.store.container import digest
@@ -336,11 +335,6 @@ def restore_tables(internals: LightningInternals, device: torch.device, saved: M
     for name, table in internals.metric_tables.items():
         table.update({key: components.on_device(value, device) for key, value in saved[name].items()})
     internals.log_position = (saved["first_batch"], saved["fx"])
-
-
-def numbers(internals: LightningInternals, limit: int = 64) -> dict[str, float]:
-    """The trainer's callback metrics as plain numbers, for retention by a metric."""
-    return numbers_among(internals.metric_tables["callback"], limit)
 
 
 def dump_gradients(module: torch.nn.Module) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
     found, seen, waiting = set(loaders), set[int](), list[Any]()
     for loader in (one for one in loaders.values() if isinstance(one, DataLoader)):
         kinds = [kind for root in (loader.dataset, loader.collate_fn) for kind in type(root).__mro__]
-        waiting += [loader.collate_fn, *(one for kind in kinds if not is_library(kind) for one in vars(kind).values())]
+        waiting += [loader.collate_fn, *[one for kind in kinds if not is_library(kind) for one in vars(kind).values()]]
     for function in waiting:  # it grows meanwhile
         if not isinstance(function, FunctionType) or id(function) in seen or not is_function_of_user(function):
             continue

@@ -119,7 +119,7 @@ class Cadence:
         self._failures_in_a_row = 0
         self._retry_time = -math.inf
         self._next = step + 1
-        self._taken_step = self._durable_step = self._quiet_step = step
+        self._durable_step = self._quiet_step = step
         self._warm_up = WARM_UP_STEPS
         self._add_clean: Callable[[float], None] = self._add_warm_up
         self._wake_step: float = -1
@@ -231,7 +231,7 @@ class Cadence:
         self._disturbed = True
         self._pending = self._obstacle = None
         self._retry_time = -math.inf
-        self._taken_step, self._taken_time, self._taken_trained = step, now, self._account.training_seconds
+        self._taken_time, self._taken_trained = now, self._account.training_seconds
         self._wake_step = -1
         if self._memory is not None:
             self._memory.newer(step, now, self._taken_trained)
@@ -504,7 +504,7 @@ class Cadence:
         quiet = 0 if self._disturbed else step - self._quiet_step
         safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
         trained = self._account.training_seconds - self._taken_trained
-        moment = Moment(step, now, self._taken_step, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
+        moment = Moment(step, now, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
         answer = self._adaptive.ask(moment, self._account)
         self._wake_step = min(self._wake_step, answer.again_step)
         self._wake_time = min(self._wake_time, answer.again_time)

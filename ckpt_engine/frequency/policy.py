@@ -99,11 +99,6 @@ class Bounds:
         return max(1, self.budget, self.backpressure, self.io)
 
     @property
-    def unbudgeted(self) -> int:
-        """What the interval would be at least if snapshots cost training nothing."""
-        return max(1, self.backpressure, self.io, min(self.failure, self.rpo))
-
-    @property
     def feasible(self) -> bool:
         """False: budget, back-pressure or bandwidth forbid snapshots as frequent as the RPO needs."""
         return self.lower <= self.rpo

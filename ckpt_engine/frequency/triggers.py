@@ -112,7 +112,7 @@ class Moment(NamedTuple):
     """A boundary.
 
     Args:
-        taken_step, taken_time: those of the newest snapshot.
+        taken_time: that of the newest snapshot.
         trained_seconds: time of the steps since then, pauses not included.
         safe_time: instant of the newest snapshot that is durable or on its way.
         failures: snapshots that failed since the newest durable one.
@@ -121,7 +121,6 @@ class Moment(NamedTuple):
 
     step: int
     now: float
-    taken_step: int
     taken_time: float
     trained_seconds: float
     safe_time: float

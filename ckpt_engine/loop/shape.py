@@ -201,7 +201,6 @@ class Around:
             inside |= set(map(id, new))
             self._found += new
         self._inside = inside
-        self.kinds = [type(one).__name__ for one in self._found]
 
     @property
     def keeps(self) -> str:

@@ -20,7 +20,7 @@ def moment(
 ) -> Moment:
     """So many steps of a second after the snapshot at step 100, if not `trained` says how long they took."""
     seconds = since if trained is None else trained
-    return Moment(100 + int(since), 1000.0 + since, 100, 1000.0, seconds, safe, failures, quiet)
+    return Moment(100 + int(since), 1000.0 + since, 1000.0, seconds, safe, failures, quiet)
 
 
 def account(credit_seconds: float = 1.0, training_seconds: float = 100.0) -> Account:

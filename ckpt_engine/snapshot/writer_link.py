@@ -255,7 +255,7 @@ class Newest:
         """A writer got the message of the snapshot in `slot`. Any thread, one at a time, oldest first.
 
         Args:
-            handle: set to held once the message cannot be lost any more; None for snapshots that become durable.
+            handle: its `held` is set once the message cannot be lost any more; None for snapshots that become durable.
             writer: which one it was; it may be lost by now.
         """
         self._told.append(_Told(slot, handle, writer))

@@ -49,7 +49,7 @@ def test_every_way_uploads_the_whole_image(way: str) -> None:
             assert sink.taken_bytes() == count * nbytes
 
 
-def test_a_failing_upload_is_told() -> None:
+def test_a_failing_upload_is_reported() -> None:
     """With its cause, instead of being counted."""
     with (
         Image(1 << 20) as image,

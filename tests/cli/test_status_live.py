@@ -22,7 +22,7 @@ def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path, monke
     monkeypatch.setattr(status, "LIVE_SECONDS", 60.0)  # a busy machine is no writer that hangs
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
-        until("held", process, root)
+        until("kept", process, root)
         writer = logged(root)["writer"]
         done = ckpt("status", root)
         assert done.code == 0, done.err

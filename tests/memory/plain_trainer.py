@@ -120,7 +120,7 @@ def run(job: dict[str, Any]) -> None:
         trace.tell("end", training.steps, loss.hex())
         handles = [*handles[-1:], take(ckpt, training, job, predicate, trace)]
         if (before := handles[0]) is not None and before.done() and before.error is None and not before.durable:
-            trace.tell("held", before.step)
+            trace.tell("kept", before.step)
     trace.tell("digest", training.steps, training.digest())
     if job.get("hang"):
         time.sleep(job["hang"])

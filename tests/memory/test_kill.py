@@ -126,7 +126,7 @@ def kill_writer_then_trainer(run: Run, draw: random.Random) -> Life:
     until(lambda: life.over or life.writer() not in (None, first), life.log)
     # Training has not waited for the new writer, which keeps what it got since.
     begun = max(life.steps("begin"))
-    until(lambda: life.over or max(life.steps("held"), default=0) > begun, life.log)
+    until(lambda: life.over or max(life.steps("kept"), default=0) > begun, life.log)
     known = len(life.steps("begin"))
     life.wait_for_steps(known + draw.randint(3, 8))
     life.kill()

@@ -113,7 +113,7 @@ def storm(root: str, log: Log) -> None:
         pulse.beat(step)
         arena.take(step, durable=step % DURABLE_EVERY == 0)
         settle(client)
-        log.write(held=step)
+        log.write(kept=step)
         arena.poll(0.0)
 
 
@@ -123,7 +123,7 @@ def wait(root: str, log: Log) -> None:
     arena = Arena(client)
     arena.take(1)
     settle(client)
-    log.write(held=1)
+    log.write(kept=1)
     while True:
         for message in arena.poll(60.0):
             if isinstance(message, Requested):

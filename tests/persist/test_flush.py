@@ -31,7 +31,7 @@ def test_what_is_in_memory_becomes_durable_while_the_trainer_lives(tmp_path: Pat
     """Asked for twice it is written once; and when the trainer dies it is still the snapshot that is served."""
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
-        until("held", process, root)
+        until("kept", process, root)
         flush(root, 1)
         assert asked(root, FLUSH) == {"step": 1}
         until_durable(root, 1)

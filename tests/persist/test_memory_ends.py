@@ -98,7 +98,7 @@ def test_a_job_that_is_ended_leaves_no_writer_lingering(tmp_path: Path) -> None:
     """A writer that got SIGTERM serves as long as its trainer lives, and then ends without `linger`."""
     root = tmp_path / "run"
     with trainer(root, "wait", TEST_LINGER="3600") as process:
-        until("held", process, root)
+        until("kept", process, root)
         os.kill(logged(root)["writer"], signal.SIGTERM)
         assert asked(root, SAVE) == {"trainer": True}
         until("what", process, root)
@@ -144,7 +144,7 @@ def test_a_name_that_has_become_free_is_taken_when_it_matters(tmp_path: Path) ->
     other = Control(str(root), lambda _: Reply({"ok": False}))
     other.open(WAIT_SECONDS)
     with trainer(root, "wait") as process:
-        until("held", process, root)
+        until("kept", process, root)
         assert asked(root, STATUS) == {"ok": False}
         other.close(WAIT_SECONDS)
     deadline = time.monotonic() + WAIT_SECONDS
@@ -159,7 +159,7 @@ def test_requests_reach_the_trainer(tmp_path: Path) -> None:
     """The trainer gets `save` and `stop`, and who asks; while it lives, its writer stays and serves no memory."""
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
-        until("held", process, root)
+        until("kept", process, root)
         assert asked(root, SAVE) == {"trainer": True}
         until("what", process, root)
         assert logged(root)["what"] == "save"

@@ -43,7 +43,7 @@ def storm(folder: Path, crashes: int, seed: int) -> None:
                 kill(writer)
             kill(process.pid)
             process.wait(WAIT_SECONDS)
-        newest = max((row["held"] for row in rows(log)[begun:] if "held" in row), default=0)
+        newest = max((row["kept"] for row in rows(log)[begun:] if "kept" in row), default=0)
         place = attach(str(root), WAIT_SECONDS)
         if place is None:
             assert first == "both" or newest == 0

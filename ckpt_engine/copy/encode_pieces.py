@@ -17,9 +17,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
-from ckpt_engine.copy.transfer import CopySourceError
+from ckpt_engine.copy.transfer import reading_source
 from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan, placed
-from ckpt_engine.errors import CkptError
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, class_of, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
@@ -205,19 +204,15 @@ class Encoder:
 
     def _read(self, work: Work) -> memoryview:
         if self._view is not None:
-            try:
+            with reading_source():
                 return self._view(work.name, work.piece)
-            except CkptError as err:
-                raise CopySourceError(err) from err
         data = memoryview(bytearray(work.piece.raw_nbytes))
         self._fill(work.name, work.start, work.piece, data)
         return data
 
     def _fill(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
-        try:
+        with reading_source():
             self._decoder.read(name, start, piece, out)
-        except CkptError as err:
-            raise CopySourceError(err) from err
 
     def _chunk(self, work: Work) -> Chunk:
         return chunk_of(work.name, self._manifest.entries[work.name], work.piece)

@@ -17,10 +17,10 @@ from operator import itemgetter
 
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
-from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
+from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, reading_source, settle_data
 from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, placed, plan, plan_alone
-from ckpt_engine.copy.write_snapshot import Staged
-from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError, WriterError
+from ckpt_engine.copy.write_snapshot import Plain, Staged
+from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.codecs import codec
 from ckpt_engine.store.codecs.codec import RAW as RAW_CODEC
@@ -129,8 +129,8 @@ def _takes_differences(manifest: Manifest, pick: Pick) -> bool:
     return any(pick(kind) == DELTA for kind in kinds)
 
 
-class Encoded:
-    """A staged snapshot as it was planned: data files of encoded pieces. See `write_snapshot.Contents`.
+class Encoded(Plain):
+    """A staged snapshot as it was planned: data files of encoded pieces.
 
     With a codec at most two parts of the image (`SharingBounds.part_bytes`) are in memory beside it, and each piece is
     compared with its digest when it is encoded. Without one all is encoded at once, which is only changed rows.
@@ -155,11 +155,8 @@ class Encoded:
         there: Decoder | None = None,
         cpu_seconds: float = 0.0,
     ) -> None:
-        self.staged = staged
-        self.repository = repository
-        self.write_seconds = 0.0
+        super().__init__(staged, repository)
         self.cpu_seconds = cpu_seconds
-        self.new: list[str] = []
         self._codec = codec
         self._there = there
         self._source = source
@@ -450,10 +447,8 @@ class Encoding:
             for piece in entry.pieces:
                 sizes[class_of(chunk_of(name, entry, piece))] += piece.raw_nbytes
         due = codec.due(self._known, list(sizes), TRIED, self._number)
-        try:
+        with reading_source():
             self._learn(_measured(source, manifest, due))
-        except CkptError as err:
-            raise CopySourceError(err) from err
         # Whatever else runs makes a link look slower, never faster.
         limits = EncodingLimits(max(self._links), THREADS, CPU_SHARE * THREADS * between_seconds)
         choice = codec.choose(codec.with_speeds(self._known, sizes), limits)

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,15 @@ class CopySourceError(Exception):
     def __init__(self, error: CkptError) -> None:
         self.error = error
         super().__init__(str(error))
+
+
+@contextmanager
+def reading_source() -> Iterator[None]:
+    """What fails inside the `with` has failed at the source of a copy."""
+    try:
+        yield
+    except CkptError as err:
+        raise CopySourceError(err) from err
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +78,9 @@ def copy_snapshot(
         SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
         StorageError: from the target.
     """
-    try:
+    with reading_source():
         manifest, text = source.read_text(snapshot)
         require_whole(manifest.info, source.storage.url)
-    except CkptError as err:
-        raise CopySourceError(err) from err
     stored, copied = copy_data(source, target, manifest) if put is None else put(manifest)
     with committing():
         if lost := lacking(target.storage, [file for file in stored.files if snapshot not in file.name]):
@@ -189,7 +196,9 @@ def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, s
     folder = sink.capabilities.folder
     if folder is not None and source.capabilities.folder is None:
         return _stream(source, folder, file, pieces)
-    with _mapped(source, file, pieces, scratch) as image:
+    with ExitStack() as opened:
+        with reading_source():
+            image = opened.enter_context(mapped(source, file, pieces, scratch))
         try:
             sink.put(file.name, [image])
         except StorageExistsError:
@@ -222,12 +231,10 @@ def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piec
             buffer = memoryview(bytearray(part.stop - part.start))
             if partial.has_begun and part.is_covered and partial.read(part.start, buffer) and _is_good(part, buffer):
                 return 0
-            try:
+            with reading_source():
                 source.get_into(file.name, part.start, buffer)
                 for piece in part.pieces:
                     _require_digest(file, piece, buffer[piece.offset - part.start :][: piece.nbytes])
-            except CkptError as err:
-                raise CopySourceError(err) from err
             partial.write(part.start, buffer)
             return len(buffer)
 
@@ -264,27 +271,19 @@ def _is_good(part: _Range, data: memoryview) -> bool:
 
 
 @contextmanager
-def mapped(source: Storage, file: DataFile, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+def mapped(
+    source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None = None
+) -> Iterator[memoryview]:
     """The bytes of a data file in mapped memory, in which `pieces` have been verified.
+
+    Args:
+        scratch: as of `copy_data`.
 
     Raises:
         CkptError: it is damaged, missing or cannot be read.
     """
-    try:
-        with _mapped(source, file, pieces, None) as image:
-            yield image
-    except CopySourceError as err:
-        raise err.error from err
-
-
-@contextmanager
-def _mapped(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> Iterator[memoryview]:
-    """The verified bytes of a data file, mapped."""
-    try:
-        folder = source.capabilities.folder
-        memory = _fetch(source, file, pieces, scratch) if folder is None else _map_local(folder, file, pieces)
-    except CkptError as err:
-        raise CopySourceError(err) from err
+    folder = source.capabilities.folder
+    memory = _fetch(source, file, pieces, scratch) if folder is None else _map_local(folder, file, pieces)
     try:
         with memoryview(memory) as image:
             yield image

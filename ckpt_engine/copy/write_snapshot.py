@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.copy.job import EntryLayout, Layout, PersistJob
@@ -325,37 +324,29 @@ class Staged:
             return self.digests.settle(digesting.result()), digesting.cpu_seconds
 
 
-class Finish(Protocol):
-    """How a snapshot comes to exist once its data is durable."""
-
-    def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
-        """Make it exist; its manifest."""
-        ...
-
-    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
-        """It does not exist: free its data files `new`, if any was put, and say so where others wait for it."""
-        ...
-
-
-class Alone:
-    """The one writer of a run commits what it has written."""
+class Finish:
+    """How a snapshot comes to exist once its data is durable: the one writer of a run commits what it has written."""
 
     def commit(self, _staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
+        """Make it exist; its manifest."""
         repository.commit(manifest)
         return manifest
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
+        """It does not exist: free its data files `new`, if any was put, and say so where others wait for it."""
         if new:
             # The manifest goes first: a commit may have landed although it reported an error.
             repository.forget([staged.snapshot])
             repository.storage.delete(*new)
 
 
-ALONE: Finish = Alone()
+ALONE = Finish()
 
 
-class Contents(Protocol):
-    """What a staged snapshot stores in one repository, and in which form. For one attempt.
+class Plain:
+    """What a staged snapshot stores in one repository: the whole image as one file, digested while it is written.
+
+    For one attempt.
 
     Attributes:
         staged, repository: of which, and where.
@@ -363,29 +354,6 @@ class Contents(Protocol):
         new_bytes: of its data files; at most so many until all are put.
         write_seconds, cpu_seconds: what putting them has taken, and the CPU time of other threads for that.
     """
-
-    staged: Staged
-    repository: Repository
-    new: list[str]
-    new_bytes: int
-    write_seconds: float
-    cpu_seconds: float
-
-    def put(self, image: memoryview, progress: CallProgress) -> Manifest:
-        """Store the data files, durably; the manifest of what is stored."""
-        ...
-
-    def stands(self) -> bool:
-        """Whether the older data that it refers to is there, and stays as long as nothing is forgotten.
-
-        Raises:
-            StorageError: that cannot be found out.
-        """
-        ...
-
-
-class Plain:
-    """The whole image as one file, digested while it is written."""
 
     def __init__(self, staged: Staged, repository: Repository) -> None:
         self.staged = staged
@@ -399,8 +367,8 @@ class Plain:
         staged = self.staged
         return staged.manifest(self.repository.run_id, staged.digests.known or staged.cut_layout.blank_digests())
 
-    def put(self, image: memoryview, progress: CallProgress) -> Manifest:
-        del progress
+    def put(self, image: memoryview, _progress: CallProgress) -> Manifest:
+        """Store the data files, durably; the manifest of what is stored."""
         staged = self.staged
         digesting = Digesting(image, staged.cut_layout) if staged.digests.known is None else None
         began = time.monotonic()
@@ -419,11 +387,16 @@ class Plain:
         return self.manifest()
 
     def stands(self) -> bool:
+        """Whether the older data that it refers to is there, and stays as long as nothing is forgotten.
+
+        Raises:
+            StorageError: that cannot be found out.
+        """
         return True
 
 
 def write_snapshot(
-    contents: Contents,
+    contents: Plain,
     tier: str,
     progress: CallProgress,
     undo_failed: Callable[[CkptError], object],

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.transfer import Copied, CopySourceError, Put
-from ckpt_engine.copy.write_snapshot import Staged
+from ckpt_engine.copy.transfer import Copied, CopySourceError, Put, reading_source
+from ckpt_engine.copy.write_snapshot import Finish, Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
@@ -83,7 +83,7 @@ class SessionSnapshots(Container[str]):
         self._first_seq = max(self._first_seq, parsed.seq + 1)
 
 
-class Gathering:
+class Gathering(Finish):
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
     Where nodes have roots of their own each of these has a coordinator, and the ranks are those that see it.
@@ -156,7 +156,7 @@ class Gathering:
         return _other_parts(storage, mine, members, LOOKS, until, pause, lambda part: part.rank in members)
 
 
-class Contributing:
+class Contributing(Finish):
     """The way of all other ranks: leaves a part record for the coordinator. Nothing exists by it.
 
     Args:
@@ -318,10 +318,8 @@ def give(source: Repository, target: Repository, snapshot: str, put: Put) -> tup
         SourceError: it is missing or damaged at the source, or that cannot be read.
         StorageError: from the target. Calling again continues.
     """
-    try:
+    with reading_source():
         manifest = source.read(snapshot)
-    except CkptError as err:
-        raise CopySourceError(err) from err
     manifest, copied = put(manifest)
     with suppress(StorageExistsError):  # of an earlier attempt: what that says is there, too
         part_records.put(target.storage, part_records.of_manifest(manifest))

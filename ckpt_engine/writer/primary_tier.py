@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, encoded
+from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
@@ -215,7 +215,7 @@ class PrimaryTier:
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
             return self.left[snapshot]
-        contents: Plain | Encoded = Plain(staged, self._repository)
+        contents: Plain = Plain(staged, self._repository)
         if self._codec != RAW:
             contents = encoded(staged, self._repository, self._codec, plan_alone)
         not_undone = partial(self._not_undone, staged)
@@ -252,13 +252,13 @@ class PrimaryTier:
             self.left[snapshot] = replace(self.left[snapshot], nbytes=whole.info.nbytes)
         return True
 
-    def _contents(self, staged: Staged) -> Plain | Encoded:
+    def _contents(self, staged: Staged) -> Plain:
         if self._codec != RAW:
             make_plan = None if self._ranks is None else self._known.plan_share
             return encoded(staged, self._repository, self._codec, make_plan)
         return self._shared(staged) or Plain(staged, self._repository)
 
-    def _shared(self, staged: Staged) -> Encoded | None:
+    def _shared(self, staged: Staged) -> Plain | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
         try:
             found = self._known.contents(staged)
@@ -270,7 +270,7 @@ class PrimaryTier:
         self._drafts_fail = False
         return found
 
-    def _make_room(self, contents: Plain | Encoded) -> None:
+    def _make_room(self, contents: Plain) -> None:
         if self._room is None:
             return
         nbytes = contents.new_bytes

@@ -23,10 +23,11 @@ from ckpt_engine.copy.transfer import (
     adopt_run,
     copy_data,
     copy_snapshot,
+    reading_source,
     scratch_of,
 )
 from ckpt_engine.copy.write_plan import plan
-from ckpt_engine.copy.write_snapshot import Contents, Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -218,7 +219,7 @@ class SecondaryTier:
             progress.moved()
             codec = self.config.codec  # of `auto` nothing is known of what was not copied
             plain = Plain(staged, self._direct)
-            contents: Contents = plain if codec in (RAW, AUTO) else encoded(staged, self._direct, codec)
+            contents = plain if codec in (RAW, AUTO) else encoded(staged, self._direct, codec)
             if not isinstance(self._policy, KeepAll):
                 keeping, line = [info.id for info in self.waiting], self.line or _NO_LINE
                 nbytes = contents.new_bytes
@@ -393,10 +394,8 @@ class SecondaryTier:
 
     def _most_bytes(self, found: CopySource, repository: Repository) -> int:
         """What copying a snapshot writes, or more: how far it can be encoded is not known before."""
-        try:
+        with reading_source():
             manifest, text = found.source.read_text(found.info.id)
-        except CkptError as err:
-            raise CopySourceError(err) from err
         here = {item.name for item in repository.storage.list(names.DATA)}
         nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
         if manifest.info.partial is not None:  # shares are equal, and what others have there is not known

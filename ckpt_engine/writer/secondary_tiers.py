@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_engine.copy.job import RankConfig, WriterConfig
-from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run
+from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, reading_source
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -393,7 +393,9 @@ class NodeMemberTier(SecondaryTier):
     def advance(self) -> bool:
         self.copies.progress.moved()
         size = self._ranks().size  # what other numbers of ranks have saved is not asked for
-        near = {one.id: one for one in self._nearest() if one.partial is not None and one.partial.size == size}
+        with reading_source():
+            infos = self._nearer[0].repository.list()
+        near = {one.id: one for one in infos if one.partial is not None and one.partial.size == size}
         newest = max(near.values(), key=lambda info: info.seq, default=None)
         if newest is not None and newest.seq != self._last_seq:
             self._last_seq, self._pause = newest.seq, _DUE_LOOKS.first_seconds
@@ -415,12 +417,6 @@ class NodeMemberTier(SecondaryTier):
             self.waiting = ()
         self._look_later(due=bool(self.waiting))
         return False
-
-    def _nearest(self) -> list[SnapshotInfo]:
-        try:
-            return self._nearer[0].repository.list()
-        except CkptError as err:
-            raise CopySourceError(err) from err
 
     def _is_unasked(self) -> bool:
         """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""

@@ -208,7 +208,8 @@ class Digesting:
 
     def result(self) -> list[str]:
         """The digests of all pieces in layout order; waits for the threads, whose work is bounded."""
-        self._join()
+        for thread in self._threads:
+            thread.join()
         if self._error is not None:
             raise self._error
         return self._digests
@@ -216,9 +217,6 @@ class Digesting:
     def abandon(self) -> None:
         """Stop after the pieces at hand."""
         self._abandoned.set()
-        self._join()
-
-    def _join(self) -> None:
         for thread in self._threads:
             thread.join()
 
@@ -232,12 +230,8 @@ class Digests:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: list[str] | None = None
-
-    @property
-    def known(self) -> list[str] | None:
+        self.known: list[str] | None = None
         """Of all pieces in order; None: not worked out yet."""
-        return self._known
 
     def settle(self, found: list[str]) -> list[str]:
         """Note them; returns them.
@@ -246,9 +240,9 @@ class Digests:
             WriterError: they were others before: the image has changed, and is not a snapshot.
         """
         with self._lock:
-            if self._known is not None and self._known != found:
+            if self.known is not None and self.known != found:
                 raise WriterError("an arena slot has changed while its snapshot was in use; it is not written")
-            self._known = found
+            self.known = found
             return found
 
 

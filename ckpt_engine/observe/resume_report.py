@@ -79,14 +79,7 @@ class ResumeReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return (
-            dataclasses.asdict(self)
-            | {
-                key: [dataclasses.asdict(one) for one in getattr(self, key)]
-                for key in ("restored", "not_restored", "rejected")
-            }
-            | {"notes": list(self.notes), "away": list(self.away)}
-        )
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ResumeReport:
@@ -96,17 +89,11 @@ class ResumeReport:
             KeyError, TypeError: not a resume report.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        values = {key: value for key, value in data.items() if key in known}
-        return cls(
-            **values
-            | {
-                "restored": tuple(Restored(**one) for one in data["restored"]),
-                "not_restored": tuple(NotRestored(**one) for one in data["not_restored"]),
-                "rejected": tuple(Rejected(**one) for one in data["rejected"]),
-                "notes": tuple(data["notes"]),
-                "away": tuple(data.get("away", ())),
-            }
-        )
+        values: dict[str, Any] = {key: value for key, value in data.items() if key in known}
+        values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        for key, kind in (("restored", Restored), ("not_restored", NotRestored), ("rejected", Rejected)):
+            values[key] = tuple(kind(**row) for row in data[key])
+        return cls(**values)
 
     def text(self) -> str:
         """The report for people, several lines, no trailing newline."""

@@ -6,7 +6,8 @@ import itertools
 import os
 import socket
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -35,40 +36,42 @@ class GroupStore:
         self._long = _connected(store, prefix)
 
     def set(self, key: str, value: str) -> None:
-        try:
+        with _answering():
             self._short.set(key, value)
-        except RuntimeError as err:  # DistNetworkError and DistStoreError are kinds of it
-            raise _gone(err) from err
 
     def get(self, key: str) -> str | None:
-        try:
+        with _answering():
             return bytes(self._short.get(key)).decode() if self._short.check([key]) else None
-        except RuntimeError as err:
-            raise _gone(err) from err
 
     def add(self, key: str) -> int:
-        try:
+        with _answering():
             return int(self._short.add(key, 1))
-        except RuntimeError as err:
-            raise _gone(err) from err
 
     def remove(self, key: str) -> None:
-        try:
+        with _answering():
             self._short.delete_key(key)
-        except RuntimeError as err:
-            raise _gone(err) from err
 
     def wait(self, key: str, timeout: float) -> str:
-        try:
-            self._long.wait([key], timedelta(seconds=timeout))
-            return bytes(self._long.get(key)).decode()
-        except dist.DistStoreError as err:
-            raise WaitTimeoutError(
-                f"rank 0 has not said what all ranks wait for within {timeout:.0f} s",
-                hint="every rank must make its checkpointers and call load and save in the same order",
-            ) from err
-        except RuntimeError as err:
-            raise _gone(err) from err
+        with _answering():
+            try:
+                self._long.wait([key], timedelta(seconds=timeout))
+                return bytes(self._long.get(key)).decode()
+            except dist.DistStoreError as err:
+                raise WaitTimeoutError(
+                    f"rank 0 has not said what all ranks wait for within {timeout:.0f} s",
+                    hint="every rank must make its checkpointers and call load and save in the same order",
+                ) from err
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as err:  # DistNetworkError and DistStoreError are kinds of it
+        raise RanksError(
+            f"the store of the process group does not answer: {err}",
+            hint="look at the end of rank 0's log: it may be gone",
+        ) from err
 
 
 def _connected(store: Any, prefix: str) -> PrefixStore:
@@ -130,9 +133,3 @@ class ProcessGroupRanks:
         """Arrays at these paths are the same on all ranks, unless the user has said which are."""
         if self._divides is _everything:
             self._divides = alike
-
-
-def _gone(err: RuntimeError) -> RanksError:
-    return RanksError(
-        f"the store of the process group does not answer: {err}", hint="look at the end of rank 0's log: it may be gone"
-    )

@@ -312,6 +312,11 @@ class Reply:
     fds: Sequence[int] = ()
 
 
+def nothing(why: str) -> Reply:
+    """The reply to who asks for a snapshot that is not to be had here."""
+    return Reply({"snapshot": None, "why": why})
+
+
 Answer = Callable[[Body], Reply | None]
 """What to reply to a request; None: not known yet, to be asked again. Must return at once."""
 

@@ -103,7 +103,8 @@ class WriterClient(abc.ABC):
         """Take what the writer says, on the thread that hears it."""
         match body["kind"]:
             case channel.STARTED:
-                self._started(body)
+                self.first_seq, self.peer_port = body["first_seq"], body["port"]
+                self.history = None if body["history"] is None else History(**body["history"])
                 self._answered.set()
             case channel.REFUSED:
                 self._closing = True
@@ -129,30 +130,26 @@ class WriterClient(abc.ABC):
         self._answered.set()
         self._news.set()
 
-    def _started(self, body: Body) -> None:
-        """Take what a `started` says."""
-        self.first_seq, self.peer_port = body["first_seq"], body["port"]
-        self.history = None if body["history"] is None else History(**body["history"])
-
-    def _wait_for_the_end(self, closed: threading.Event, timeout: float, hurries: Callable[[], bool]) -> bool:
+    def _wait_for_the_end(self, timeout: float, hurries: Callable[[], bool]) -> bool:
         """Wait at most `timeout` seconds until the writer has nothing more to do."""
         began = time.monotonic()
         self._close_by = began + timeout
         try:
             # In short waits: a signal that comes right before one is heard after it.
-            while not closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
+            while not self._closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
                 now = time.monotonic()
                 if now >= self._close_by:
                     self._say_left()
                     return False
                 if self._only_copies and now >= began + TELL_SECONDS and hurries():
                     self._say_left()
-                    return self._leave_copies()
-            return True
+                    self._goes_on = True
+                    return True
         except KeyboardInterrupt:
             if not self._said_copies:
                 raise
-            return self._leave_copies()
+            self._goes_on = True  # the user does not want to wait for further tiers
+        return True
 
     def unwritten(self, timeout: float) -> str | None:
         """The line about a wait of at most `timeout` seconds; None: only copies are missing, which `copying` says."""
@@ -164,11 +161,6 @@ class WriterClient(abc.ABC):
     @abc.abstractmethod
     def _goes_on_with_copies(self) -> str:
         """Who takes care of what further tiers lack when the trainer waits no more."""
-
-    def _leave_copies(self) -> bool:
-        """The user does not want to wait for further tiers; True."""
-        self._goes_on = True
-        return True
 
     def _say_left(self) -> None:
         """Say that the trainer waits for copies no more, once."""

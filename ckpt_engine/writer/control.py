@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.writer import channel as sockets
-from ckpt_engine.writer.channel import Answer, Body, Channel, Received, Reply, SocketListener
+from ckpt_engine.writer.channel import Answer, Body, Channel, Received, Reply, SocketListener, nothing
 
 if TYPE_CHECKING:
     from ckpt_engine.copy.job import RankConfig
@@ -308,12 +308,8 @@ class ControlHandlers:
     def answer(self, request: Body) -> Reply | None:
         """See `Answer`."""
         what = request.get("what")
-        if what == SNAPSHOT:
-            return self._snapshot(request.get("snapshot"), request.get("rank"))
-        if what == PARITY:
-            return self._parity(str(request.get("snapshot")))
-        if what == HELD:
-            return self._list()
+        if what in (SNAPSHOT, PARITY, HELD):
+            return self._of_memory(request)
         if what == BYE:
             return self._take_leave()
         if what in (SAVE, STOP):
@@ -325,16 +321,20 @@ class ControlHandlers:
             return Reply(self._status())
         return Reply({"error": f"the writer does not know the request {what!r}"})
 
-    def _closed(self) -> str | None:
-        """Why nothing is served; "": that is not known yet, because what the trainer sent last is still to come."""
-        if self._attended:
-            return "its trainer is alive" if self._trainer_lives() else ""
-        return None if self._serves else "the run was closed"
+    def _of_memory(self, request: Body) -> Reply | None:
+        """The reply to what is only served once the trainer is gone; None: what it sent last is still to come."""
+        if self._attended and not self._trainer_lives():
+            return None
+        if self._attended or not self._serves:
+            why = "its trainer is alive" if self._attended else "the run was closed"
+            return Reply({"held": [], "why": why}) if request["what"] == HELD else nothing(why)
+        if request["what"] == HELD:
+            return self._list()
+        if request["what"] == PARITY:
+            return self._parity(str(request.get("snapshot")))
+        return self._snapshot(request.get("snapshot"), request.get("rank"))
 
     def _list(self) -> Reply | None:
-        closed = self._closed()
-        if closed is not None:
-            return Reply({"held": [], "why": closed}) if closed else None
         ids = self._memory.ids()
         if ids is None:
             return None
@@ -353,47 +353,25 @@ class ControlHandlers:
         return Reply(body)
 
     def _snapshot(self, wanted: object, rank: object) -> Reply | None:
-        closed = self._closed()
-        if closed is not None:
-            return Reply({"snapshot": None, "why": closed}) if closed else None
         if self._ranks is not None and rank not in (None, self._ranks.rank):
             return self._guest(str(wanted), rank)
         try:
-            offer = self._memory.offer(None if wanted is None else str(wanted))
+            return self._memory.offer(None if wanted is None else str(wanted))
         except (CkptError, OSError, ValueError) as err:
-            return Reply({"snapshot": None, "why": str(err)})
-        if offer is None:
-            return None
-        if isinstance(offer, str):
-            return Reply({"snapshot": None, "why": offer})
-        body = {
-            "snapshot": offer.snapshot,
-            "step": offer.step,
-            "manifest": offer.manifest.decode(),
-            "run": offer.run.run,
-            "record": offer.run.text.decode(),
-            "file": offer.file.name,
-            "nbytes": offer.file.nbytes,
-            "durable": offer.durable,
-            "beat": self._beat(),
-        }
-        return Reply(body, (offer.fd,))
+            return nothing(str(err))
 
     def _guest(self, wanted: str, rank: object) -> Reply:
         share = self._peers.guests.get(rank, wanted) if self._peers is not None and isinstance(rank, int) else None
         if share is None:
-            return Reply({"snapshot": None, "why": f"the share of rank {rank} is not kept here"})
+            return nothing(f"the share of rank {rank} is not kept here")
         described = {**share.described(), "manifest": share.part, "beat": None, "durable": False}
         del described["part"]
         return Reply(described, (share.fd,))
 
-    def _parity(self, wanted: str) -> Reply | None:
-        closed = self._closed()
-        if closed is not None:
-            return Reply({"snapshot": None, "why": closed}) if closed else None
+    def _parity(self, wanted: str) -> Reply:
         found = self._peers.parity.get(wanted) if self._peers is not None else None
         if found is None:
-            return Reply({"snapshot": None, "why": f"the parity of {wanted} is not kept here"})
+            return nothing(f"the parity of {wanted} is not kept here")
         shares = [share.described() for share in found.shares]
         return Reply({"snapshot": wanted, "shares": shares, "nbytes": found.nbytes}, (found.fd,))
 
@@ -418,11 +396,7 @@ class ControlHandlers:
             "trainer": self._attended and self._trainer_lives(),
             "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
             "held_created": None if newest is None else newest.job.created,
-            "beat": self._beat(),
-            "spent": None if (spent := self._memory.spent()) is None else asdict(spent),
+            "beat": (beat := self._memory.beat) and asdict(beat),
+            "spent": (spent := self._memory.spent()) and asdict(spent),
             "pace": dict(self._memory.pace),
         }
-
-    def _beat(self) -> Body | None:
-        beat = self._memory.beat
-        return None if beat is None else {"step": beat.step, "instant_monotonic": beat.instant_monotonic}

@@ -58,7 +58,7 @@ class ThreadWriter(WriterClient):
             return True
         self._closing = True
         self._queue.finish(failed=failed)
-        ended = self._wait_for_the_end(self._closed, timeout, hurries)
+        ended = self._wait_for_the_end(timeout, hurries)
         if not ended:
             self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
         return ended
@@ -143,7 +143,7 @@ class ProcessWriter(WriterClient):
             return True
         self._closing, self._leaving = True, keeps
         self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
-        closed = self._wait_for_the_end(self._closed, timeout, hurries)
+        closed = self._wait_for_the_end(timeout, hurries)
         if closed and not self._goes_on:
             self._listener.join(REAP_SECONDS)
             return True

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -20,10 +20,9 @@ from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.store.manifest import DataFile
 from ckpt_engine.store.tree import KeySkeleton
 from ckpt_engine.writer import channel, part_records
-from ckpt_engine.writer.channel import Beat, Body, SpentTimes, read_fill, read_pulse, read_spent
+from ckpt_engine.writer.channel import Beat, Body, Reply, SpentTimes, nothing, read_fill, read_pulse, read_spent
 
 
 def stays() -> bool:
@@ -202,25 +201,6 @@ SHARES = 3
 """Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A snapshot in memory.
-
-    Args:
-        manifest: its bytes, the same as on every other tier; of several ranks those of the part record.
-        fd: a descriptor of the memory of `file`, for reading; the receiver of the offer closes it.
-        durable: whether a tier has it too.
-    """
-
-    snapshot: str
-    step: int
-    manifest: bytes
-    run: RunText
-    file: DataFile
-    fd: int
-    durable: bool
-
-
 class MemorySnapshots:
     """Keeps the newest orders. Thread safe.
 
@@ -359,8 +339,8 @@ class MemorySnapshots:
             orders = list(reversed(self._orders))
         return [self._ids.of(order) for order in orders]
 
-    def offer(self, wanted: str | None = None) -> Offer | str | None:
-        """What there is to restore from; a text: nothing, and why; None: not known yet.
+    def offer(self, wanted: str | None = None) -> Reply | None:
+        """What there is to restore from, as a reply to `control.SNAPSHOT`; None: not known yet.
 
         Args:
             wanted: the snapshot; None: the newest, which must be a whole one.
@@ -369,26 +349,35 @@ class MemorySnapshots:
             OSError: the system gives no descriptor.
         """
         if wanted is None and self._keep > 1:
-            return "it is the share of one of several ranks"
+            return nothing("it is the share of one of several ranks")
         if not self._sealed.is_set() or not self._ids.begun:
             return None
         with self._lock:
             run = self._run
             order = next((one for one in reversed(self._orders) if wanted in (None, one.snapshot)), None)
             if order is None or run is None:
-                return "no snapshot is in memory" if wanted is None else f"{wanted} is not kept in memory"
+                return nothing("no snapshot is in memory" if wanted is None else f"{wanted} is not kept in memory")
             error = self._errors.get(order)
             if error is not None:
-                return f"the snapshot in memory cannot be used: {error.message}"
+                return nothing(f"the snapshot in memory cannot be used: {error.message}")
             order.retain()
         try:
             if not order.digested:
                 self._digest_soon(order)
                 return None
             staged = order.staged(self._ids.of(order))
-            manifest = self._described(staged, run.run)
-            fd = staged.slot.reading_fd()
-            return Offer(staged.snapshot, order.job.step, manifest, run, staged.data, fd, order.durable)
+            body = {
+                "snapshot": staged.snapshot,
+                "step": order.job.step,
+                "manifest": self._described(staged, run.run).decode(),
+                "run": run.run,
+                "record": run.text.decode(),
+                "file": staged.data.name,
+                "nbytes": staged.nbytes,
+                "durable": order.durable,
+                "beat": (beat := self.beat) and asdict(beat),
+            }
+            return Reply(body, (staged.slot.reading_fd(),))
         finally:
             order.release()
 

@@ -32,7 +32,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt_engine.copy.host_memory import memory_file, shared_bytes
@@ -116,14 +116,9 @@ class PeerShare:
 
     def described(self) -> dict[str, Any]:
         """What a message says of it."""
-        return {
-            "rank": self.rank,
-            "snapshot": self.snapshot,
-            "part": self.part,
-            "record": self.record,
-            "file": self.file,
-            "nbytes": self.nbytes,
-        }
+        described = asdict(self)
+        del described["fd"]
+        return described
 
 
 def verify(share: PeerShare, image: memoryview) -> None:

@@ -27,7 +27,7 @@ from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.storage.base import Throttle
 from ckpt_engine.writer import channel, part_records
-from ckpt_engine.writer.channel import Answer, Body, Reply
+from ckpt_engine.writer.channel import Answer, Body, nothing
 from ckpt_engine.writer.memory_snapshots import StagedJob
 from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, Guests, PeerConnection, PeerShare, Server, connect
@@ -63,7 +63,7 @@ class Peers:
         self._emit = emit
         self.guests = Guests()
         self.parity = ParitySets()
-        self.answer: Answer = lambda _: Reply({"snapshot": None, "why": "the writer has just begun"})
+        self.answer: Answer = lambda _: nothing("the writer has just begun")
         self._news = threading.Condition()
         self._lead: tuple[str, int] | None = None
         self._line: PeerConnection | None = None

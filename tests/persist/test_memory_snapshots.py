@@ -19,11 +19,11 @@ from ckpt_engine.observe.events import GONE, Requested
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.names import parse_id, session_id
 from ckpt_engine.writer import channel, control, part_records
-from ckpt_engine.writer.channel import Pulse, read_pulse
+from ckpt_engine.writer.channel import Pulse, Reply, nothing, read_pulse
 from ckpt_engine.writer.client import Mailbox
 from ckpt_engine.writer.control import ControlHandlers
 from ckpt_engine.writer.job_queue import JobQueue
-from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, Offer, StagedJob
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.persister import Persister
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
@@ -84,10 +84,10 @@ def files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def offered(snapshots: MemorySnapshots) -> Offer:
+def offered(snapshots: MemorySnapshots) -> Reply:
     assert snapshots.wait_sealed(WAIT_SECONDS)
     offer = snapshots.offer()
-    assert isinstance(offer, Offer)
+    assert offer is not None and offer.body["snapshot"] is not None
     return offer
 
 
@@ -169,12 +169,12 @@ def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, sn
     assert not snapshots.wait_sealed(0.0)
     snapshots.seal(RUN)
     offer = offered(snapshots)
-    manifest = manifest_codec.decode(offer.manifest)
-    assert (manifest.info.step, manifest.info.id, manifest.run) == (1, offer.snapshot, RUN.run)
-    assert os.pread(offer.fd, 8, manifest.entries["model.weight"].pieces[0].offset) == weight_bytes(1, 8)
+    manifest = manifest_codec.decode(offer.body["manifest"].encode())
+    assert (manifest.info.step, manifest.info.id, manifest.run) == (1, offer.body["snapshot"], RUN.run)
+    assert os.pread(offer.fds[0], 8, manifest.entries["model.weight"].pieces[0].offset) == weight_bytes(1, 8)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(offer.fd, b"x", 0)
-    os.close(offer.fd)
+        os.pwrite(offer.fds[0], b"x", 0)
+    os.close(offer.fds[0])
 
 
 def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
@@ -187,8 +187,8 @@ def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
     assert snapshots.offer() is None
     ids.begin(100)
     offer = offered(snapshots)
-    assert offer.snapshot.startswith("00000100-")
-    os.close(offer.fd)
+    assert offer.body["snapshot"].startswith("00000100-")
+    os.close(offer.fds[0])
     snapshots.close()
 
 
@@ -200,8 +200,8 @@ def test_the_number_offered_is_the_one_it_becomes_durable_under(
     snapshots.hold(order)
     snapshots.seal(RUN)
     offer = offered(snapshots)
-    os.close(offer.fd)
-    assert ids.of(order) == offer.snapshot
+    os.close(offer.fds[0])
+    assert ids.of(order) == offer.body["snapshot"]
 
 
 def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, snapshots: MemorySnapshots) -> None:
@@ -211,14 +211,14 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, snapshots: 
     snapshots.hold(order)
     snapshots.seal(RUN)
     assert snapshots.wait_sealed(WAIT_SECONDS)
-    why = snapshots.offer()
-    assert isinstance(why, str) and "cannot be used: cannot map an arena slot" in why
+    refused = snapshots.offer()
+    assert refused is not None and "cannot be used: cannot map an arena slot" in refused.body["why"]
 
 
 def test_no_snapshot_is_an_answer_too(snapshots: MemorySnapshots) -> None:
     """The answer comes at once."""
     snapshots.seal(RUN)
-    assert snapshots.offer() == "no snapshot is in memory"
+    assert snapshots.offer() == nothing("no snapshot is in memory")
 
 
 def test_a_snapshot_leaves_memory_once_it_is_durable_and_unused(sending: Trainer, snapshots: MemorySnapshots) -> None:
@@ -361,14 +361,14 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     worker.put({"kind": channel.HOLD, "job": job_to_json(second.job(2))})
     worker.abandon(GONE)
     offer = offered(worker.held)
-    os.close(offer.fd)
+    os.close(offer.fds[0])
     go_on.set()
     assert worker.join(WAIT_SECONDS)
     worker.held.close()
     second.close()
     infos = check_all(tmp_path / "run")
     assert [(info.step, info.seq) for info in infos] == [(1, 1), (2, 2)]
-    assert infos[-1].id == offer.snapshot
+    assert infos[-1].id == offer.body["snapshot"]
 
 
 @pytest.fixture
@@ -417,12 +417,11 @@ def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, s
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1))]
     share.seal(RUN)
     assert share.wait_sealed(WAIT_SECONDS)
-    assert isinstance(share.offer(), str)
-    assert isinstance(share.offer("other"), str)
+    assert share.offer() == nothing("it is the share of one of several ranks")
+    assert share.offer("other") == nothing("other is not kept in memory")
     deadline = time.monotonic() + WAIT_SECONDS
     while (offer := share.offer(found[0])) is None:
         assert time.monotonic() < deadline
-    assert isinstance(offer, Offer)
-    part = part_records.decode(offer.manifest, "here")
+    part = part_records.decode(offer.body["manifest"].encode(), "here")
     assert (part.rank, part.size, part.manifest.info.id) == (1, 2, found[0])
-    os.close(offer.fd)
+    os.close(offer.fds[0])

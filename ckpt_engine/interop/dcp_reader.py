@@ -159,7 +159,7 @@ class CkptReader(StorageReader):
                 parts.append(one)
                 boxes[stored.entry] = stored.boxes
         fill(sources, manifest, whole)
-        self.unverified_bytes = read_regions(sources, manifest, parts, boxes).unverified_bytes
+        self.unverified_bytes = read_regions(sources, manifest, parts, boxes)
         for item, target in tensors:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()

@@ -223,7 +223,7 @@ def _read(
     """
     targets = live_targets(manifest.tree, takes, manifest.entries)
     fill(sources, manifest, targets.plain)
-    read = read_regions(sources, manifest, targets.regions, targets.stored)
+    unverified_bytes = read_regions(sources, manifest, targets.regions, targets.stored)
     trees = [manifest.tree, *others.values()]
     wanted = set(entries_in(trees)) if size_of(manifest) > 1 else set(manifest.entries)
     live = targets.live
@@ -236,12 +236,12 @@ def _read(
         state = rebuilder.state(manifest.tree)
         own = {number: rebuilder.state(tree) for number, tree in others.items()}
     notes = rebuilder.notes
-    if read.unverified_bytes:
+    if unverified_bytes:
         notes.append(
-            f"{units.size(read.unverified_bytes)} were read out of pieces of which less than half was needed: "
+            f"{units.size(unverified_bytes)} were read out of pieces of which less than half was needed: "
             "no digest is of these bytes alone (`ckpt verify` checks the pieces)"
         )
-    return state, own, tuple(notes), read.unverified_bytes
+    return state, own, tuple(notes), unverified_bytes
 
 
 def _lost_steps(where: Sequence[Repository], step: int) -> int | None:

@@ -208,17 +208,6 @@ class ArrayRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What was read: bytes in all, and those that no digest is of."""
-
-    nbytes: int = 0
-    unverified_bytes: int = 0
-
-    def __add__(self, other: Read) -> Read:
-        return Read(self.nbytes + other.nbytes, self.unverified_bytes + other.unverified_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Copy:
     """A box of an array on its way: it begins `at` elements into the piece, which has it in `run`."""
 
@@ -256,11 +245,14 @@ class _Wanted:
 
 def read_regions(
     sources: Sources, manifest: Manifest, regions: Sequence[ArrayRegion], stored: Mapping[str, Sequence[Box]]
-) -> Read:
+) -> int:
     """Fill `regions`; on return all of them are complete.
 
     Args:
         stored: of every entry the boxes that it has one behind another.
+
+    Returns:
+        Bytes that were read without the rest of their pieces: no digest is of them.
 
     Raises:
         CorruptError: bytes are missing or differ from their digest, in all storages; names the entry. Regions are
@@ -269,7 +261,7 @@ def read_regions(
         StorageError: the storages failed.
     """
     if not regions:
-        return Read(0, 0)
+        return 0
     by_entry: dict[str, list[ArrayRegion]] = {}
     for region in regions:
         by_entry.setdefault(region.entry, []).append(region)
@@ -283,7 +275,7 @@ def read_regions(
             kept[number] = bytearray(max(nbytes, WHOLE_BYTES))
         return memoryview(kept[number])[:nbytes]
 
-    def run(span: Sequence[_Wanted]) -> Read:
+    def run(span: Sequence[_Wanted]) -> int:
         one = span[0]
         file = manifest.files[one.piece.file].name
         if not one.is_whole:
@@ -291,7 +283,7 @@ def read_regions(
             data = buffer(0, nbytes)
             sources.read(file, one.piece.offset + one.first, data)
             _place(one, data, one.first)
-            return Read(nbytes, nbytes)
+            return nbytes
         start = one.piece.offset
         stop = span[-1].piece.offset + span[-1].piece.nbytes
         found = sources.view(file, start, stop - start)
@@ -306,7 +298,7 @@ def read_regions(
                     data = buffer(1, piece.nbytes)
                 sources.repair(one.entry, file, piece, data)
             _place(one, _decoded(decoder, one, data, buffer(2, piece.raw_nbytes)), 0)
-        return Read(stop - start)
+        return 0
 
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
@@ -315,7 +307,7 @@ def read_regions(
     try:
         spans = joined([one for one in wanted if one.is_whole], READ_BYTES)
         spans += [[one] for one in wanted if not one.is_whole]
-        return sum((done.result() for done in [pool.submit(run, span) for span in spans]), Read())
+        return sum([done.result() for done in [pool.submit(run, span) for span in spans]])
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -73,7 +73,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_it_comes_after_prepare(tmp_path: Path) -> None:
-    """Otherwise there is nothing to save, and the message says what to do; the accelerator comes first."""
+    """Before `prepare` there is nothing to save: the message says what to do, and that the accelerator comes first."""
     with pytest.raises(ConfigError, match="first argument is a str, not the Accelerator"):
         AdaptiveCheckpoint(str(tmp_path), make_accelerator(Case()))
     with pytest.raises(ConfigError, match=r"no optimizer yet.*after model, optimizer and loaders were prepared"):

@@ -169,7 +169,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_the_users_choice(tmp_pa
 def test_max_steps_is_the_number_of_steps_of_the_whole_run(
     batch: int, place: tuple[int, int], left: int, tmp_path: Path
 ) -> None:
-    """Also where the steps before the resume are counted again, as those of another loader; and in a second resume."""
+    """That is so where the steps before the resume count as those of another loader, and in a second resume."""
     steps = {"max_steps": 15}
     train_hf(steps, every_boundary(tmp_path / "run"), tmp_path / "out")
     snapshot = next(one for one in saved(tmp_path / "run") if (one.epoch, one.batch) == place)

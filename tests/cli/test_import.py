@@ -273,7 +273,7 @@ def test_objects_are_refused_by_class_and_leaf_and_no_code_runs(ckpt: Ckpt, tmp_
 
 
 def test_a_dcp_folder_cannot_run_code_either(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Neither its description nor its values, both of which torch's own reader unpickles."""
+    """Its description and its values, both of which torch's own reader unpickles, run no code."""
     dcp.save({"a": torch.ones(2), "bad": Attack(tmp_path / "trace")}, checkpoint_id=tmp_path / "one")
     result = ckpt("import", tmp_path / "one", tmp_path / "run", "--step", 1)
     assert (result.code, (tmp_path / "trace").exists()) == (2, False)

@@ -45,7 +45,7 @@ def killed(run_folder: RunFolder) -> Path:
 
 
 def test_what_each_failure_has_cost(ckpt: Ckpt, killed: Path) -> None:
-    """Which step a process went on from, and how many steps the one before had done beyond it."""
+    """The report says at which step a process went on, and how many steps the one before had done beyond it."""
     report = ckpt("report", killed, "--json").json
     one, two = report["lives"]
     assert (one["step"], one["resumed"], one["lost_steps"], one["failed"]) == (230, None, 30, True)

@@ -88,7 +88,7 @@ def _lived(base: Path, die_before: int | None = None) -> RecordingDisk:
 
 
 def test_power_loss_at_any_point_leaves_the_same_listing_with_and_without(tmp_path: Path, scratch: Path) -> None:
-    """Also while the catalog is replaced, and while what it names is forgotten and collected."""
+    """That is so while the catalog is replaced, and while what it names is forgotten and collected."""
     explorer = Explorer(scratch, _check)
     disk = _lived(tmp_path / "disk")
     assert (tmp_path / "disk/run" / names.CATALOG).exists()

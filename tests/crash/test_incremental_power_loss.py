@@ -242,7 +242,7 @@ def test_a_power_loss_while_snapshots_are_compacted_is_survived(
 def test_forgetting_before_the_new_form_is_written_is_noticed(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same exploration of a compaction in the wrong order finds a bad state."""
+    """A compaction in the wrong order has a bad state, which the exploration finds."""
     real = drop_components.write
 
     def write(repository: Repository, made: drop_components.Slim) -> None:

@@ -189,7 +189,7 @@ def test_a_kill_during_a_plain_copy_and_then_a_power_loss_leave_a_sound_store(
 def test_a_kill_at_every_point_of_a_copy_of_differences_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same, for every point at which the process can be killed."""
+    """The process is killed at every point of its work, and the store stays sound."""
     monkeypatch.setattr(*bounds("ENCODED", most_bases=1))
     world.copy = _differences
     assert _killed(world, tmp_path, scratch, 1) == []
@@ -199,7 +199,7 @@ def test_a_kill_at_every_point_of_a_copy_of_differences_leaves_a_sound_store(
 def test_a_kill_at_every_point_of_an_encoded_copy_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path
 ) -> None:
-    """The same, for every point at which the process can be killed."""
+    """The process is killed at every point of its work, and the store stays sound."""
     assert _killed(world, tmp_path, scratch, 1) == []
 
 

@@ -194,7 +194,7 @@ def test_random_schedules_leave_whole_snapshots_and_nothing_else(tmp_path: Path)
 
 
 def test_a_collection_that_takes_too_much_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same schedules are not satisfied with one that looks at names only."""
+    """A collection that looks at names only fails under the same schedules."""
     found = Repository.unreferenced
 
     def careless(self: Repository, in_flight: object = ()) -> Garbage:

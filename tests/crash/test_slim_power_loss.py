@@ -126,7 +126,7 @@ def test_a_kill_during_slimming_and_then_a_power_loss_leave_a_sound_store(tmp_pa
 
 @pytest.mark.slow
 def test_a_kill_at_every_point_of_slimming_leaves_a_sound_store(tmp_path: Path, scratch: Path) -> None:
-    """The same, for every point at which the process can be killed."""
+    """The process is killed at every point of its work, and the store stays sound."""
     assert _killed(tmp_path, scratch, 1) == []
 
 

@@ -88,7 +88,7 @@ def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratc
 
 @pytest.mark.slow
 def test_a_kill_at_every_point_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
-    """The same, for every point at which the process can be killed."""
+    """The process is killed at every point of its work, and the store stays sound."""
     explorer = Explorer(scratch)
     for die_before in range(1, _all_points(tmp_path)):
         _killed_then_power_loss(tmp_path, explorer, die_before)

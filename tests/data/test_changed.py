@@ -253,7 +253,7 @@ def split(name: str, seed: int) -> DataLoader[Any]:
 @pytest.mark.parametrize("batches", [0, 2])
 @pytest.mark.parametrize("name", [name for name in SPLITS if name != "a list"])
 def test_an_unseeded_split_is_refused_with_its_cause(name: str, batches: int) -> None:
-    """Also between epochs: training on samples that were kept for validation is never right."""
+    """It is refused between epochs too: training on samples that were kept for validation is never right."""
     saved = after(batches, split(name, 1))
     other = split(name, 2)
     with pytest.raises(MismatchError, match="split or order differs") as caught:

@@ -21,7 +21,7 @@ def test_a_private_name_is_still_there(name: str) -> None:
 
 
 def test_nothing_else_knows_classes_of_the_package() -> None:
-    """Neither one of its classes nor the prefix of its modules is named in another file."""
+    """No other file names one of its classes or the prefix of its modules."""
     known = {*private_names.DATASETS_NAMES, private_names._PACKAGE}
     offenders = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value}"

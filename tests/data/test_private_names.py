@@ -46,7 +46,7 @@ def test_an_iterator_with_workers_asks_its_sampler_twice_and_a_reset_once() -> N
 
 
 def test_an_iterator_without_workers_asks_its_sampler_once() -> None:
-    """Otherwise the recording would belong to a dropped iterator."""
+    """With a second question the recording would belong to a dropped iterator."""
     sampler = Counted()
     loader: DataLoader[Any] = DataLoader(list(range(8)), batch_size=None, sampler=sampler)  # type: ignore[arg-type]
     list(loader)

@@ -221,7 +221,7 @@ def test_what_vanishes_after_the_choice_is_passed_over_and_the_next_load_looks_a
 
 
 def test_a_slow_line_delays_each_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not each of the pieces that it comes in, of which a server may send the second one much later."""
+    """It does not delay each piece of an answer, of which a server may send the second one much later."""
     late: list[float] = []
     monkeypatch.setattr("tests.far.line.SLOW_SECONDS", 0.0)
     monkeypatch.setattr("tests.far.line.time", SimpleNamespace(sleep=late.append))

@@ -8,7 +8,7 @@ from tests.faults.draws import ACTIONS, DISK, ENDINGS, FAULTS, NETWORK, PHASES, 
 
 
 def test_the_same_seed_draws_the_same_runs() -> None:
-    """Also one by one, so that a run that went wrong can be played again alone; another seed draws others."""
+    """A run that went wrong can be played again alone; another seed draws other runs."""
     assert draws(100, 7) == draws(100, 7)
     assert draws(100, 7) != draws(100, 8)
     again = draws(100, 7)[41]

@@ -59,7 +59,7 @@ def test_a_clean_end_is_no_failure() -> None:
 
 
 def test_starting_again_keeps_what_an_earlier_run_learned() -> None:
-    """Neither the time survived nor the restored step time is lost with a second `start`."""
+    """A second `start` loses neither the time survived nor the restored step time."""
     rig = Rig(overhead=0.05)
     rig.go(20)
     state = rig.cadence.state()

@@ -82,7 +82,7 @@ def test_what_is_believed_of_a_run_that_lives_is_what_was_assumed(mtbf: float, w
 @pytest.mark.parametrize("weight", [1.0, 2.0])
 @pytest.mark.parametrize("wrong", [100.0, 1000.0])
 def test_an_assumption_that_is_orders_of_magnitude_wrong_gives_way_to_two_failures(wrong: float, weight: float) -> None:
-    """And comes back where they were an accident: a day without any is more than two minutes with some."""
+    """It comes back after an accident: a day without failures weighs more than two minutes with some."""
     lasted = 12 * HOUR / wrong
     belief = FailureBelief.prior(12 * HOUR, weight).after([lasted] * 2, [PROCESS] * 2)
     assert lasted / 2 < belief.mtbf_seconds < 2 * lasted
@@ -179,7 +179,7 @@ def test_crashes_before_the_first_snapshot_move_the_belief() -> None:
 
 
 def test_what_the_nearest_tier_knows_counts_more_than_what_a_snapshot_remembers() -> None:
-    """But where the tier is new, because the one before was lost, the snapshot is all there is."""
+    """Where the tier is new, because the one before was lost, only the snapshot knows something."""
     first = Rig(overhead=0.05)
     first.clock.now += 30 * HOUR
     state = first.cadence.state()
@@ -391,7 +391,7 @@ def test_a_run_that_fails_in_bursts_takes_fewer_snapshots_the_longer_it_lives() 
 def test_the_place_that_serves_a_snapshot_tells_whether_the_nearest_tier_was_lost(
     reason: str, lost: bool, failure: str, tmp_path: Path
 ) -> None:
-    """And a run that has ended by itself has not failed, wherever its last snapshot comes from."""
+    """A run that has ended by itself has not failed, wherever its last snapshot comes from."""
     tiers = {"tiers": [str(tmp_path / "near"), f"{(tmp_path / 'far away').as_uri()}/"], "writer": "thread"}
     engine = Engine(tiers)
     engine.save({"step": 7}, step=7, reason=reason)

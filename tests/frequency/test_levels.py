@@ -91,7 +91,7 @@ def test_the_budget_and_all_bounds_are_kept(
 def test_a_larger_budget_never_wastes_more(
     levels: list[SnapshotLevel], rates: dict[str, float], budget: float, factor: float
 ) -> None:
-    """And gains no more than the multiplier says, which is what it is worth at the margin."""
+    """The gain is at most what the multiplier says, which is the worth of budget at the margin."""
     less, more = best_intervals(levels, rates, budget), best_intervals(levels, rates, factor * budget)
     gained = less.waste - more.waste
     assert -1e-4 * less.waste <= gained <= less.budget_worth * (factor - 1.0) * budget + 1e-3 * less.waste

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """Not to be changed."""
+    """The syntax tree of a file, for all checks: a caller does not change it."""
     return ast.parse(path.read_text())
 
 

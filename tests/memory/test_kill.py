@@ -135,7 +135,7 @@ def kill_writer_then_trainer(run: Run, draw: random.Random) -> Life:
 
 
 def test_with_both_killed_the_durable_tier_has_the_run(tmp_path: Path, trainers: Trainers) -> None:
-    """And nothing else than what the disk has is needed: its pages are dropped from the cache before."""
+    """The disk alone is enough: its pages are dropped from the cache before."""
     lost = Lost()
     run = Run(trainers, tmp_path, steps=200)
     kill_both(run, random.Random(), lost)

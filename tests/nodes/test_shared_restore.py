@@ -113,7 +113,7 @@ def test_a_rank_that_comes_late_is_not_waited_for() -> None:
 
 
 def test_a_rank_with_nothing_to_share_meets_the_others_all_the_same() -> None:
-    """Otherwise they would wait for it, and their questions to rank 0 would be counted differently."""
+    """Without it the others would wait, and their questions to rank 0 would be counted differently."""
     store = SharedStore()
     sessions = [Session(ThreadRanks(rank, 3, store)) for rank in range(3)]
     seats = on_all(lambda rank: shared_reads.meet(sessions[rank], wanted=rank != 1), 3)

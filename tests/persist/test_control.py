@@ -240,7 +240,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 @root_only
 def test_another_user_cannot_connect(tmp_path: Path, served: Control) -> None:
-    """Not even where it knows the name: it comes neither to the writer nor into the queue before it."""
+    """A user who knows the name reaches neither the writer nor the queue before it."""
     work = f"""
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 try:
@@ -263,7 +263,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
 
 
 def test_a_folder_that_others_can_enter_is_not_believed(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
-    """Nor a link, a file, or the folder of another user: none is asked or used, and one of our own is made."""
+    """Such a folder, a link, a file or a foreign folder is neither asked nor used, and one of our own is made."""
     prefix = f"ckpt-engine-{os.geteuid()}-"
     open_to_all, link, file = (places[0] / f"{prefix}{name}" for name in ("all", "link", "file"))
     open_to_all.mkdir()

@@ -290,7 +290,7 @@ def test_a_run_that_was_closed_serves_nothing(sending: Trainer, snapshots: Memor
 
 
 def test_requests_are_forwarded_to_a_trainer_that_takes_them(snapshots: MemorySnapshots) -> None:
-    """Not to one that takes nothing in, nor to one that is gone; long names are cut."""
+    """A trainer that takes nothing in, or that is gone, gets none; long names are cut."""
     visit = Visit(snapshots)
     assert visit.ask(control.SAVE, who="x" * 9999) == {"trainer": True}
     assert visit.forwarded == [("save", "x" * 200)]

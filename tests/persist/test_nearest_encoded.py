@@ -111,7 +111,7 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing(drifting: Run) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(drifting: Run) -> None:
-    """Neither data nor a manifest, and the next snapshot is whole."""
+    """No data and no manifest are left, and the next snapshot is whole."""
     drifting.start(codec="delta", tiers=())
     drifting.save(1)
     weather = drifting.weather[drifting.near]

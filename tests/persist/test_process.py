@@ -269,7 +269,7 @@ def test_a_forked_child_cannot_use_the_client(processes: Writers, stage: Stage) 
 def test_the_writer_loads_neither_torch_nor_numpy(
     processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even after a job: none of their libraries is mapped."""
+    """None of their libraries is mapped, even after a job."""
     monkeypatch.setattr(launch, "subprocess", subprocess)  # as a user starts it, and no fork
     client = processes.start(keep={"last": 1})
     stage.share(client)

@@ -159,7 +159,7 @@ def test_one_tier_that_hangs_fails_its_snapshot(run: Run, second: Stage) -> None
 
 @pytest.mark.parametrize("what", ["list", "get", "delete"])
 def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
-    """Also one of retention, or one of a copy that reads there: the next snapshot goes to the next tier."""
+    """A call of retention, or of a copy that reads there, may hang too: the next snapshot goes to the next tier."""
     run.start(run.tier(keep={"last": 3}), keep={"last": 1})
     run.save(1)
     run.until_copied(1)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def no_descriptors_left() -> None:
-    """Not here: the client library keeps its connections."""
+    """The check of descriptors is left out: the client library keeps its connections."""
 
 
 def test_a_store_that_accepts_and_never_answers_stops_no_training(

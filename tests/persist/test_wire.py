@@ -70,7 +70,7 @@ def test_a_full_socket_wakes_the_owner(pair: Pair) -> None:
 
 
 def test_flushed_means_that_the_peer_reads_it_whatever_becomes_of_us(pair: Pair) -> None:
-    """Not before the last byte is with the kernel; what is, is read after our end."""
+    """The channel is flushed only when the kernel has the last byte, and the peer reads that after our end."""
     assert pair[0].flushed
     pair[0].send({"big": "x" * (5 << 20)})
     pair[0].send({"last": 1})

@@ -179,7 +179,7 @@ def test_a_shared_folder_that_can_only_be_read_is_read(tmp_path: Path, monkeypat
 def test_a_leader_that_cannot_be_reached_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, further: bool
 ) -> None:
-    """Not for each snapshot; it counts as away, and the error says where it should have been."""
+    """It is not asked for each snapshot; it counts as away, and the error says where it should have been."""
     tiers = [str(tmp_path / "shared")] if further else []
     saved(tmp_path, (1, 2, 3), further=tiers, keep={"last": 3})
     tried: list[int] = []

@@ -63,7 +63,7 @@ def test_rank_0_keeps_nothing_twice() -> None:
 
 
 def test_in_a_plain_loop_only_what_is_trained_is_the_same_on_all_ranks() -> None:
-    """Not the statistics of a batch norm, and not what the loop carries: a rank's hidden state is its own."""
+    """The statistics of a batch norm and what the loop carries are each rank's own hidden state."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     parts = NamedParts({"model": model, "optimizer": torch.optim.Adam(model.parameters()), "carry": Carry(hidden=1)})
     same = alike(parts)

@@ -73,7 +73,7 @@ def test_a_run_says_little_and_the_bar_is_one_line(role: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_a_run_resumes_from_is_a_line_of_its_own(tmp_path: Path) -> None:
-    """Not the end of a bar that is being drawn, which would be wider than the terminal with it."""
+    """It does not stand at the end of a progress bar, which would be wider than the terminal with it."""
     pytest.importorskip("rich")
     for end in (", max_steps=50", ""):
         code = short(script("Lightning")).replace("max_epochs=3", f"max_epochs=1{end}")

@@ -184,7 +184,7 @@ class Stranger:
 
 
 class Ordinary:
-    """Neither a dataclass nor a dict nor an enum; with things in it that are."""
+    """A class that is no dataclass, no dict and no enum, with an object and a class as attributes."""
 
     hook = Hook()
 
@@ -304,7 +304,7 @@ def test_load_takes_no_class_that_is_not_there_as_it_is(root: Path) -> None:
 
 
 def test_a_class_that_is_there_is_made_without_its_own_code() -> None:
-    """Neither `__new__` nor `__init__` nor any way of setting values runs; the values are there all the same."""
+    """The values are there, though no `__new__`, `__init__` or way of setting values has run."""
     tree = {kind: nodes(f"traps:{name}")[kind] for kind, name in
             (("dataclass", "Made"), ("mapping", "Table"), ("namedtuple", "Row"), ("enum", "Color"))}  # fmt: skip
     state = Rebuilder({}).state(tree)

@@ -195,7 +195,7 @@ def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monk
 
 
 def test_a_manifest_that_places_have_alike_is_decoded_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one of them lacks data, and the others have to be looked at."""
+    """That is so where one of them lacks data, and the others have to be looked at."""
     decode, decoded = manifest_codec.decode, list[int]()
 
     def counting(data: bytes) -> Manifest:

@@ -51,7 +51,7 @@ def test_a_killed_run_ends_with_the_same_weights(
 
 
 def test_another_layout_is_refused(launcher: Launcher, tmp_path: Path) -> None:
-    """Which ranks share their samples is part of a resume."""
+    """A resume depends on which ranks share their samples."""
     assert train(launcher, tmp_path, "run", seed=1, tensor_parallel=1, die_at=[1, 3]) == [-9, -9]
     assert 0 not in train(launcher, tmp_path, "run", seed=1, tensor_parallel=2)
     log = (tmp_path / "log-run.0").read_text()

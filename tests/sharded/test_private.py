@@ -169,7 +169,7 @@ def test_ranks_that_have_only_what_is_frozen_are_refused() -> None:
 
 
 def test_a_unit_without_a_step_has_no_states() -> None:
-    """Neither on the ranks that have something of a parameter nor, to be the same tree, on the others."""
+    """No rank has a state then, whether it has something of a parameter or not: the tree is the same on all."""
     net = nn.Sequential(flat(nn.Linear(8, 8)), flat(nn.Linear(8, 8)))
     optimizer = torch.optim.AdamW(net.parameters())
     models = distributed_models.FlatModels([net])

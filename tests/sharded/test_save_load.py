@@ -210,7 +210,7 @@ def test_a_mesh_of_one_rank_needs_no_ranks(tmp_path: Path) -> None:
 
 
 def test_a_state_whose_layout_changes_is_planned_again(tmp_path: Path) -> None:
-    """The same local tensors with other placements are other arrays."""
+    """The same local tensors with other placements make other arrays, which get a new plan."""
     ranks = open_ranks(tmp_path, 1)[0].engine._pipeline._planner
     here = torch.zeros(4, 4)
     mesh = mesh_of([[0]], 0)

@@ -49,7 +49,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def test_a_machine_without_limits_has_what_it_says(host: Host) -> None:
-    """`max` is no limit."""
+    """A limit of `max` counts as none."""
     host.group_v2("", "max", 5 * GB)
     assert host.look() == MemoryLimit(64 << 30, "MemAvailable of this machine")
 

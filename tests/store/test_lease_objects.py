@@ -166,7 +166,7 @@ def test_a_dead_process_of_this_machine_does_not_have_to_expire(clock: Clock) ->
 
 @pytest.mark.parametrize("conditional", [True, False])
 def test_of_two_takers_at_once_one_gets_it(clock: Clock, conditional: bool) -> None:
-    """Also where the store ignores conditions: the last to write wins, and the other reads that."""
+    """Where the store ignores conditions the last one to write wins, and the other one reads that."""
     cell = Cell(conditional=conditional)
     written_elsewhere(cell)
     seen = cell.read()

@@ -70,7 +70,7 @@ class TestLocalStorageWithoutLinks(StorageContract):
         return LocalStorage(tmp_path / "root", disk=_NoLinksDisk())
 
     def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
-        """Not promised there: the lease and unique names have to do."""
+        """The test of the contract is left out: without links the lease and unique names have to do."""
 
 
 class _NoLinksDisk(Disk):
@@ -198,7 +198,7 @@ def test_a_put_that_fails_anywhere_leaves_nothing(tmp_path: Path, error: int, ex
 
 
 def test_a_put_without_links_that_fails_at_the_end_leaves_nothing(tmp_path: Path) -> None:
-    """Also where the name is given by a rename it is taken back if it could not be made durable."""
+    """A name that was given by a rename is taken back if it could not be made durable."""
 
     class Failing(_NoLinksDisk):
         def sync_folder(self, path: str) -> None:

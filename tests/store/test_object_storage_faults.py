@@ -94,7 +94,7 @@ def test_a_small_object_survives_a_fault(through: Open, direct: S3Storage, wire:
 
 @pytest.mark.parametrize("nbytes", [4, 11 * MIB])
 def test_somebody_elses_object_is_not_taken_for_ours(through: Open, direct: S3Storage, wire: Wire, nbytes: int) -> None:
-    """Also where it appears between our look and our write, and our answers get lost."""
+    """That is so where it appears between our look and our write, and our answers get lost."""
     storage = through()
     head = storage._multipart.head
     looked = []

@@ -47,7 +47,7 @@ class TestObstore(StorageContract):
         return ObstoreStorage(f"s3://{bucket}/runs/one", options(moto))
 
     def test_the_url_leads_to_the_same_objects(self, storage: Any) -> None:
-        """Not without its options."""
+        """The test of the contract is left out: this storage needs its options beside the URL."""
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_uploads_keep_their_pace_and_can_be_stopped(moto: S3Server, bucket: str)
 
 
 def test_secrets_are_never_shown(moto: S3Server, bucket: str, wire: Wire) -> None:
-    """Neither in messages nor in a traceback; the library's errors quote whole answers."""
+    """No message and no traceback shows one, though the library's errors quote whole answers."""
     given = options(moto, wire.url, timeout_seconds=0.3, retry_seconds=0.0)
     storage = ObstoreStorage(f"s3://{bucket}/run", given | {"key": "AKIAVERYSECRET", "secret": "hunter2hunter2"})
     wire.cut()

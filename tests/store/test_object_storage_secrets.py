@@ -113,7 +113,7 @@ def everything_shown(error: BaseException) -> str:
 
 @pytest.mark.parametrize(("way", "endpoint"), WAYS, indirect=["endpoint"])
 def test_no_failing_request_shows_a_secret(way: str, endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither in messages, tracebacks and what caused them, nor in what is logged."""
+    """No message, traceback, cause or log line shows one."""
     caplog.set_level(logging.INFO)
     storage = S3Storage("s3://bucket/run", options(endpoint, timeout_seconds=0.3 if way == "stall" else 60.0))
     uses: list[Callable[[], object]] = [
@@ -242,7 +242,7 @@ def test_no_trace_of_a_run_shows_a_secret(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Neither its files (status, lease, manifests), nor its events, logs and processes, nor `ckpt status`."""
+    """Its files (status, lease, manifests), events, logs and processes and `ckpt status` show none."""
     caplog.set_level(logging.DEBUG, "ckpt_engine")
     far = {"url": "s3://bucket/run", "storage_options": options(endpoint)}
     sink = _Away()

@@ -56,7 +56,7 @@ def test_records_take_half_of_the_budget_at_most(step_seconds: float, record_sec
 
 
 def test_a_record_holds_until_weights_may_change() -> None:
-    """Without a valid record the error says why."""
+    """A call without a valid record raises an error that says why."""
     steps = Steps(1.0, 0.0001)
     with pytest.raises(ImpossibleError, match="no step was begun"):
         steps.last.record()

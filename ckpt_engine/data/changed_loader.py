@@ -124,10 +124,13 @@ def _dealing(recipe: Mapping[str, Any], saved: Dealing, batch: int, saved_size: 
         raise _refused(saved_size, f"in this run {recipe['unreadable']}")
     if recipe["length"] != saved.origin.length:
         raise _refused(saved_size, f"its dataset had {saved.origin.length} samples, and has {recipe['length']} now")
+    return _in_batches_of(recipe, replace(saved, rank=recipe["rank"], size=recipe["size"]), batch, saved)
+
+
+def _in_batches_of(recipe: Mapping[str, Any], dealing: Dealing, batch: int, saved: Dealing) -> Dealing:
+    """What is left of `saved` after so many batches, in those of this loader."""
     return replace(
-        saved,
-        rank=recipe["rank"],
-        size=recipe["size"],
+        dealing,
         batch_size=recipe["batch_size"],
         batched=recipe["batched"],
         seen=saved.seen_before(batch),
@@ -297,16 +300,7 @@ def _continued(
     if (digest := state["order"]["digest"]) is not None and digest != saved.digest(order, int(state["batches"])):
         raise _no_meaning("the sampler gave other samples than its seed says")
     batch = int(state["batches"])
-    dealing = replace(
-        saved,
-        batch_size=recipe["batch_size"],
-        batched=recipe["batched"],
-        seen=saved.seen_before(batch),
-        first=batch,
-        interleaved=True,
-        tail=Tail(recipe["tail"]),
-        drop_last=recipe["drop_last"],
-    )
+    dealing = _in_batches_of(recipe, saved, batch, saved)
     rest = len(dealing.rest(order))
     dealt = {"dealing": dealing.to_state(), "total": batch + rest}
     said = f"the other {saved.origin.samples - dealing.seen:,} samples of the epoch come in {rest:,} batches"

@@ -338,6 +338,9 @@ class _Summary(NamedTuple):
         return 4.5 * self.deviation / math.sqrt(SHIFT_WINDOW)
 
 
+_REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
+
+
 class CostMeter:
     """What one snapshot costs, from those so far; one that is unlike the others moves no estimate."""
 
@@ -427,13 +430,7 @@ class CostMeter:
 
     def to_json(self) -> dict[str, float]:
         costs = self.costs(0.0)
-        return {
-            "stall_seconds": costs.stall_seconds,
-            "slowdown_seconds": costs.slowdown_seconds,
-            "latency_seconds": costs.latency_seconds,
-            "busy_seconds": costs.busy_seconds,
-            "written_bytes": costs.written_bytes,
-        }
+        return {name: getattr(costs, name) for name in _REMEMBERED}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostMeter:
@@ -443,10 +440,7 @@ class CostMeter:
             ValueError: a number no measurement can be.
             KeyError, TypeError: not such a document at all.
         """
-        stall, slowdown, latency, busy, written = (
-            float(data[key])
-            for key in ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
-        )
+        stall, slowdown, latency, busy, written = (float(data[name]) for name in _REMEMBERED)
         if not all(0.0 <= value < math.inf for value in (stall, slowdown, latency, busy, written)):
             raise ValueError(f"not measured costs: {dict(data)!r}")
         meter = cls()

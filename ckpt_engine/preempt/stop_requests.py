@@ -15,12 +15,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_engine.config.sections import Source
@@ -131,7 +131,32 @@ _PAGE_BYTES = 65_536
 _NO_NOTICE = (404, 410)
 
 
-class FileSource:
+class PreemptionSource:
+    """Something that may know that the process is about to be stopped. Used by one thread.
+
+    Args:
+        clock: the source of moments.
+        every_seconds: how often it is asked.
+        grace_seconds: that its notices leave; None: as configured.
+    """
+
+    def __init__(self, clock: Clock, every_seconds: float, grace_seconds: float | None = None) -> None:
+        self._now = clock.monotonic
+        self.every_seconds, self._grace_seconds = every_seconds, grace_seconds
+
+    def poll(self) -> StopNotice | None:
+        """A notice, if there is one now. Returns within some seconds.
+
+        Raises:
+            PreemptionSourceError: the source does not answer; it is asked again later.
+        """
+        raise NotImplementedError
+
+    def _notice(self, who: str) -> StopNotice:
+        return StopNotice(who, self._now(), self._grace_seconds)
+
+
+class FileSource(PreemptionSource):
     """A stop-file: it appears, or is touched or replaced.
 
     One that is there when the run starts is from an earlier stop: it counts once it changes.
@@ -140,11 +165,9 @@ class FileSource:
         path: of the file.
     """
 
-    def __init__(self, path: str, clock: Clock, *, every_seconds: float, grace_seconds: float | None) -> None:
+    def __init__(self, path: str, options: Source, clock: Clock) -> None:
+        super().__init__(clock, options.every, options.grace)
         self._path = Path(path)
-        self._now = clock.monotonic
-        self.every_seconds = every_seconds
-        self._grace_seconds = grace_seconds
         try:
             self._before = self._look()
         except PreemptionSourceError:
@@ -155,7 +178,7 @@ class FileSource:
         if found is None or found == self._before:
             self._before = found
             return None
-        return StopNotice(f"the file {self._path}", self._now(), self._grace_seconds)
+        return self._notice(f"the file {self._path}")
 
     def _look(self) -> tuple[int, int] | None:
         try:
@@ -167,31 +190,19 @@ class FileSource:
         return stat.st_ino, stat.st_mtime_ns
 
 
-class HttpSource:
+class HttpSource(PreemptionSource):
     """A page that is missing (404, 410) or does not match as long as nothing is wrong, as clouds have them.
 
     Args:
         url: asked with GET, never through a proxy; http or https.
-        headers: of the request.
-        match: what the answer must contain, as a regular expression; None: any answer is a notice.
+        options: headers of the request, and what the answer must match; without that any answer is a notice.
     """
 
-    def __init__(
-        self,
-        url: str,
-        clock: Clock,
-        *,
-        headers: Mapping[str, str],
-        match: str | None,
-        every_seconds: float,
-        grace_seconds: float | None,
-    ) -> None:
-        self._request = urllib.request.Request(url, headers=dict(headers))
+    def __init__(self, url: str, options: Source, clock: Clock) -> None:
+        super().__init__(clock, options.every, options.grace)
+        self._request = urllib.request.Request(url, headers=dict(options.headers))
         self._host = urlsplit(url).netloc.rpartition("@")[2]  # in messages, without a password
-        self._match = re.compile(match) if match is not None else None
-        self._now = clock.monotonic
-        self.every_seconds = every_seconds
-        self._grace_seconds = grace_seconds
+        self._match = re.compile(options.match) if options.match is not None else None
         # Metadata services are on the machine; a proxy would ask those of another one.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -207,7 +218,7 @@ class HttpSource:
             raise PreemptionSourceError(f"{self._host} does not answer: {err}") from err
         if self._match is not None and not self._match.search(page):
             return None
-        return StopNotice(f"a notice of {self._host}", self._now(), self._grace_seconds)
+        return self._notice(f"a notice of {self._host}")
 
     def _page(self) -> str:
         """What the page says, at most so much of it and for so long: a server may send a byte a second."""
@@ -221,20 +232,16 @@ class HttpSource:
         return b"".join(parts).decode("utf-8", "replace")
 
 
-class CommandSource:
+class CommandSource(PreemptionSource):
     """A command that ends with 0 if the run must stop, and with 1 if not; anything else is trouble.
 
     Args:
         command: program and arguments; no shell is involved.
     """
 
-    def __init__(
-        self, command: Sequence[str], clock: Clock, *, every_seconds: float, grace_seconds: float | None
-    ) -> None:
+    def __init__(self, command: Sequence[str], options: Source, clock: Clock) -> None:
+        super().__init__(clock, options.every, options.grace)
         self._command = tuple(command)
-        self._now = clock.monotonic
-        self.every_seconds = every_seconds
-        self._grace_seconds = grace_seconds
 
     def poll(self) -> StopNotice | None:
         name = self._command[0]
@@ -247,7 +254,7 @@ class CommandSource:
         except OSError as err:
             raise PreemptionSourceError(f"the command {name} cannot be run: {err.strerror or err}") from err
         if done.returncode == 0:
-            return StopNotice(f"the command {name}", self._now(), self._grace_seconds)
+            return self._notice(f"the command {name}")
         if done.returncode == 1:
             return None
         said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
@@ -262,7 +269,7 @@ _LAUNCHERS = (
 _LOOK_SECONDS = 1.0
 
 
-class LauncherSource:
+class LauncherSource(PreemptionSource):
     """The launcher that has started this process is gone: who has stopped it wants no training to go on.
 
     `accelerate launch` ends at a SIGTERM and does not pass it on; any launcher may be killed.
@@ -272,16 +279,14 @@ class LauncherSource:
         name: of the launcher.
     """
 
-    every_seconds = _LOOK_SECONDS
-
     def __init__(self, parent: int, name: str, clock: Clock) -> None:
+        super().__init__(clock, _LOOK_SECONDS)
         self._parent, self._name = parent, name
-        self._now = clock.monotonic
 
     def poll(self) -> StopNotice | None:
         if os.getppid() == self._parent:
             return None
-        return StopNotice(f"the end of {self._name} (process {self._parent}), which has started this", self._now())
+        return self._notice(f"the end of {self._name} (process {self._parent}), which has started this")
 
 
 def launcher_source(clock: Clock) -> PreemptionSource | None:
@@ -299,19 +304,11 @@ def launcher_source(clock: Clock) -> PreemptionSource | None:
 
 def open_source(options: Source, clock: Clock) -> PreemptionSource:
     """The source that one entry of `preemption.sources` describes."""
-    every, grace = options.every, options.grace
     if options.file is not None:
-        return FileSource(options.file, clock, every_seconds=every, grace_seconds=grace)
+        return FileSource(options.file, options, clock)
     if options.http is not None:
-        return HttpSource(
-            options.http,
-            clock,
-            headers=options.headers,
-            match=options.match,
-            every_seconds=every,
-            grace_seconds=grace,
-        )
-    return CommandSource(options.command or (), clock, every_seconds=every, grace_seconds=grace)
+        return HttpSource(options.http, options, clock)
+    return CommandSource(options.command or (), options, clock)
 
 
 EXIT_CODE_OF_NOTICES = 143
@@ -343,25 +340,6 @@ class Stop:
 
     notice: StopNotice
     deadline: float
-
-
-class PreemptionSource(Protocol):
-    """Something that may know that the process is about to be stopped. Used by one thread.
-
-    Args:
-        every_seconds: how often it is asked.
-    """
-
-    @property
-    def every_seconds(self) -> float: ...
-
-    def poll(self) -> StopNotice | None:
-        """A notice, if there is one now. Returns within some seconds.
-
-        Raises:
-            SourceError: the source does not answer; it is asked again later.
-        """
-        ...
 
 
 class PreemptionSourceError(Exception):

@@ -18,7 +18,7 @@ from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
 from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.loop.tracker import Tracker
-from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot import arguments

@@ -15,16 +15,17 @@ from ckpt_engine.config.live import live_file
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
+    LOGGER_NAME,
     AttemptsFound,
     Event,
     EventSink,
+    LogSink,
     Notice,
     SnapshotFailed,
     SystemClock,
     TierDegraded,
     WriterLost,
 )
-from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.ranks.session import session_of

@@ -30,7 +30,7 @@ from ckpt_engine.loop.components import OWN_KEY, into_own_memory, own_copy, own_
 from ckpt_engine.loop.distributed_models import not_restored
 from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.loop.resume import ReportDraft, publish
-from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.preempt.divergence import RollbackRecord

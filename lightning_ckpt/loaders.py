@@ -15,7 +15,7 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import ResumeError, StateError
 from ckpt_engine.loop.capture import Elastic
-from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt.compat import LightningInternals
 

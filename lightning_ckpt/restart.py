@@ -31,7 +31,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop.components import into_own_memory, own_copy
 from ckpt_engine.loop.resume import afresh
-from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.names import RECORD

@@ -33,7 +33,7 @@ from torch.futures import Future
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.errors import CkptError, ConfigError, FormatError, RanksError, StorageMissingError
-from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import choose

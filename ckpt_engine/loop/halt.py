@@ -15,7 +15,7 @@ from ckpt_engine.engine import Ending, Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
-from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.units import duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
 from ckpt_engine.preempt.stop_requests import Stop

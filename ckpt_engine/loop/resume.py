@@ -36,7 +36,7 @@ from ckpt_engine.loop.capture import (
 from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
 from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
 from ckpt_engine.loop.feed import Feed
-from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import (
     FILE_NAME,
     NotRestored,

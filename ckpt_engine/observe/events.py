@@ -1,19 +1,27 @@
-"""The events of a run: one frozen value per thing that happened, and the sink that takes them.
+"""The events of a run, one frozen value per thing that happened, and how users read them: as lines of the log.
 
 Events cross the process boundary as JSON (`to_json`, `from_json`), so their fields are JSON values only.
 Times are wall-clock seconds since the epoch for display; durations come from monotonic clocks.
 
 The clock everything that measures time is given, so that tests can own time.
+
+`LogSink` writes one line for each event. `announce` shows a line once, also where a program has configured no logging.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
+
+from ckpt_engine.observe.units import count as count_of
+from ckpt_engine.observe.units import duration, size
 
 KINDS: dict[str, type[Event]] = {}
 
@@ -263,3 +271,223 @@ class SystemClock:
 
     monotonic = staticmethod(time.monotonic)
     wall = staticmethod(time.time)
+
+
+LOGGER_NAME = "ckpt_engine"
+TENFOLD = 10
+WORTH_SAYING = 0.005
+"""Useful work that one more percent of budget would bring: with less, users need not hear of their first interval."""
+
+
+class LogSink:
+    """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug.
+
+    What fails again for the same reason gets a short line each time that the count has a digit more, and one when a
+    snapshot is durable there again. Users see an interval that has changed tenfold, and the first one if the budget
+    costs more than it saves.
+    """
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger or logging.getLogger(LOGGER_NAME)
+        self._failing: dict[str, tuple[tuple[str, str], int]] = {}
+        """By tier: why snapshots fail there, and how many have in a row."""
+        self._interval: int | None = None
+        """The one that users know of, or that there was at first."""
+
+    def emit(self, event: Event) -> None:
+        level, count = level_of(event), 1
+        if isinstance(event, SnapshotFailed):
+            count = self._count(event)
+            level = level if str(count) == "1" + "0" * (len(str(count)) - 1) else logging.DEBUG
+        elif isinstance(event, SnapshotCommitted) and event.tier in self._failing:
+            _, failed = self._failing.pop(event.tier)
+            self._logger.warning(
+                "step %d: snapshots become durable on %s again, %d failed", event.step, event.tier, failed
+            )
+        elif isinstance(event, IntervalChanged) and self._matters(event):
+            announce(self._logger, line(event))
+            return
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", line(event, count=count))
+
+    def _matters(self, event: IntervalChanged) -> bool:
+        """Whether users see it by default."""
+        now, known = event.interval_steps, self._interval
+        if known is not None and known < TENFOLD * now and now < TENFOLD * known:
+            return False
+        self._interval = now
+        return known is not None or event.gain >= WORTH_SAYING
+
+    def _count(self, event: SnapshotFailed) -> int:
+        """How often a snapshot has failed in a row for this reason."""
+        # What follows the id in the name of a file is of this snapshot too.
+        text = re.sub(re.escape(event.snapshot) + r"\S*", "", event.message) if event.snapshot else event.message
+        why = event.code, text
+        before, count = self._failing.get(event.tier, (why, 0))
+        count = count + 1 if before == why else 1
+        self._failing[event.tier] = why, count
+        return count
+
+
+def level_of(event: Event) -> int:
+    """The `logging` level an event deserves."""
+    match event:
+        case SnapshotFailed():
+            return logging.ERROR
+        case TierDegraded(fatal=True):
+            return logging.ERROR
+        case TierDegraded(known=True):
+            return logging.INFO
+        case WriterLost() | TierDegraded() | StaleSnapshot():
+            return logging.WARNING
+        case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered() | Requested():
+            return logging.INFO
+        case Notice(level=name):
+            return logging.getLevelNamesMapping().get(name.upper(), logging.INFO)
+        case _:
+            return logging.DEBUG
+
+
+def line(event: Event, *, count: int = 1) -> str:
+    """The event in one line for people; `count`: of failures like this one in a row, which get a short line."""
+    match event:
+        case SnapshotStaged():
+            return (
+                f"step {event.step}: {size(event.nbytes)} staged, training blocked for {duration(event.stall_seconds)}"
+            )
+        case SnapshotCommitted():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} after "
+                f"{duration(event.latency_seconds)}, {size(event.written_bytes)} written"
+            )
+        case SnapshotFound():
+            return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
+        case AttemptsFound():
+            failed = sum(kind != "" for kind in event.failures)
+            return f"of {count_of(len(event.lasted), 'earlier attempt')} {failed} failed"
+        case MemoryFlushed():
+            return f"step {event.step}: the newest in memory when that was to become durable; what could, is"
+        case SnapshotFailed() if count > 1:
+            return (
+                f"step {event.step}: {count} snapshots in a row did not become durable, as before [{event.code}]"
+                + _hint(event)
+            )
+        case SnapshotFailed():
+            snapshot = f"snapshot {event.snapshot}" if event.snapshot else "its snapshot"  # the writer names it
+            return (
+                f"step {event.step}: {snapshot} did not become durable on {event.tier}: "
+                f"[{event.code}] {event.message}; older snapshots are untouched" + _hint(event)
+            )
+        case SnapshotSkipped():
+            return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
+        case SnapshotsForgotten():
+            return f"{count_of(len(event.snapshots), 'older snapshot')} forgotten, {size(event.freed_bytes)} freed"
+        case SnapshotReplicated():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} too, "
+                f"{size(event.sent_bytes)} sent in {duration(event.copy_seconds)}"
+                + (f"; {event.encoding}" if event.encoding else "")
+            )
+        case TierDegraded():
+            return f"{event.tier} failed and is tried again later: [{event.code}] {event.message}"
+        case TierRecovered():
+            return f"{event.tier} works again after {duration(event.away_seconds)}"
+        case IntervalChanged():
+            return f"step {event.step}: snapshots {event.why}"
+        case StaleSnapshot():
+            return (
+                f"step {event.step}: none of {event.tensors} trainable tensors has changed since the snapshot of step "
+                f"{event.since_step}; does the optimizer step, and with what learning rate?"
+            )
+        case Requested():
+            return f"{event.who} asks to {'save now' if event.what == 'save' else event.what}"
+        case WriterLost() | Notice():
+            return event.message
+        case _:
+            return repr(event)
+
+
+def _hint(event: SnapshotFailed) -> str:
+    return f" → {event.hint}" if event.hint else ""
+
+
+class FanOutSink:
+    """Passes every event to every sink, in the order they were added.
+
+    A sink that raises is disabled with one warning; training and the other sinks go on.
+    """
+
+    def __init__(self, *sinks: EventSink) -> None:
+        self._sinks = list(sinks)
+
+    def add(self, sink: EventSink) -> None:
+        """Passes later events to `sink` too."""
+        self._sinks.append(sink)
+
+    def remove(self, sink: EventSink) -> None:
+        """Stops passing events to `sink`; nothing happens if it is not there (any more)."""
+        self._sinks = [one for one in self._sinks if one is not sink]
+
+    def emit(self, event: Event) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                sink.emit(event)
+            except Exception:
+                # Whatever a sink of a user raises must not reach the training loop.
+                self.remove(sink)
+                logging.getLogger(LOGGER_NAME).warning(
+                    "%s failed on %s and gets no more events", type(sink).__name__, event.name, exc_info=True
+                )
+
+
+def is_heard(logger: logging.Logger, level: int = logging.INFO) -> bool:
+    """Whether a record of that level reaches some handler."""
+    one: logging.Logger | None = logger
+    while one is not None and logger.isEnabledFor(level):
+        if any(handler.level <= level for handler in one.handlers):
+            return True
+        one = one.parent if one.propagate else None
+    return False
+
+
+def announce(logger: logging.Logger, text: str, *, line: str | None = None) -> None:
+    """Log `text` at INFO; without any handler say it on standard error, where Python itself shows warnings then.
+
+    A logger that somebody has given handlers, which do not want the line, stays silent. Standard error is that of the
+    moment: a progress bar that is being drawn puts its own in place, and draws itself below the line.
+
+    Args:
+        line: what is said there, if `text` is longer than a line.
+    """
+    if is_heard(logger):
+        logger.info("%s", text)
+    elif logging.lastResort is not None and not logger.hasHandlers():
+        said = text if line is None else line
+        logging.lastResort.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, said, (), None))
+
+
+TELL_SECONDS = 3.0
+"""A longer wait is said."""
+
+
+@contextmanager
+def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
+    """Announce what the block waits for if it takes some seconds.
+
+    Args:
+        line: or what makes it then, on another thread; None: there is nothing to say.
+    """
+
+    def say() -> None:
+        text = line if isinstance(line, str) else line()
+        if text is not None:
+            announce(logging.getLogger(LOGGER_NAME), text)
+
+    timer = threading.Timer(TELL_SECONDS, say)
+    timer.name, timer.daemon = "ckpt-slow", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join(TELL_SECONDS)  # no thread of ours is left behind

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.config.sections import Status
-from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.observe.metrics import Standing, TierStanding
 from ckpt_engine.observe.units import duration, size
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import Clock, Event, MemoryFlushed, Requested, SnapshotFailed
-from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.events import LOGGER_NAME, Clock, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.metrics import Flying, Ledger, Standing
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
-from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce
+from ckpt_engine.observe.events import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo

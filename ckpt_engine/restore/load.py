@@ -31,8 +31,7 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
 )
 from ckpt_engine.observe import units
-from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.observe.log import announce, said_if_slow
+from ckpt_engine.observe.events import Event, Notice, announce, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers, memory

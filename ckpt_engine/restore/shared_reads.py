@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from ckpt_engine.copy import host_memory
 from ckpt_engine.errors import CkptError, WaitTimeoutError
-from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.restore.ask_tiers import Places
 from ckpt_engine.state.sharding import is_sharded

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from ckpt_engine.copy.job import History
 from ckpt_engine.errors import CkptError, ClosedError, OvertakenError
-from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.observe.units import place
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.store.manifest import Line, SnapshotInfo

@@ -10,8 +10,15 @@ from typing import Any
 from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
-from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
-from ckpt_engine.observe.log import said_if_slow
+from ckpt_engine.observe.events import (
+    Event,
+    Notice,
+    SnapshotFailed,
+    SnapshotSkipped,
+    SnapshotStaged,
+    WriterLost,
+    said_if_slow,
+)
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, not_pinned, slot_bytes

@@ -29,8 +29,17 @@ from ckpt_engine.copy.job import (
 )
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.observe import events
-from ckpt_engine.observe.events import Event, Notice, Requested, SnapshotFailed, WriterLost
-from ckpt_engine.observe.log import LOGGER_NAME, TELL_SECONDS, announce, said_if_slow
+from ckpt_engine.observe.events import (
+    LOGGER_NAME,
+    TELL_SECONDS,
+    Event,
+    Notice,
+    Requested,
+    SnapshotFailed,
+    WriterLost,
+    announce,
+    said_if_slow,
+)
 from ckpt_engine.observe.units import duration
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body

@@ -11,8 +11,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import SnapshotFailedError
-from ckpt_engine.observe.events import SnapshotFailed
-from ckpt_engine.observe.log import FanOutSink
+from ckpt_engine.observe.events import FanOutSink, SnapshotFailed
 from ckpt_engine.snapshot.copying import CopyByAddress
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.writer.launch import ThreadWriter

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.observe.log import announce, is_heard
+from ckpt_engine.observe.events import announce, is_heard
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.support import interpreters
 

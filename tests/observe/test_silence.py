@@ -13,7 +13,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli import main, output
-from ckpt_engine.observe import log
+from ckpt_engine.observe import events
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -45,21 +45,21 @@ class Heard:
 def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     """Waits count as long at once."""
     found = Heard()
-    monkeypatch.setattr(log, "TELL_SECONDS", 0.0)
-    monkeypatch.setattr(log, "announce", lambda _, text, **__: found.add(text))
+    monkeypatch.setattr(events, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(events, "announce", lambda _, text, **__: found.add(text))
     return found
 
 
 def test_a_wait_is_said_once_it_is_long(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one is not, and one that has nothing to say stays silent."""
-    with log.said_if_slow("waiting for the tide"):
+    with events.said_if_slow("waiting for the tide"):
         heard.until("the tide")
-    monkeypatch.setattr(log, "TELL_SECONDS", WAIT_SECONDS)
-    with log.said_if_slow("waiting for the moon"):
+    monkeypatch.setattr(events, "TELL_SECONDS", WAIT_SECONDS)
+    with events.said_if_slow("waiting for the moon"):
         pass
-    monkeypatch.setattr(log, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(events, "TELL_SECONDS", 0.0)
     asked = threading.Event()
-    with log.said_if_slow(lambda: asked.set()):  # type: ignore[func-returns-value]
+    with events.said_if_slow(lambda: asked.set()):  # type: ignore[func-returns-value]
         assert asked.wait(WAIT_SECONDS)
     assert heard.lines == ["waiting for the tide"]
 

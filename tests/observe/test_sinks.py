@@ -7,12 +7,15 @@ import pytest
 
 from ckpt_engine.observe.events import (
     Event,
+    FanOutSink,
     IntervalChanged,
+    LogSink,
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
+    level_of,
+    line,
 )
-from ckpt_engine.observe.log import FanOutSink, LogSink, level_of, line
 from tests.observe.test_events import SAMPLES
 
 

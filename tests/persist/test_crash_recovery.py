@@ -13,8 +13,7 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.observe.events import Event, MemoryFlushed, SystemClock
-from ckpt_engine.observe.log import FanOutSink
+from ckpt_engine.observe.events import Event, FanOutSink, MemoryFlushed, SystemClock
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.store import names
 from ckpt_engine.writer import control

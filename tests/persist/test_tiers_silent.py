@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.copy.job import WriterConfig
-from ckpt_engine.observe import log
+from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, TierDegraded
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.repository import Repository
@@ -188,7 +188,7 @@ def test_what_a_long_wait_leaves_was_said_when_it_began(run: Run, monkeypatch: p
     assert len(waits.lines) == 1
     (left,) = run.all(Notice)
     assert left.message.startswith(f"not everything is on file://{run.far} (lacks ")
-    assert log.level_of(left) == logging.INFO
+    assert events.level_of(left) == logging.INFO
     is_copied_at_last(run)
 
 
@@ -277,11 +277,11 @@ def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(replicate.Replicator, "wake", lambda _: None)  # not before the end
     run.save(2)
     assert closed(run)
-    heard = [message for message in run.all(Event) if log.level_of(message) >= logging.WARNING]
-    assert [log.line(message).partition(" (lacks")[0] for message in heard] == [
+    heard = [message for message in run.all(Event) if events.level_of(message) >= logging.WARNING]
+    assert [events.line(message).partition(" (lacks")[0] for message in heard] == [
         f"not everything is on file://{run.far}"
     ]
-    assert "CKPT30" in log.line(heard[0])
+    assert "CKPT30" in events.line(heard[0])
     assert run.client is not None and run.client._queue.join(WAIT_SECONDS)
     run.client = None
 
@@ -304,9 +304,9 @@ def test_a_tier_that_fails_in_the_middle_has_one_line_then_and_one_at_the_end_if
         run.until_copied(4)
         run.until_rest()
     assert closed(run)
-    heard = [message for message in run.all(Event) if log.level_of(message) >= logging.WARNING]
+    heard = [message for message in run.all(Event) if events.level_of(message) >= logging.WARNING]
     assert heard[0] is failed
-    left = [log.line(message) for message in heard[1:]]
+    left = [events.line(message) for message in heard[1:]]
     assert [one.startswith(f"not everything is on file://{run.far} (lacks {newest}") for one in left] == [True][
         comes_back:
     ]
@@ -322,7 +322,7 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
     lines: list[str] = []
 
     def heard(event: Event) -> None:
-        lines.append(log.line(event))
+        lines.append(events.line(event))
         end.set()
 
     config = WriterConfig(url=str(run.near), tiers=(run.tier(),))

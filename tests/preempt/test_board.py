@@ -21,8 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from ckpt_engine.config.sections import Status
 from ckpt_engine.loop.boundary import Stopping
 from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings
-from ckpt_engine.observe.events import SystemClock
-from ckpt_engine.observe.log import FanOutSink
+from ckpt_engine.observe.events import FanOutSink, SystemClock
 from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
 from ckpt_engine.preempt.stop_plan import Board, Outlook, PendingSnapshot, StopFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint

@@ -11,8 +11,7 @@ from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop import rank_decisions
 from ckpt_engine.loop.rank_decisions import Together
-from ckpt_engine.observe.events import SystemClock
-from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.events import LogSink, SystemClock
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.world import Waits

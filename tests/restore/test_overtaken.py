@@ -13,8 +13,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
-from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.events import Event, LogSink, Notice
 from ckpt_engine.restore.load import TIDY_FROM
 from ckpt_engine.store.lease import LeaseHolder, LocalLease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo

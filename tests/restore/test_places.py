@@ -18,8 +18,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
 from ckpt_engine.loop.resume import ReportDraft, publish
-from ckpt_engine.observe.events import Event, TierDegraded
-from ckpt_engine.observe.log import LogSink, level_of
+from ckpt_engine.observe.events import Event, LogSink, TierDegraded, level_of
 from ckpt_engine.restore import ask_tiers, choose
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.ask_tiers import Sources

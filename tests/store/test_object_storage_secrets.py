@@ -20,8 +20,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import StorageError
-from ckpt_engine.observe.events import Event, TierDegraded
-from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.events import Event, LogSink, TierDegraded
 from ckpt_engine.store.storage.object_requests import redacted, secrets_of, shows
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage

@@ -26,15 +26,7 @@ from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchange
 from ckpt_engine.snapshot.ownership import Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots, wait_seconds
 from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
-from ckpt_engine.snapshot.writer_link import (
-    KEPT,
-    KEPT_OF_RANKS,
-    Coming,
-    Handover,
-    Newest,
-    OpenWriter,
-    outlives_the_trainer,
-)
+from ckpt_engine.snapshot.writer_link import Coming, Handover, Newest, OpenWriter, outlives_the_trainer
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.writer.channel import Pulse
@@ -92,7 +84,7 @@ class Pipeline:
         self._said_pinning = False
         self._fitted_bytes = 0
         self.memory = memory
-        self._newest = Newest(self._slots.release, KEPT if session is None else KEPT_OF_RANKS)
+        self._newest = Newest(self._slots.release, of_ranks=session is not None)
         self._pulse: Pulse | None = None
         self._copier = Copier()
         self._unchanged = Unchanged()

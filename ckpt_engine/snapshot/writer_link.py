@@ -222,10 +222,6 @@ class Handover:
                 self.client.hold(job)
 
 
-KEPT = 1
-KEPT_OF_RANKS = 2
-
-
 @dataclass(frozen=True, slots=True)
 class _Told:
     slot: int
@@ -238,12 +234,12 @@ class Newest:
 
     Args:
         release: takes the slots that may change; called on the training thread.
-        keep: so many of the newest may not.
+        of_ranks: of several ranks two of the newest may not, else one.
     """
 
-    def __init__(self, release: Callable[[int], None], keep: int = 1) -> None:
+    def __init__(self, release: Callable[[int], None], *, of_ranks: bool) -> None:
         self._release = release
-        self.keep = keep
+        self.keep = 2 if of_ranks else 1
         self._told: deque[_Told] = deque()
         self._why: CkptError | None = None
         self.unsettled = False

@@ -28,7 +28,7 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
 from ckpt_engine.store.retention import Branch
-from ckpt_engine.writer.attempts import AttemptHistory, after
+from ckpt_engine.writer.run_records import AttemptHistory, after
 
 DEFAULT = "ckpt-report.html"
 _TEMPLATE = Path(__file__).with_name("report.html")

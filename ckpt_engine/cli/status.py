@@ -32,8 +32,15 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
-from ckpt_engine.writer.attempts import Attempt, AttemptHistory, read_attempts
-from ckpt_engine.writer.tier_status import WORKING, TierStatus, WriterStatus, read_status
+from ckpt_engine.writer.run_records import (
+    WORKING,
+    Attempt,
+    AttemptHistory,
+    TierStatus,
+    WriterStatus,
+    read_attempts,
+    read_status,
+)
 
 LIVE_SECONDS = 5.0
 ANSWER_SECONDS = 10.0

@@ -27,8 +27,7 @@ from ckpt_engine.store.lease import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.attempts import parse_attempts
-from ckpt_engine.writer.tier_status import parse_status
+from ckpt_engine.writer.run_records import parse_attempts, parse_status
 
 MAX_SHOWN = 20
 """Problems of one snapshot that are printed; JSON has all of them."""

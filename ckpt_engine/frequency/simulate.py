@@ -2,7 +2,7 @@
 
 The cadence is the one that trains: it is driven as an adapter drives it, and learns what a run would let it learn. What
 happens to the simulated run is known exactly, so that what the cadence believes, and what a run records of itself
-(`writer.attempts`), can be compared with the truth. docs/frequency.md shows how to try a policy of one's own.
+(`writer.run_records`), can be compared with the truth. docs/frequency.md shows how to try a policy of one's own.
 
 Where nothing is irregular the simulation goes from event to event: the cadence says up to which boundary it has nothing
 to decide (`Cadence.quiet`), and steps up to there are taken at once. All times are then multiples of `GRID_SECONDS`, so
@@ -33,7 +33,7 @@ from ckpt_engine.observe.events import (
     EventSink,
     IntervalChanged,
 )
-from ckpt_engine.writer.attempts import BEAT_SECONDS, MOST, Attempt
+from ckpt_engine.writer.run_records import BEAT_SECONDS, MOST, Attempt
 
 GRID_SECONDS = 2.0**-20
 # Seconds, or a function of the seconds since the start.

@@ -541,7 +541,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class SpentTimes:
-    """What the trainer says of its time; see `attempts.Attempt` for these fields."""
+    """What the trainer says of its time; see `run_records.Attempt` for these fields."""
 
     started: float
     step: int

@@ -17,7 +17,7 @@ of the memory. Takes the `snapshot` that is wanted |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer; of several ranks the writers of all are to be asked |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
-`beat`, `pace`, `spent` (None, or `started`, `step` and `times`, see `attempts`) |
+`beat`, `pace`, `spent` (None, or `started`, `step` and `times`, see `run_records`) |
 
 The reply to anything else is `error`.
 """

@@ -37,14 +37,13 @@ from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel
-from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body, SpentTimes
 from ckpt_engine.writer.commit_of_ranks import Cancelled, CrashRecovery, SessionSnapshots, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
+from ckpt_engine.writer.run_records import AttemptRecord, Unfinished
 from ckpt_engine.writer.secondary_tiers import SecondaryTiers, require_tiers
-from ckpt_engine.writer.tier_status import Unfinished
 
 Emit = Callable[[Body], object]
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_requests import GrowingPauses, asking
 from ckpt_engine.store.storage.watchdog import AbandonedError
+from ckpt_engine.writer.run_records import TierHealth, TierStatus, Unfinished
 from ckpt_engine.writer.secondary_tier import SecondaryTier
-from ckpt_engine.writer.tier_status import TierHealth, TierStatus, Unfinished
 
 
 class CopyStoppedError(Exception):

@@ -35,8 +35,8 @@ from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, Watche
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
 from ckpt_engine.writer.replicate import Gate, Replicator
+from ckpt_engine.writer.run_records import StatusWriter, TierHealth, TierStatus, Unfinished
 from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
-from ckpt_engine.writer.tier_status import StatusWriter, TierHealth, TierStatus, Unfinished
 
 TELL_SECONDS = 3.0
 """A longer wait of the trainer is said."""

@@ -13,7 +13,7 @@ import pytest
 
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import AWAY, WORKING, StatusFile, TierStatus, read_status
+from ckpt_engine.writer.run_records import AWAY, WORKING, StatusFile, TierStatus, read_status
 
 Ckpt = Callable[..., Any]
 

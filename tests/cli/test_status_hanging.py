@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import HANGS, WORKING, StatusFile, TierStatus
+from ckpt_engine.writer.run_records import HANGS, WORKING, StatusFile, TierStatus
 from tests.support import hanging as support
 
 Ckpt = Callable[..., Any]

@@ -22,7 +22,7 @@ from ckpt_engine.store.retention import KeepAll, KeepLast
 from ckpt_engine.store.storage import disk
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.attempts import read_attempts
+from ckpt_engine.writer.run_records import read_attempts
 from tests.crash.powerloss import RecordingDisk
 
 FOREIGN = {"data/notes.txt": b"mine", "snapshots/list.json": b"{}", "data/.tmp-mine": b"?", "plan.yaml": b"a: 1"}

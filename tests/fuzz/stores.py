@@ -29,7 +29,7 @@ from ckpt_engine.store import names, pins
 from ckpt_engine.store import repository as catalog
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import StatusFile, TierStatus
+from ckpt_engine.writer.run_records import StatusFile, TierStatus
 from tests.support.copies import copy_encoded
 
 

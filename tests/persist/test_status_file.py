@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_engine.store.container import seal
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import WORKING, StatusFile, TierStatus, read_status
+from ckpt_engine.writer.run_records import WORKING, StatusFile, TierStatus, read_status
 
 
 def test_a_sweep_of_the_folder_does_not_take_the_status_that_is_being_written(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import read_status
+from ckpt_engine.writer.run_records import read_status
 from tests.persist.staged import weight_bytes
 from tests.persist.tiered import Run, steps
 from tests.support.copies import copy_encoded

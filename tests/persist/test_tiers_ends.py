@@ -13,7 +13,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.store import lease as lease_module
 from ckpt_engine.store.lease import LocalLease, acquire
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import read_status
+from ckpt_engine.writer.run_records import read_status
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run, steps
 

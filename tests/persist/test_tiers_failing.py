@@ -17,7 +17,7 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import secondary_tiers
-from ckpt_engine.writer.tier_status import AWAY, WORKING
+from ckpt_engine.writer.run_records import AWAY, WORKING
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, steps
 from tests.store.samples import save

@@ -19,7 +19,7 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import HANGS, WORKING
+from ckpt_engine.writer.run_records import HANGS, WORKING
 from tests.persist.passing import let_time_pass_where_calls_hang, until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, Stage, outcome
 from tests.persist.tiered import Run, steps

@@ -16,7 +16,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, completed
-from ckpt_engine.writer.tier_status import TierStatus, read_status
+from ckpt_engine.writer.run_records import TierStatus, read_status
 from tests.persist.faulty import Faulty, Weather
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 

@@ -17,7 +17,7 @@ from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease import acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.tier_status import StatusFile, read_status
+from ckpt_engine.writer.run_records import StatusFile, read_status
 from tests.store.samples import info, manifest, save
 
 SNAPSHOT = "00000001-s0000000010-0123abcd"

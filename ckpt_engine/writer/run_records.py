@@ -1,27 +1,45 @@
-"""The record of a run's attempts: who trained, how long, what the time went into, and how it ended.
+"""What a writer records beside snapshots: the attempts of a run, and how its tiers are.
 
-It is evidence of how often the run fails, and says how much of its time was of use.
-
-The writer of the nearest tier keeps it in one small file, because it outlives the trainer: an attempt whose end it
-has written lost no more than a process, one without an end lost the writer too, and what was in memory.
+`attempts.json` says who trained, how long, what the time went into, and how it ended: evidence of how often the run
+fails, and how much of its time was of use. The writer of the nearest tier keeps it, because it outlives the trainer: an
+attempt whose end it has written lost no more than a process, one without an end lost the writer too, and what was in
+memory. The status is the file that `ckpt status` reads; with it comes when a writer reports that a tier fails.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageMissingError
-from ckpt_engine.observe.events import CLOSED, ENDS, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
+from ckpt_engine.copy.job import ErrorRecord
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageMissingError, StorageStalledError
+from ckpt_engine.observe.events import (
+    CLOSED,
+    ENDS,
+    MACHINE,
+    PROCESS,
+    UNKNOWN,
+    AttemptsFound,
+    Event,
+    Notice,
+    TierDegraded,
+    TierRecovered,
+)
 from ckpt_engine.observe.metrics import RunSpent
+from ckpt_engine.observe.units import size
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import parsed, seal
 from ckpt_engine.store.lease import LeaseHolder, ProcessIdentity
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import TEMP
 from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.writer.channel import SpentTimes
 
@@ -160,9 +178,7 @@ def _spent(row: object) -> RunSpent:
 
 def _attempt(row: dict[str, object]) -> Attempt:
     container.require(type(row) is dict, "a row that is no object")
-    known = {one.name for one in fields(Attempt)}
-    values = {name: value for name, value in row.items() if name in known}
-    one = Attempt(**values | {"intervals": tuple(map(_interval, row.get("intervals", ())))})  # type: ignore[arg-type, call-overload]
+    one = Attempt(**_known(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})  # type: ignore[call-overload]
     container.require(type(one.host) is str and type(one.process) is str, "a name that is no text")
     container.require(container.is_time(one.began) and container.is_time(one.seconds), "a time that is none")
     container.require(one.end in (None, *ENDS) and container.is_whole(one.ranks, 1), "an end or ranks that are none")
@@ -307,3 +323,287 @@ class AttemptRecord:
         if not self._said:
             self._said = True
             self._emit(Notice("WARNING", f"how long this run lasts is not recorded: {err.message}"))
+
+
+WORKING = "working"
+AWAY = "away"
+HANGS = "hangs"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier at one moment.
+
+    Args:
+        state: `working`, `away` since it failed, or `hangs`: away, and what was asked of it never came back.
+        newest: id of the newest snapshot there, as far as is known.
+        copying: id of the snapshot on its way.
+        waiting: snapshots that it still wants.
+        waiting_bytes: their bytes.
+        sent_bytes: since the writer started.
+        code, message: of the error that made it away.
+        since: wall-clock seconds at which `state` began.
+        encoding: how its codec did last, in one line; None: it has none.
+    """
+
+    url: str
+    state: str
+    newest: str | None = None
+    copying: str | None = None
+    waiting: int = 0
+    waiting_bytes: int = 0
+    sent_bytes: int = 0
+    code: str | None = None
+    message: str | None = None
+    since: float = 0.0
+    encoding: str | None = None
+
+
+class TierHealth:
+    """Whether a tier works, and since when. Any thread.
+
+    Args:
+        emit: hears when it begins to fail, and when it works again.
+        fatal: see `TierConfig`.
+    """
+
+    def __init__(self, url: str, emit: Callable[[Event], object], *, fatal: bool = False) -> None:
+        self._url = url
+        self._emit = emit
+        self._fatal = fatal
+        self.error: ErrorRecord | None = None
+        """What it fails with; None: it works."""
+        self._since = time.time()
+        self._away_from = 0.0
+
+    @property
+    def hangs(self) -> bool:
+        """Whether what was asked of it last has not come back."""
+        return self.error is not None and self.error.code == StorageStalledError.code
+
+    def failed(self, error: BaseException, *, silent: bool = False) -> None:
+        """Note that it failed; says so unless that is known."""
+        before, record = self.error, ErrorRecord.of(error)
+        if before is None:
+            self._away_from, self._since = time.monotonic(), time.time()
+        self.error = record
+        if not silent and (before is None or before.code != record.code):
+            self._emit(TierDegraded(self._url, record.code, record.message, self._fatal))
+
+    def worked(self) -> None:
+        """Note that it worked; says so if it was away."""
+        if self.error is not None:
+            self.error, self._since = None, time.time()
+            self._emit(TierRecovered(self._url, time.monotonic() - self._away_from))
+
+    def status(self, **more: Any) -> TierStatus:
+        """How it is; `more`: what else is known of it."""
+        error = self.error
+        state = WORKING if error is None else HANGS if self.hangs else AWAY
+        code, message = (None, None) if error is None else (error.code, error.message)
+        return TierStatus(self._url, state, code=code, message=message, since=self._since, **more)
+
+
+_TRIES = 20
+_NAMED = 3
+_IDLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A tier that a writer leaves without all it should have.
+
+    Args:
+        lacks: ids of the snapshots that are not there, as far as is known.
+        why: what is wrong with it.
+        nbytes: of those snapshots.
+    """
+
+    url: str
+    lacks: tuple[str, ...]
+    why: str | None
+    nbytes: int = 0
+
+    def text(self) -> str:
+        """For people."""
+        named = ", ".join(self.lacks[:_NAMED]) + (f" and {len(self.lacks) - _NAMED} more" * (len(self.lacks) > _NAMED))
+        said = [f"lacks {named}" if named else "", self.why or ""]
+        about = "; ".join(part for part in said if part)
+        return f"{self.url} ({about})" if about else self.url
+
+    def amount(self) -> str:
+        """How much is left to copy, for people."""
+        count = len(self.lacks)
+        many = f"{count} snapshots" if count != 1 else "1 snapshot"
+        much = f", {size(self.nbytes)}" if self.nbytes else ""
+        return f"{self.url} ({many} left{much})" if count else self.url
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatus:
+    """A writer and its tiers, nearest first. `written` is wall-clock seconds; `ended`: it is no longer there."""
+
+    pid: int
+    host: str
+    written: float
+    ended: bool
+    tiers: tuple[TierStatus, ...]
+
+
+class StatusFile:
+    """Replaces a status file in one step, so that readers never see half of one.
+
+    It is for people: not synced, and written only on a local disk. Not thread safe.
+
+    Args:
+        root: folder of the nearest tier.
+    """
+
+    def __init__(self, root: str, pid: int, host: str) -> None:
+        self._path = Path(root) / names.STATUS
+        self._root = root
+        self._pid = pid
+        self._host = host
+
+    def write(self, tiers: Sequence[TierStatus], *, ended: bool = False) -> None:
+        """Say how things are.
+
+        Raises:
+            OSError: from the disk; the earlier status stays.
+        """
+        status = WriterStatus(self._pid, self._host, time.time(), ended, tuple(tiers))
+        text = seal(asdict(status)) + b"\n"
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._replace(text)
+            except (BlockingIOError, FileNotFoundError):  # a sweep came between the making and the lock
+                if not tries_left:
+                    raise
+            else:
+                return
+
+    def _replace(self, text: bytes) -> None:
+        """In the form of an interrupted put: locked it is left alone, and swept if this process dies."""
+        temporary = Path(self._root, f"{TEMP}{os.urandom(8).hex()}-{names.STATUS}")
+        with temporary.open("xb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(text)
+                file.flush()
+                temporary.replace(self._path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+
+
+class StatusWriter:
+    """Writes the status on a thread of its own whenever something has changed: its disk may hang like any other.
+
+    Args:
+        nearest: where it is written, if that is a local disk.
+        now: the status of all tiers.
+        emit: called once if it cannot be written.
+    """
+
+    def __init__(
+        self,
+        nearest: Storage,
+        holder: LeaseHolder,
+        now: Callable[[], Sequence[TierStatus]],
+        emit: Callable[[Event], object],
+    ) -> None:
+        folder = nearest.capabilities.folder
+        self._file = StatusFile(folder.root, holder.pid, holder.host) if folder is not None else None
+        self._now = now
+        self._emit = emit
+        self._changed = threading.Condition()
+        self._news = self._ending = self._failed = False
+        self._thread: threading.Thread | None = None
+
+    def note(self) -> None:
+        """Something has changed. Any thread; never waits."""
+        if self._file is None:
+            return
+        with self._changed:
+            self._news = True
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckpt-status", daemon=True)
+                self._thread.start()
+
+    def end(self, timeout: float) -> None:
+        """Say that the writer has ended; waits at most `timeout` seconds until that is written. Idempotent."""
+        self._ending = True
+        self.note()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._news, _IDLE_SECONDS)
+                self._news, ended = False, self._ending
+            self._write(ended)
+
+    def _write(self, ended: bool) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(self._now(), ended=ended)
+            self._failed = False
+        except OSError as err:
+            if not self._failed:
+                self._failed = True
+                self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err}"))
+
+
+def read_status(storage: Storage) -> WriterStatus | None:
+    """The last status written at a run's root, or None.
+
+    Raises:
+        CorruptError: it is no status.
+        StorageError
+    """
+    try:
+        text = storage.get(names.STATUS)
+    except StorageMissingError:
+        return None
+    return parse_status(text, f"{storage.url}/{names.STATUS}")
+
+
+def parse_status(text: bytes, where: str) -> WriterStatus:
+    """The status that a file with this text has.
+
+    Raises:
+        CorruptError: it is none.
+    """
+
+    def made(row: dict[str, Any]) -> WriterStatus:
+        tiers = tuple(_checked(TierStatus(**_known(TierStatus, tier))) for tier in row.pop("tiers"))
+        return _checked(WriterStatus(**_known(WriterStatus, row), tiers=tiers))
+
+    return parsed(text, where, made, "remove it: a running writer writes it again")
+
+
+def _known(kind: type, row: dict[str, Any]) -> dict[str, Any]:
+    """What this version knows of `row`: a newer writer may say more."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in row.items() if name in names}
+
+
+_Row = TypeVar("_Row", TierStatus, WriterStatus)
+
+
+def _checked(row: _Row) -> _Row:
+    """The same, if every field is of its type; they have those of JSON."""
+    for one in dataclasses.fields(row):
+        value, kind = getattr(row, one.name), str(one.type)
+        fits = {
+            "str": type(value) is str,
+            "str | None": value is None or type(value) is str,
+            "int": container.is_whole(value),
+            "float": container.is_time(value),
+            "bool": type(value) is bool,
+        }
+        container.require(fits.get(kind, True), f"{one.name!r} is of another type, or out of range")
+    return row

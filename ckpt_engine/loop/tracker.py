@@ -21,7 +21,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
-from ckpt_engine.loop.capture import LoopCapture
+from ckpt_engine.loop.capture import LoopCapture, StepsMade
 from ckpt_engine.loop.components import Components, GradientWatch, Surroundings, device_of
 from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
@@ -83,7 +83,7 @@ class Tracker(LoopProgress):
         self._counted = self._dirty = False
         self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
-        self._stepped: set[int] = set()
+        self._stepped = StepsMade(parts.optimizers.values())
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
@@ -297,7 +297,7 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
         self._trains_again()
         self._dirty = True
-        self._stepped.add(id(optimizer))
+        self._stepped.add(optimizer)
         if not self._counted:
             self._counted = True
             self._steps += 1
@@ -333,7 +333,7 @@ class Tracker(LoopProgress):
         self._audit.stepped()
         self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
         if obstacle is None:
-            self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped)
+            self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped.used_up())
         else:
             self._failing.missed(self._steps, obstacle)
         self._dirty = False
@@ -387,7 +387,7 @@ class Tracker(LoopProgress):
             "surroundings": self._surroundings.now().dump(),
             "flags": {name: components.dump_flags(module) for name, module in self._parts.modules.items()},
         }
-        gradients = {} if finished else self._capture.gradients(self._stepped)
+        gradients = {} if finished else self._capture.gradients(self._stepped.used_up())
         return self._capture.state(own, gradients, self._audit)
 
     def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:

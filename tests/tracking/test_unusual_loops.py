@@ -175,6 +175,27 @@ def trains_two_models_in_turn(options: Any, seed: int = 0) -> Outcome:
     return run.end()
 
 
+def trains_one_model_through_another(options: Any, seed: int = 0) -> Outcome:
+    """A GAN: what the generator's loss leaves in the discriminator goes into its next step."""
+    run = Setting(options, seed=seed)
+    critic = nn.Linear(1, 1)
+    second = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    run.track(critic=critic, second=second)
+    for epoch in range(run.epoch, 3):
+        for number, (x, y, ids) in enumerate(run.loader, run.done):
+            durable(run.ckpt)
+            judged = critic(y).mean() - critic(run.model(x).detach()).mean()
+            judged.backward()
+            second.step()
+            second.zero_grad()
+            if number % 2:
+                critic(run.model(x)).mean().backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            run.trace.append((epoch, tuple(ids.tolist()), judged.detach().item().hex(), critic.weight.item().hex()))
+    return run.end()
+
+
 def accumulates_beyond_the_epoch(options: Any, seed: int = 0) -> Outcome:
     """The last two batches of an epoch wait for the next one's."""
     run = Setting(options, seed=seed)
@@ -271,6 +292,7 @@ LOOPS = (
     steps_without_a_loader,
     draws_from_an_endless_iterator,
     trains_two_models_in_turn,
+    trains_one_model_through_another,
     accumulates_beyond_the_epoch,
     scales_gradients,
     freezes_and_unfreezes,

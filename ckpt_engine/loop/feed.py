@@ -242,6 +242,9 @@ class Feed:
         )
         if found.restarted:
             state = {**state, "position": self.position.state(), "delivered": 0}
+        elif state.get("open") and state["delivered"] and state["position"]["phase"] == "fresh":
+            # A wrapper has found the end ahead of its consumer, who still asks that pass once more, for nothing.
+            state = {**state, "over": True, "delivered": 0, "counter": state["counter"] + 1}
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
         self.starts_only, self.finished = bool(state["starts_only"]), False
@@ -275,7 +278,7 @@ class Feed:
 
     def leave(self) -> None:
         """The loop went on without asking for a batch of the resumed pass, and left it, as the saved one did."""
-        if self._resumed is not None and self.delivered:
+        if self._resumed is not None and (self.delivered or self._resumed.get("over")):
             self._resumed = None
             self.position.leave()
 
@@ -296,7 +299,8 @@ class Feed:
         if instead is not None:
             return instead
         self._base_begun = False
-        return self._begin(make())
+        over = self._resumed is not None and self._resumed.get("over")
+        return self._begin(iter(()) if over else make())
 
     def _before_pass(self) -> Iterator[Any] | None:
         """What a pass that would begin now is instead."""

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.accelerate.runs import train_accelerate
-from tests.tracking.runs import LOADERS, Case, assert_continues, shuffled, taken
+from accelerate_ckpt import AdaptiveCheckpoint
+from tests.accelerate.runs import durable, make_accelerator, train_accelerate
+from tests.tracking.runs import (
+    LOADERS,
+    Case,
+    Net,
+    Outcome,
+    assert_continues,
+    digest,
+    seed_everything,
+    shuffled,
+    taken,
+)
 
 DATALOADER_CONFIGURATIONS = {
     "seedable sampler": Case(extra={"use_seedable_sampler": True}),
@@ -67,3 +81,49 @@ def test_every_boundary_resumes_exactly(name: str, accumulate: int, tmp_path: Pa
     reference, snapshots = taken(train_accelerate, case, tmp_path / "run")
     for snapshot in snapshots:
         assert_continues(train_accelerate, case, reference, snapshot, tmp_path / "run", tmp_path / snapshot.id)
+
+
+def forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def train_two_loaders(case: Case, options: Mapping[str, Any] | None, *, seed: int = 0, trace: Any = None) -> Outcome:
+    """Passes over the second loader are shorter: it ends each epoch (`zip`), or begins again, in a generator."""
+    seed_everything(seed)
+    trace = [] if trace is None else trace
+    accelerator = make_accelerator(case)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer, long, short = accelerator.prepare(model, optimizer, shuffled(28)(), shuffled(12)())
+    ckpt = None if options is None else AdaptiveCheckpoint(accelerator, options)
+    endless = None if case.evaluation is None else forever(short)
+    for epoch in range(ckpt.epoch if ckpt is not None else 0, case.epochs):
+        batch = 0 if ckpt is None else ckpt.resumed_batches
+        for batches in zip(long, short, strict=False) if endless is None else long:
+            (x, y, ids), (_, more, others) = batches if endless is None else (batches, next(endless))
+            durable(ckpt)
+            loss = ((model(x) - y[: len(x)] - more.mean()) ** 2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            samples = (tuple(ids.tolist()), tuple(others.tolist()))
+            trace.append(("train", epoch, batch, *samples, loss.detach().item().hex()))
+            batch += 1
+        trace.append(("train", epoch, batch))
+    found = digest(weights=model.state_dict(), optimizer=optimizer.state_dict())
+    accelerator.end_training()
+    accelerator._dataloaders.clear()
+    return Outcome(trace, found)
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_second_loader_that_has_ended_resumes_exactly(endless: bool, seedable: bool, tmp_path: Path) -> None:
+    """Accelerate has found its end one batch ahead; the loop asks it once more, and gets nothing."""
+    case = Case(extra={"use_seedable_sampler": seedable}, epochs=2)
+    case = case if endless else replace(case, evaluation=None)
+    reference, snapshots = taken(train_two_loaders, case, tmp_path / "run")
+    assert len(snapshots) >= 4
+    for snapshot in snapshots:
+        assert_continues(train_two_loaders, case, reference, snapshot, tmp_path / "run", tmp_path / snapshot.id)

@@ -154,31 +154,34 @@ class LoopCapture:
         return live.numel() > 0 and live.data_ptr() in self._managed
 
 
-class StepsMade:
-    """The optimizers that have used up their gradients since the last boundary.
+class StepsMade(set[int]):
+    """The optimizers, by id, that have used up their gradients since the last boundary.
 
     With several, a backward pass for one may go on through what another has just trained (a GAN's generator is trained
     through its discriminator). What that leaves waits; the first and the last gradient stand for all.
     """
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        super().__init__()
         self._several = len(optimizers) > 1
-        self._made: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
+        self._marks: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        graded = [(p, p.grad) for p in managed([optimizer]) if p.grad is not None] if self._several else []
-        marked = (*graded[:1], *graded[-1:])
-        self._made[id(optimizer)] = [(p, weakref.ref(grad), here(grad)._version) for p, grad in marked]
+    def mark(self, optimizer: torch.optim.Optimizer) -> None:
+        """It steps."""
+        self.add(id(optimizer))
+        if self._several:
+            graded = [(p, p.grad) for p in managed([optimizer]) if p.grad is not None]
+            marked = (*graded[:1], *graded[-1:])
+            self._marks[id(optimizer)] = [(p, weakref.ref(grad), here(grad)._version) for p, grad in marked]
 
-    def used_up(self) -> set[int]:
-        return {
-            one
-            for one, marks in self._made.items()
-            if all(p.grad is None or (p.grad is grad() and here(p.grad)._version == seen) for p, grad, seen in marks)
-        }
-
-    def clear(self) -> None:
-        self._made.clear()
+    def look(self) -> None:
+        """At a boundary: those whose gradients have changed since their step wait."""
+        for one, marks in self._marks.items():
+            if any(
+                p.grad is not None and (p.grad is not grad() or here(p.grad)._version != seen) for p, grad, seen in marks
+            ):
+                self.discard(one)
+        self._marks.clear()
 
 
 _SMALLEST_BYTES = 16 << 10

@@ -297,7 +297,7 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
         self._trains_again()
         self._dirty = True
-        self._stepped.add(optimizer)
+        self._stepped.mark(optimizer)
         if not self._counted:
             self._counted = True
             self._steps += 1
@@ -331,9 +331,10 @@ class Tracker(LoopProgress):
             for one in self._due:
                 one.interior = one.delivered > 0
         self._audit.stepped()
+        self._stepped.look()
         self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
         if obstacle is None:
-            self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped.used_up())
+            self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped)
         else:
             self._failing.missed(self._steps, obstacle)
         self._dirty = False
@@ -387,7 +388,7 @@ class Tracker(LoopProgress):
             "surroundings": self._surroundings.now().dump(),
             "flags": {name: components.dump_flags(module) for name, module in self._parts.modules.items()},
         }
-        gradients = {} if finished else self._capture.gradients(self._stepped.used_up())
+        gradients = {} if finished else self._capture.gradients(self._stepped)
         return self._capture.state(own, gradients, self._audit)
 
     def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:

@@ -177,9 +177,8 @@ class StepsMade(set[int]):
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
         for one, marks in self._marks.items():
-            if any(
-                p.grad is not None and (p.grad is not grad() or here(p.grad)._version != seen) for p, grad, seen in marks
-            ):
+            now = ((p.grad, grad(), seen) for p, grad, seen in marks if p.grad is not None)
+            if any(grad is not then or here(grad)._version != seen for grad, then, seen in now):
                 self.discard(one)
         self._marks.clear()
 

@@ -60,9 +60,7 @@ class RankDecision:
         boundary: counts such boundaries since the start.
         step: of the run there, as far as rank 0 could foresee it.
         reason: of the snapshot that is taken (`MEMORY`: into memory only); None: none is.
-        stop: who stops the run; None: it goes on.
-        left_seconds: then, how long it had at the boundary before.
-        exit_code, interrupts: see `StopNotice`.
+        stop: what stops the run (`stop_to_json`, as of the boundary before); None: it goes on.
         diverged: the run ends here, because of that (a `Divergence`) too or alone: `reason` is None.
     """
 
@@ -70,10 +68,7 @@ class RankDecision:
     boundary: int
     step: int
     reason: str | None
-    stop: str | None = None
-    left_seconds: float = 0.0
-    exit_code: int = 0
-    interrupts: bool = False
+    stop: dict[str, Any] | None = None
     diverged: dict[str, Any] | None = None
 
 
@@ -164,8 +159,8 @@ class Together:
         if stop is not None or seen is not None:
             self._told_stop = True
             last = "signal" if seen is None and stop is not None and fits(stop) else None
-            end: dict[str, Any] = {} if stop is None else stop_to_json(stop, self._passed)
-            self._publish(step + self._stride, last, **end, diverged=None if seen is None else asdict(seen))
+            row = None if stop is None else stop_to_json(stop, self._passed)
+            self._publish(step + self._stride, last, row, None if seen is None else asdict(seen))
         elif reason is not None and self._engine.ready():
             self.waits.look()
             self._publish(step + self._stride, reason)
@@ -192,9 +187,9 @@ class Together:
         if self._ranks.store.get(_STOP) is None:
             self._ranks.store.set(_STOP, json.dumps(why))
 
-    def stop_of(self, decision: RankDecision) -> Stop:
+    def stop_of(self, row: dict[str, Any]) -> Stop:
         """The stop that was decided, asked at its boundary; its time left counts from the boundary before."""
-        return stop_of_json(asdict(decision), self._before)
+        return stop_of_json(row, self._before)
 
     def halt(self, stop: Stop, reason: str | None, take: Take) -> None:
         """The run stops here: take the last snapshot if that was decided, and wait as long as there is time."""
@@ -254,9 +249,9 @@ class Together:
                 hear(store, _OVER, seconds)
                 store.set(f"{_LEFT}/{self._ranks.rank}", "")
 
-    def _publish(self, step: int, reason: str | None, **end: Any) -> None:
+    def _publish(self, step: int, reason: str | None, *end: dict[str, Any] | None) -> None:
         self._made += 1
-        self._published.append(RankDecision(self._made, self._boundaries + 1, step, reason, **end))
+        self._published.append(RankDecision(self._made, self._boundaries + 1, step, reason, *end))
         self._ranks.store.set(_DECISIONS, json.dumps([asdict(one) for one in self._published]))
 
     def _read(self) -> deque[RankDecision]:
@@ -276,7 +271,7 @@ class Together:
         if "diverged" in row:
             return stop, earliest((Divergence(**row["diverged"]), self.diverged))
         # What is left counts from this boundary on, or the one before.
-        return stop or stop_of_json(row, self._before), self.diverged
+        return stop or self.stop_of(row), self.diverged
 
 
 TURN_SECONDS = 0.1
@@ -480,7 +475,7 @@ class SharedCadence(Cadence):
         self._decision = self.together.decided(step)
         decision = self._decision
         if decision is not None and decision.stop is not None:
-            self._halting, self._decision = (self.together.stop_of(decision), decision.reason), None
+            self._halting, self._decision = (self.together.stop_of(decision.stop), decision.reason), None
         if decision is not None and decision.diverged is not None:
             self.diverged, self._decision = Divergence(**decision.diverged), None
         return self.halting

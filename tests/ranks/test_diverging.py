@@ -76,7 +76,7 @@ def test_a_divergence_after_a_stop_was_decided_changes_nothing() -> None:
     stop = Stop(StopNotice("SIGTERM", now, 30.0, 143), now + 30.0)
     for first, second in ((1, 1), (1, 0), (0, 1)):
         ends = steps_until_the_end([*ranks(100)], {(3, first): stop, (4, second): LOST})
-        assert [decision.stop for _, decision in ends] == ["SIGTERM"] * 2, (first, second)
+        assert [decision.stop and decision.stop["stop"] for _, decision in ends] == ["SIGTERM"] * 2, (first, second)
 
 
 def test_of_both_at_once_none_is_forgotten() -> None:
@@ -87,7 +87,7 @@ def test_of_both_at_once_none_is_forgotten() -> None:
         ends = steps_until_the_end([*ranks(100)], news)
         assert all(decision.diverged is not None for _, decision in ends), news
         stops = ["SIGTERM"] * 2 if (3, 1) in news and (4, 0) in news else [None] * 2
-        assert [decision.stop for _, decision in ends] == stops, news
+        assert [decision.stop and decision.stop["stop"] for _, decision in ends] == stops, news
         assert all(decision.reason is None for _, decision in ends)
 
 

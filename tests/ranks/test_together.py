@@ -54,7 +54,7 @@ class Rank:
             self.took.append(step)
             self.cadence.taken(step, 0.0)
         self.together.lead(step, stop, asked=False, fits=lambda _: True)
-        return found.stop if found is not None else None
+        return found.stop["stop"] if found is not None and found.stop is not None else None
 
 
 def ranks(every_n_steps: int) -> tuple[Rank, Rank]:
@@ -160,7 +160,7 @@ def test_a_deadline_counts_from_the_boundary_before(monkeypatch: pytest.MonkeyPa
         for rank in (second, first):
             decision = rank.together.decided(step)
             if decision is not None and decision.stop is not None:
-                found.append(rank.together.stop_of(decision))
+                found.append(rank.together.stop_of(decision.stop))
             rank.together.lead(step, signalled if rank is second else None, asked=False, fits=lambda _: True)
     assert found[0].notice.exit_code == 143
     assert all(stop.deadline <= signalled.deadline for stop in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Protocol
@@ -97,13 +98,7 @@ class PlainLoop:
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         self._loss = nn.CrossEntropyLoss()
         self._noise = torch.Generator().manual_seed(SEED)
-        self.batch_size = 64
-        for _ in range(2):
-            self._step()
-        short = self._step_seconds()
-        self.batch_size = 256
-        slope = max(1e-6, (self._step_seconds() - short) / 192)
-        self.batch_size = min(MAX_BATCH, max(MIN_BATCH, round(64 + (step_seconds - short) / slope)))
+        self.batch_size = self._batch_of(step_seconds)
 
     @property
     def state_bytes(self) -> int:
@@ -133,6 +128,14 @@ class PlainLoop:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _step_seconds(self) -> float:
-        """The least of several: what others do to the machine only ever adds."""
-        return min(timed(self._step) for _ in range(5))
+    def _batch_of(self, step_seconds: float) -> int:
+        low, high = MIN_BATCH, MAX_BATCH
+        while high > 1.1 * low:
+            self.batch_size = round(math.sqrt(low * high))
+            self._step()
+            # The least of several: what others do to the machine only ever adds.
+            if min(timed(self._step) for _ in range(3)) < step_seconds:
+                low = self.batch_size
+            else:
+                high = self.batch_size
+        return low

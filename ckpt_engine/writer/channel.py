@@ -117,7 +117,7 @@ class _Frame:
 
 
 class Channel:
-    """One end of a connection. `send` may be called from any thread; everything else by the one thread that owns it.
+    """One end of a connection. Any thread may `send` and ask for the `backlog`; the rest is for the one that owns it.
 
     The owner waits in a selector for `fileno()` (to read, and to write while `backlog` is true) and for `wake_fd`
     (to read), and calls `receive`, `flush` or `clear_wake`. Nothing here ever waits: what the socket does not take at
@@ -146,17 +146,12 @@ class Channel:
 
     @property
     def backlog(self) -> bool:
-        """Whether `flush` has something to send."""
-        return bool(self._outgoing)
+        """Whether `flush` has something to send. Any thread; what another one is sending just now is waited for.
 
-    @property
-    def flushed(self) -> bool:
-        """Whether the kernel has everything that was sent: the peer reads it even if this process dies now. Any thread.
-
-        True as well if the peer is gone, which reads nothing any more.
+        False: the kernel has everything, and the peer reads it even if this process dies now; or the peer is gone.
         """
         with self._lock:
-            return not self._outgoing
+            return bool(self._outgoing)
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message in order, at once or later; `fds` are duplicated and stay the caller's.

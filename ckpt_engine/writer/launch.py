@@ -160,7 +160,7 @@ class ProcessWriter(WriterClient):
 
     @property
     def flushed(self) -> bool:
-        return not self.alive or self._channel.flushed
+        return not (self.alive and self._channel.backlog)
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
         self._channel.send(body, fds)

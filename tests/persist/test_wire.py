@@ -6,7 +6,9 @@ import os
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -69,19 +71,39 @@ def test_a_full_socket_wakes_the_owner(pair: Pair) -> None:
     assert not select.select([pair[0].wake_fd], [], [], 0)[0]
 
 
-def test_flushed_means_that_the_peer_reads_it_whatever_becomes_of_us(pair: Pair) -> None:
-    """The channel is flushed only when the kernel has the last byte, and the peer reads that after our end."""
-    assert pair[0].flushed
+def test_without_a_backlog_the_peer_reads_everything_whatever_becomes_of_us(pair: Pair) -> None:
+    """The backlog ends when the kernel has the last byte, and the peer reads that after our end."""
+    assert not pair[0].backlog
     pair[0].send({"big": "x" * (5 << 20)})
     pair[0].send({"last": 1})
-    assert not pair[0].flushed
+    assert pair[0].backlog
     bodies = []
-    while not pair[0].flushed:
+    while pair[0].backlog:
         pair[0].flush()
         bodies += [item.body for item in pair[1].receive()[0]]
     pair[0].close()
     bodies += [item.body for item in pair[1].receive()[0]]
     assert [list(body) for body in bodies] == [["big"], ["last"]]
+
+
+def test_what_another_thread_is_sending_is_no_backlog() -> None:
+    """A thread asks for the backlog while another one is in the middle of a message that the socket takes at once."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    class Asked(socket.socket):
+        def sendmsg(self, *args: Any) -> int:
+            asking.start()
+            asking.join(0.2)
+            return super().sendmsg(*args)
+
+    found: list[bool] = []
+    with far:
+        channel = Channel(Asked(fileno=near.detach()))
+        asking = threading.Thread(target=lambda: found.append(channel.backlog))
+        channel.send({"small": 1})
+        asking.join(10.0)
+        channel.close()
+    assert found == [False]
 
 
 def test_a_channel_may_have_limits() -> None:

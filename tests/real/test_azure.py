@@ -80,7 +80,8 @@ class TestAzure(StorageContract):
         return ObstoreStorage(f"az://{container}/runs/one", {**options, "part_bytes": 5 << 20})
 
     def test_the_url_leads_to_the_same_objects(self, storage: Any) -> None:
-        """The test of the contract is left out: this storage needs its options beside the URL."""
+        """The test of the contract is left out."""
+        pytest.skip("this storage needs its options beside the URL")
 
 
 def test_big_objects_and_conditional_replacement(container: str, options: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ class TestContract(StorageContract):
         return S3Storage(f"s3://{bucket}/runs/one", server.options(part_bytes=PART_BYTES))
 
     def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
-        """The test of the contract is left out: Swift is not atomic and rclone ignores it; the lease has to do."""
+        """The test of the contract is left out."""
+        pytest.skip("Swift is not atomic and rclone ignores it; the lease has to do")
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "lost", "refuse", "midbody", "stall", "spoil"])

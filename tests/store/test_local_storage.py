@@ -70,7 +70,8 @@ class TestLocalStorageWithoutLinks(StorageContract):
         return LocalStorage(tmp_path / "root", disk=_NoLinksDisk())
 
     def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
-        """The test of the contract is left out: without links the lease and unique names have to do."""
+        """The test of the contract is left out."""
+        pytest.skip("without links the lease and unique names have to do")
 
 
 class _NoLinksDisk(Disk):

@@ -131,7 +131,8 @@ class TestStoreThatShowsWholeUploads(StorageContract):
         return FsspecStorage("az://container/run", az)
 
     def test_the_url_leads_to_the_same_objects(self, storage: Any) -> None:
-        """The test of the contract is left out: this storage needs its options beside the URL."""
+        """The test of the contract is left out."""
+        pytest.skip("this storage needs its options beside the URL")
 
 
 class _Torn:

@@ -47,7 +47,8 @@ class TestObstore(StorageContract):
         return ObstoreStorage(f"s3://{bucket}/runs/one", options(moto))
 
     def test_the_url_leads_to_the_same_objects(self, storage: Any) -> None:
-        """The test of the contract is left out: this storage needs its options beside the URL."""
+        """The test of the contract is left out."""
+        pytest.skip("this storage needs its options beside the URL")
 
 
 @pytest.fixture

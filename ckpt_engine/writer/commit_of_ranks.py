@@ -69,6 +69,7 @@ class SessionSnapshots(Container[str]):
     def __init__(self, session: str, first_seq: int) -> None:
         self._session = session
         self._first_seq = first_seq
+        self._declined: set[str] = set()
 
     def __contains__(self, snapshot: object) -> bool:
         parsed = names.parse_id(snapshot) if isinstance(snapshot, str) else None
@@ -81,6 +82,16 @@ class SessionSnapshots(Container[str]):
         parsed = names.parse_id(snapshot)
         assert parsed is not None
         self._first_seq = max(self._first_seq, parsed.seq + 1)
+
+    def decline(self, snapshot: str) -> None:
+        """The coordinator has no part in this one; others say the same, or leave what they have written."""
+        self._declined.add(snapshot)
+
+    def declined_before(self, snapshot: str) -> set[str]:
+        """Those before this one that nothing was done about yet."""
+        found = {one for one in self._declined if one < snapshot}
+        self._declined -= found
+        return found
 
 
 class Gathering(Finish):
@@ -125,7 +136,8 @@ class Gathering(Finish):
         repository.commit(whole)
         self._in_flight.settle(staged.snapshot)
         with suppress(CkptError):  # the next start removes what is left
-            part_records.remove(repository.storage, staged.snapshot, self._ranks.members)
+            for one in (staged.snapshot, *self._in_flight.declined_before(staged.snapshot)):
+                part_records.remove(repository.storage, one, self._ranks.members)
         return whole
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:

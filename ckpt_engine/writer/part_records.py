@@ -393,7 +393,7 @@ def complete(repository: Repository, left: Mapping[str, Collection[int]]) -> Ite
         left: the part records of each.
 
     Yields:
-        Each, and whether it is committed now; None: it was.
+        Each, and whether it is committed now; None: it was, or no rank has a part in it.
     """
     storage = repository.storage
     existing = {parsed.id for parsed in repository.ids()}
@@ -402,7 +402,11 @@ def complete(repository: Repository, left: Mapping[str, Collection[int]]) -> Ite
             yield snapshot, None
             continue
         try:
-            manifest = merge(list(read_all(storage, snapshot, ranks).values()))
+            parts = list(read_all(storage, snapshot, ranks).values())
+            if all(part.cancelled is not None for part in parts):
+                yield snapshot, None
+                continue
+            manifest = merge(parts)
             require_files(storage, manifest.files)
         except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
             yield snapshot, False

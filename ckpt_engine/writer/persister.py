@@ -199,10 +199,11 @@ class Persister:
 
     def cancel(self, order: Cancelled) -> None:
         """This rank has no part in a snapshot that all ranks take."""
-        if self._config.ranks is None or self._config.ranks.leads:
+        if self._config.ranks is None:
             return
+        cancel = partial(self._primary.cancel, order.snapshot, order.why)
         try:
-            self._lane.call(partial(self._primary.cancel, order.snapshot, order.why))
+            cancel() if self._config.ranks.leads else self._lane.call(cancel)
         except StorageStalledError as err:
             self._notice(err.message)
 

@@ -187,8 +187,13 @@ class PrimaryTier:
         return committed
 
     def cancel(self, snapshot: str, why: str) -> None:
-        """Say to the coordinator that there is no share of a snapshot; on failure it finds out by its timeout."""
-        if self._ranks is not None and self._lease is None:
+        """Say to the coordinator that there is no share of a snapshot; on failure it finds out by its timeout.
+
+        The coordinator itself only remembers it, and needs no storage for it.
+        """
+        if self._session is not None:
+            self._session.decline(snapshot)
+        elif self._ranks is not None and self._lease is None:
             part = part_records.no_part(snapshot, why, self._repository.run_id, self._ranks)
             with suppress(CkptError):
                 part_records.put(self._repository.storage, part)

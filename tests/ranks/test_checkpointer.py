@@ -412,6 +412,23 @@ def test_a_rank_that_cannot_take_its_share_tells_the_others(tmp_path: Path) -> N
     assert [one.step for one in Repository(open_storage(str(tmp_path))).ids()] == [1, 3]
 
 
+def test_a_snapshot_that_all_ranks_put_off_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As at the end of an epoch: the next one removes what was said of it, and so does the next start, silently."""
+    ranks = open_ranks(tmp_path, 2)
+    save_all(ranks, 1)
+    on_all(lambda rank: ranks[rank].engine.miss(2, "start of an epoch"), 2)
+    save_all(ranks, 3)
+    assert not any((tmp_path / "parts").iterdir())
+    on_all(lambda rank: ranks[rank].engine.miss(4, "start of an epoch"), 2)
+    close_all(ranks)
+    assert [path.name[:20] for path in (tmp_path / "parts").iterdir()] == ["00000004-s0000000004"]
+    ranks = open_ranks(tmp_path, 2)
+    on_all(lambda rank: ranks[rank].engine.start(), 2)
+    close_all(ranks)
+    assert not any((tmp_path / "parts").iterdir())
+    assert "is dropped" not in caplog.text
+
+
 def test_a_rank_whose_data_cannot_be_written_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator does not wait for a part that never comes; the next snapshot is fine."""
     put, full = LocalStorage.put, [True]

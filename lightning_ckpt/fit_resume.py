@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
@@ -387,7 +388,8 @@ class FitResume:
 
     def _restore_precisely(self) -> None:
         if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
-            restart.load_again_where_converted(self._module, self._weights, self._loaded_as)
+            wrapped = isinstance(self._trainer.strategy.model, DistributedDataParallel)
+            restart.load_again_where_changed(self._module, self._weights, self._loaded_as, buffers=wrapped)
         self._weights = {}
         into_own_memory(self._trainer.optimizers)
 
@@ -430,6 +432,7 @@ class FitResume:
         own, module, internals, report = self._own, self._module, self._internals, self.report
         assert report is not None
         order = sharded.gradient_order(self._trainer)
+        order.restore_syncs(own.get("buffer_syncs", []))
         why, _ = order.restore(own.get("gradient_order", []), self._engine, report.loaded.info.step, last=True)
         missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []

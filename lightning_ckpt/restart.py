@@ -5,7 +5,7 @@ Hooks run once more than in a run that is not interrupted: Lightning calls `on_t
 per-epoch things there (an accumulation factor, SWA's scheduler, progress bars, a curriculum). A hook that resets an
 optimizer or steps a scheduler there has done so before the snapshot. So `Kept` puts back what a hook changes of the
 restored state, and what else it sets up stays. `allow_restart` lets a LightningCLI job start again in its log folder;
-`load_again_where_converted` repairs weights whose dtype has changed since Lightning loaded them.
+`load_again_where_changed` repairs weights that have changed since Lightning loaded them.
 """
 
 from __future__ import annotations
@@ -376,19 +376,26 @@ def dtypes_of(module: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def load_again_where_converted(module: torch.nn.Module, saved: Mapping[str, Any], loaded_as: Dtypes) -> None:
-    """Copy weights again whose dtype has changed since Lightning loaded them.
+def load_again_where_changed(
+    module: torch.nn.Module, saved: Mapping[str, Any], loaded_as: Dtypes, *, buffers: bool
+) -> None:
+    """Copy weights again that have changed since Lightning loaded them.
 
     With `precision="64-true"` it loads the weights into the float32 model and converts the model afterwards, so that
-    half of each saved number is lost.
+    half of each saved number is lost. And it wraps the model after it has loaded it: then DDP gives all ranks the
+    buffers of rank 0.
 
     Args:
         module: as it trains.
-        saved: its weights in the snapshot.
+        saved: its weights in the snapshot, with what this rank has of its own.
         loaded_as: `dtypes_of` when they were loaded.
+        buffers: DDP has been around it since.
     """
+    again = {name for name, _ in module.named_buffers()} if buffers else set()
     with torch.no_grad():
         for name, live in module.state_dict().items():
             value = saved.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype is not loaded_as[name]:
+            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
+                continue
+            if live.dtype is not loaded_as[name] or name in again:
                 live.copy_(value)

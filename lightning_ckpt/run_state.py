@@ -135,6 +135,7 @@ class FitCapture:
                     "reload_epoch": self._internals.reload_epoch,
                     "validation_reload_epoch": self._internals.validation_reload_epoch,
                     "gradient_order": self._order().state(),
+                    "buffer_syncs": self._order().syncs(),
                     "left_out": self._left_out or {},
                     "values": values,
                     "groups": dump_groups(self._trainer, self._module, self.groups_at_start),

@@ -101,17 +101,18 @@ class LoopCapture:
                         "metric_states": components.dump_all(self._parts.objects),
                         **own,
                         "audit": hidden,
-                        "gradient_order": self._gradient_order(),
+                        "gradient_order": self._gradient_order().state(),
+                        "buffer_syncs": self._gradient_order().syncs(),
                         "values": own_values(state, self._ranks),
                     }
                 ),
             }
         }
 
-    def _gradient_order(self) -> list[bytes]:
+    def _gradient_order(self) -> GradientOrder:
         if self._order is None:
             self._order = GradientOrder(wrappers_of(self._parts.modules.values()))
-        return self._order.state()
+        return self._order
 
     def gradients(self, stepped: set[int]) -> dict[str, dict[str, Any]]:
         """Gradients that wait for an optimizer step.

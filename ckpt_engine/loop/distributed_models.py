@@ -359,6 +359,7 @@ DDP_PRIVATE = {
     "DistributedDataParallel._comm_hooks": "what else sees gradients: nothing is done then",
     "DistributedDataParallel.find_unused_parameters": "there is no other order then",
     "DistributedDataParallel.reducer": "a backward pass without a forward",
+    "DistributedDataParallel.require_forward_param_sync": "whether the next forward pass takes the buffers of rank 0",
     "DistributedDataParallel._join_config": "whether ranks may make other numbers of steps",
     "ProcessGroup._get_sequence_number_for_group": "whether all ranks are behind the same collective",
 }
@@ -429,6 +430,19 @@ class GradientOrder:
                 hint="give all ranks the same number of batches instead: drop_last, or even_batches of Accelerate",
             )
         return [self._order_of(number, model) for number, model in enumerate(self._models)]
+
+    def syncs(self) -> list[bool]:
+        """Whether the next forward pass of each model gives all ranks the buffers of rank 0.
+
+        DDP does so but after a pass without gradients, as in a validation, or without their sum (`no_sync`).
+        """
+        return [bool(model.require_forward_param_sync) for model in self._models]
+
+    def restore_syncs(self, saved: Sequence[bool]) -> None:
+        """What `syncs` was: a new DDP object would put the buffers of rank 0 in place of those that a rank got back."""
+        if len(saved) == len(self._models):
+            for model, syncs in zip(self._models, saved, strict=True):
+                model.require_forward_param_sync = syncs
 
     def restore(self, saved: Sequence[bytes], engine: Engine, step: int, *, last: bool) -> tuple[str, bool]:
         """Put the orders in force where all ranks can: they tell each other through the store first.

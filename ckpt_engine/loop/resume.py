@@ -292,6 +292,7 @@ class LoopResume:
     def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients; a loop may wrap its models after they are tracked."""
         order = GradientOrder(wrappers_of(self._parts.modules.values()))
+        order.restore_syncs(self._own.get("buffer_syncs", []))
         why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)
         return not_restored(why) if why and not self._elastic and self._rank == 0 else []
 

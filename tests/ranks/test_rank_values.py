@@ -13,6 +13,7 @@ import torch
 from ckpt_engine import Carry
 from ckpt_engine.loop.capture import LARGE_BYTES, Packer, alike, merged, own_values, unpack
 from ckpt_engine.loop.components import NamedParts
+from lightning_ckpt import restart
 from tests.ranks.launch import Launcher
 from tests.ranks.runs import SharedStore, ThreadRanks
 from tests.ranks.test_kill import SIZE, job_of, lines, logs
@@ -69,6 +70,18 @@ def test_in_a_plain_loop_only_what_is_trained_is_the_same_on_all_ranks() -> None
     same = alike(parts)
     assert same(("model", "0.weight")) and same(("model", "1.bias")) and same(("optimizer", "state", 0, "exp_avg"))
     assert not any(map(same, [("model", "1.running_mean"), ("carry", "hidden"), ("optimizer", "param_groups", 0)]))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_rank_has_its_own_buffers_also_where_ddp_has_exchanged_them(*, wrapped: bool) -> None:
+    """Lightning wraps the model after it has loaded it, and DDP begins with the buffers of rank 0 on all ranks."""
+    net = torch.nn.BatchNorm1d(2)
+    own = {name: tensor.clone() + 1 for name, tensor in net.state_dict().items()}
+    net.load_state_dict(own)
+    loaded_as = restart.dtypes_of(net)
+    net.running_mean.zero_()  # type: ignore[union-attr]
+    restart.load_again_where_changed(net, own, loaded_as, buffers=wrapped)
+    assert net.running_mean.tolist() == ([1.0, 1.0] if wrapped else [0.0, 0.0])  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -197,3 +197,14 @@ def test_ranks_that_may_make_other_numbers_of_steps_have_no_snapshot() -> None:
     Join([wrapped])
     with pytest.raises(RanksError, match="under Join"):
         GradientOrder([wrapped]).state()
+
+
+def test_the_next_pass_after_a_resume_takes_the_buffers_of_rank_0_only_if_it_would_have() -> None:
+    """Not after a validation: then a rank goes on with its own statistics of batch norm, which it got back."""
+    wrapped, other = (DistributedDataParallel(nn.BatchNorm1d(4)) for _ in range(2))
+    assert GradientOrder([wrapped]).syncs() == [True]
+    with torch.no_grad():
+        wrapped(torch.ones(2, 4))
+    assert GradientOrder([wrapped]).syncs() == [False]
+    GradientOrder([other]).restore_syncs([False])
+    assert not other.will_sync_module_buffers()

@@ -420,12 +420,8 @@ class FitResume:
 
     def _let_go(self) -> None:
         self._continue_curves()
-        self._own, self._callbacks, self._elastic, self._regrouped = (
-            {},
-            {},
-            None,
-            [],
-        )  # gradients and metric states can be large
+        # Gradients and metric states can be large.
+        self._own, self._callbacks, self._elastic, self._regrouped = {}, {}, None, []
         self.pending = False
 
     def _put_back(self) -> None:

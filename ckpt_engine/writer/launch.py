@@ -300,7 +300,7 @@ def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], N
         LeaseHeldError: another writer holds the run's lease; names it.
         ForeignError, CorruptError, NewerFormatError: the folder is not one to write into.
         StorageError: it cannot be written.
-        WriterError: the configuration is impossible, or the writer does not answer.
+        WriterError: the writer does not answer.
     """
     config = completed(config)
     if thread:

@@ -34,7 +34,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body, SpentTimes
@@ -43,7 +43,7 @@ from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
 from ckpt_engine.writer.run_records import AttemptRecord, Unfinished
-from ckpt_engine.writer.secondary_tiers import SecondaryTiers, require_tiers
+from ckpt_engine.writer.secondary_tiers import SecondaryTiers
 
 Emit = Callable[[Body], object]
 T = TypeVar("T")
@@ -102,7 +102,6 @@ class Persister:
             LeaseHeldError: another writer holds it, naming it.
             ForeignError, CorruptError, NewerFormatError: the folder is not one of ours to write.
             StorageError: it cannot be written.
-            WriterError: the configuration is impossible.
         """
         config, holder = self._config, holder_of(self._config)
         policy = policy_of(config, self._notice)
@@ -115,7 +114,8 @@ class Persister:
             return
         secondary = None
         if config.tiers:
-            require_tiers(config)
+            for tier in config.tiers:
+                require_served(tier.url, tier.storage_options)
             self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
             # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
             secondary = self._make_secondary() if ranks is not None else None

@@ -32,7 +32,6 @@ from ckpt_engine.errors import (
     SnapshotSkippedError,
     StorageError,
     StorageMissingError,
-    WriterError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
@@ -51,15 +50,8 @@ LEASE_SECONDS = 60.0
 
 
 def policy_of(config: WriterConfig, say: Callable[[str], object]) -> RetentionPolicy:
-    """The retention of the nearest tier. One that is a node's own cannot take components apart: `say` takes that.
-
-    Raises:
-        WriterError: it is impossible.
-    """
-    try:
-        policy = policy_from(config.keep)
-    except (ValueError, TypeError) as err:
-        raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
+    """The retention of the nearest tier. One that is a node's own cannot take components apart: `say` takes that."""
+    policy = policy_from(config.keep)
     if config.ranks is None or not config.ranks.places or not config.ranks.leads:
         return policy
     whole = Retention.of(policy)

@@ -20,17 +20,15 @@ from ckpt_engine.errors import (
     FormatError,
     StorageExistsError,
     StorageMissingError,
-    WriterError,
 )
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.object_requests import asking
-from ckpt_engine.store.storage.open import open_storage, require_served
+from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
@@ -337,21 +335,6 @@ class SecondaryTiers:
         with self._changed:
             self._changed.notify_all()
         self._status.note()
-
-
-def require_tiers(config: WriterConfig) -> None:
-    """Whether these tiers can be opened, as far as that can be said at once.
-
-    Raises:
-        StorageError: a URL that no storage serves.
-        WriterError: a retention that is impossible.
-    """
-    for tier in config.tiers:
-        require_served(tier.url, tier.storage_options)
-        try:
-            policy_from(tier.keep)
-        except (ValueError, TypeError) as err:
-            raise WriterError(f"cannot apply the retention {dict(tier.keep)}: {err}") from err
 
 
 @dataclass(slots=True)

@@ -168,13 +168,6 @@ def test_a_second_writer_is_refused_and_names_the_first(writers: Writers) -> Non
     writers.start()
 
 
-@pytest.mark.parametrize("keep", [{"newest": 1}, {"last": 0}])
-def test_an_impossible_retention_is_refused_at_start(writers: Writers, keep: dict[str, int]) -> None:
-    """`start` raises instead of the first commit."""
-    with pytest.raises(WriterError, match="retention"):
-        writers.start(keep=keep)
-
-
 def test_a_folder_with_other_files_is_refused_untouched(writers: Writers) -> None:
     """Nothing is written to a folder that is not ours."""
     writers.root.mkdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.copy.job import TierConfig
-from ckpt_engine.errors import StorageError, WriterError
+from ckpt_engine.errors import StorageError
 from ckpt_engine.observe.events import (
     Notice,
     TierDegraded,
@@ -84,8 +84,6 @@ def test_a_url_that_nothing_serves_is_refused_at_the_start(run: Run) -> None:
     """A mistake in a further tier is not found out by an outage."""
     with pytest.raises(StorageError, match="no storage for s4://"):
         run.start(TierConfig("s4://bucket/run"))
-    with pytest.raises(WriterError, match="retention"):
-        run.start(run.tier(keep={"last": 0, "best": {"monitor": "x", "mode": "up"}}))
     with acquire(LocalStorage(run.near)):
         pass
 

@@ -66,6 +66,9 @@ def _location(value: object) -> str:
     scheme = _SCHEME.match(text)
     if text == MEMORY:
         return text
+    if os.path.expandvars(text) != text:
+        # Not with what it stands for, which may be a secret.
+        raise ValueError("must not name shell variables, as nothing fills them in here: write what they stand for")
     if scheme is None:
         if (almost := _ONE_SLASH.match(text)) is not None:
             raise ValueError(

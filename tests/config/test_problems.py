@@ -114,6 +114,7 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
         ([{"url": "memory", "codec": "zstd"}, "/d"], "tiers.0: the memory tier takes every or every_n_steps"),
         ([{"url": "/d", "keep": {"last": -1}}], "tiers.0.keep.last: must be a whole number of at least 1, got -1"),
         ("file://d", "tiers: a file URL has three slashes"),
+        ("$HOME/d", "tiers: must not name shell variables, as nothing fills them in here"),
         ("s3:/b/d", "tiers: a URL has two slashes: s3://b/d; a folder of that name: ./s3:/b/d"),
         (None, "tiers: missing; name a folder for the snapshots"),
     ],

@@ -88,7 +88,6 @@ class Persister:
         self._waited_for: set[str] = set()
         """Further tiers that the trainer says it waits for at its end."""
         self._opened = self._joins_later = self._finishing = self._stopped = False
-        self._make_primary: Callable[[Repository], PrimaryTier]
         self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._recovery: CrashRecovery | None = None
@@ -139,8 +138,7 @@ class Persister:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
             again = partial(acquire, plain, holder)
-            self._make_primary = lambda repository: self._tier_at(repository, lease, again, policy, in_flight)
-            self._primary = self._make_primary(repository)
+            self._primary = self._tier_at(repository, lease, again, policy, in_flight)
             self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
             self._attempts.spent = lambda: self.spent()
             self._attempts.begin()
@@ -286,7 +284,7 @@ class Persister:
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
         repository = self._lane.call(partial(secondary.join_run, Repository(storage)))
         if self._joins_later:
-            self._primary = self._make_primary(repository)
+            self._primary.settle_at(repository)
             if self._config.memory:
                 self.run = secondary.run
         secondary.start()

@@ -97,17 +97,15 @@ class PrimaryTier:
         self._url = config.url
         self._tier = config.url
         """How it is called in events."""
-        self._repository = repository
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._run = RunText.of(repository) if config.tiers and lease is not None else None
+        self._is_taken_again = bool(config.tiers) and lease is not None
         self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
         self._codec = config.codec
         self._aside = aside
-        self._known = DedupBaseline(repository, aside if ranks is None else None)
         self._drafts_fail = False
         self._swept = False
         self._ranks = ranks
@@ -116,7 +114,7 @@ class PrimaryTier:
         self.left: dict[str, SnapshotCommitted] = {}
         """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
         self._shares: dict[str, Manifest] = {}
-        self._room = self._make_rooms(lease) if lease is not None else None
+        self.settle_at(repository)
         self._common_seq = 0
         self._line: Line | None = None
         self._finish: Callable[[], Finish] = lambda: ALONE
@@ -132,6 +130,13 @@ class PrimaryTier:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others by itself
             gathering = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
             self._finish = lambda: gathering
+
+    def settle_at(self, repository: Repository) -> None:
+        """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
+        self._repository = repository
+        self._run = RunText.of(repository) if self._is_taken_again else None
+        self._known = DedupBaseline(repository, self._aside if self._ranks is None else None)
+        self._room = self._make_rooms(self._lease) if self._lease is not None else None
 
     def learn(self, line: Line, common: str | None) -> None:
         """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost
@@ -347,13 +352,11 @@ class PrimaryTier:
             self._progress.moved(LEASE_SECONDS)
             removed = Repository(storage).record() is None
             self._lease = self._acquire()
-            self._repository = adopt_run(self._run, storage)
+            self.settle_at(adopt_run(self._run, storage))
             if removed:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
-            self._room = self._make_rooms(self._lease)
-            self._known = DedupBaseline(self._repository, self._aside if self._ranks is None else None)
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False

@@ -165,7 +165,7 @@ class StepsMade(set[int]):
     def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
         super().__init__()
         self._several = len(optimizers) > 1
-        self._marks: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
+        self.marks: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
 
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps."""
@@ -173,15 +173,15 @@ class StepsMade(set[int]):
         if self._several:
             graded = [(p, p.grad) for p in managed([optimizer]) if p.grad is not None]
             marked = (*graded[:1], *graded[-1:])
-            self._marks[id(optimizer)] = [(p, weakref.ref(grad), here(grad)._version) for p, grad in marked]
+            self.marks[id(optimizer)] = [(p, weakref.ref(grad), here(grad)._version) for p, grad in marked]
 
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
-        for one, marks in self._marks.items():
+        for one, marks in self.marks.items():
             now = ((p.grad, grad(), seen) for p, grad, seen in marks if p.grad is not None)
             if any(grad is not then or here(grad)._version != seen for grad, then, seen in now):
                 self.discard(one)
-        self._marks.clear()
+        self.marks.clear()
 
 
 _SMALLEST_BYTES = 16 << 10

@@ -322,8 +322,7 @@ class Tracker(LoopProgress):
     # ---- boundaries
 
     def _boundary(self, feed: Feed | None) -> None:
-        self._counted = False
-        self._boundaries_missed = 0
+        self._counted, self._boundaries_missed = False, 0
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         around, unclear = self._loops.boundary(feed, self._due)
         self._training, obstacle = around or self._training, obstacle or unclear
@@ -331,7 +330,8 @@ class Tracker(LoopProgress):
             for one in self._due:
                 one.interior = one.delivered > 0
         self._audit.stepped()
-        self._stepped.look()
+        if self._stepped.marks:
+            self._stepped.look()
         self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
         if obstacle is None:
             self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped)

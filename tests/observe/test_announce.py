@@ -150,7 +150,8 @@ def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, config
     assert first.count(f"starting fresh; {often}") == 1, first
     assert second.count(often) == 1, second
     assert configured or max(text.count(str(tmp_path)) for text in (first, second)) <= 4, "a short run is noisy"
-    summary = r"\d snapshots?, 0 failed; overhead .*; longest stall .*; step (\d) is durable on"
+    # A busy machine skips some, and says so.
+    summary = r"\d snapshots?,.* 0 failed; overhead .*; longest stall .*; step (\d) is durable on"
     assert re.findall(summary, first + second) == ["4", "8"], first + second
     assert "nothing was left to train; step 8 is durable on" in run(2)
     assert second.count("resumed at step 4") == 1, second

@@ -154,6 +154,7 @@ class FailingFit:
             "loaders": self._loaders.states(epoch_is_over=False),
             "combined": internals.combined_position,
             "progress": internals.progress,
+            "buffer_syncs": sharded.gradient_order(self._trainer).syncs(),
             "should_stop": bool(self._trainer.should_stop),
             "epoch": self._trainer.current_epoch,
             "batch": internals.batches_in_epoch,

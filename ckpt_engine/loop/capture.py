@@ -77,7 +77,7 @@ class LoopCapture:
         """The whole state, with references to live tensors; draws nothing from any global random stream.
 
         Args:
-            own: small values that an exact resume needs besides the components; with `before`, streams and metrics too.
+            own: small values that an exact resume needs besides the components; with `before`, what a step changes too.
             gradients: of optimizers that wait for more, by component and parameter name.
             audit: what it finds is part of the state.
             before: makes of the components those of an earlier moment.
@@ -99,15 +99,19 @@ class LoopCapture:
                     {
                         "rng": streams,
                         "metric_states": components.dump_all(self._parts.objects),
+                        "buffer_syncs": self.buffer_syncs(),
                         **own,
                         "audit": hidden,
                         "gradient_order": self._gradient_order().state(),
-                        "buffer_syncs": self._gradient_order().syncs(),
                         "values": own_values(state, self._ranks),
                     }
                 ),
             }
         }
+
+    def buffer_syncs(self) -> list[bool]:
+        """`GradientOrder.syncs` of the models."""
+        return self._gradient_order().syncs()
 
     def _gradient_order(self) -> GradientOrder:
         if self._order is None:

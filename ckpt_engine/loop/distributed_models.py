@@ -459,7 +459,7 @@ class GradientOrder:
             Why an order that was in force is not, or nothing; and whether to call this again. Both alike on all ranks.
         """
         if engine.ranks is None or engine.ranks.size <= _FEW:
-            return "", False
+            return "", not last and len(saved) > len(self._models)
         size = engine.ranks.size
         agreed = engine.meet(lambda: self._plan(saved, size, step, last=last), _common)
         for number in agreed["orders"]:
@@ -471,7 +471,7 @@ class GradientOrder:
     def _plan(self, saved: Sequence[bytes], size: int, step: int, *, last: bool) -> list[_Said]:
         if not self._models:
             why = "DistributedDataParallel is not around the tracked model" if any(saved) else ""
-            return [{"why": why, "later": bool(why) and not last}]
+            return [{"why": why, "later": bool(saved) and not last}]
         orders = saved if len(saved) == len(self._models) else [b""] * len(self._models)
         return [_said(model, order, size, step) for model, order in zip(self._models, orders, strict=True)]
 

@@ -233,7 +233,11 @@ class FailingLoop:
         if not all(of_framework(type(one)) for one in self._others().values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
         return StepStart(
-            own={**own, "metric_states": self._tensors.metric_states()},
+            own={
+                **own,
+                "metric_states": self._tensors.metric_states(),
+                "buffer_syncs": self._capture.buffer_syncs(),
+            },
             streams=streams,
             counters=self._surroundings.now(),
             stepped=frozenset(stepped),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.data.changed_loader import require_between_epochs
@@ -100,6 +102,8 @@ class LoopResume:
         self._draft: ReportDraft | None = None
         self._report: ResumeReport | None = None
         self._elastic = self._order_later = False
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        """As they were put back, where the models may be wrapped later."""
         self._loaded_step = 0
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
@@ -290,10 +294,18 @@ class LoopResume:
             announce(self._log, text)
 
     def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
-        """Of the sums of gradients; a loop may wrap its models after they are tracked."""
+        """Of the sums of gradients, and whose buffers come next.
+
+        A loop may wrap its models after they are tracked, and a new DDP object gives all ranks the buffers of rank 0.
+        """
+        live = {(key, name): one for key, m in self._parts.modules.items() for name, one in m.named_buffers()}
+        with torch.no_grad():
+            for at, buffer in self._buffers.items():
+                live[at].copy_(buffer)
         order = GradientOrder(wrappers_of(self._parts.modules.values()))
         order.restore_syncs(self._own.get("buffer_syncs", []))
         why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)
+        self._buffers = {at: one.clone() for at, one in live.items()} if self._order_later else {}
         return not_restored(why) if why and not self._elastic and self._rank == 0 else []
 
     def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:

@@ -196,16 +196,19 @@ def plain(job: dict[str, Any]) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(samples, job["size"], rank)
     loader = DataLoader(samples, batch_size=4, sampler=sampler, num_workers=job.get("workers", 0))
     model = make_net()
-    net = nn.parallel.DistributedDataParallel(model)
+    net = nn.parallel.DistributedDataParallel(model) if not job.get("wraps late") else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(job["seed"] + 10 * rank)
     with Checkpointer(_options(job), ranks=ProcessGroupRanks(own={"ckpt_engine"})) as ckpt:
         run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        net = net or nn.parallel.DistributedDataParallel(model)
         lines = Lines(job, rank)
         for epoch in range(run.epoch, job["epochs"]):
             sampler.set_epoch(epoch)
             for ids, x in loader:
                 loss = net(x).square().mean()
+                if job.get("calibrates"):
+                    lines.say(f"mean {model[1].running_mean.tolist()}")  # type: ignore[operator,union-attr]
                 if job.get("patient"):
                     wait_for_the_arena(ckpt.engine)
                 lines.batch(epoch, ids, loss)
@@ -213,6 +216,9 @@ def plain(job: dict[str, Any]) -> None:
                 optimizer.step()
                 lines.stepped()
                 optimizer.zero_grad()
+                if job.get("calibrates"):
+                    with torch.no_grad():
+                        net(x)
         lines.end(model.state_dict())
     dist.destroy_process_group()
 

@@ -103,7 +103,7 @@ class Lives:
     """Lives of one run, forked from one server."""
 
     def __init__(self, launcher: Launcher, loop: str, folder: Path) -> None:
-        self._launcher, self.loop, self._folder = launcher, loop, folder
+        self.launcher, self.loop, self._folder = launcher, loop, folder
         self._number = 0
         self._joined = True
         self.pids: list[int] = []
@@ -113,13 +113,13 @@ class Lives:
         log = self._folder / f"log{self._number}"
         self._number += 1
         self._joined = False
-        self.pids = self._launcher.start(job, SIZE, log, lets_end=True)
+        self.pids = self.launcher.start(job, SIZE, log, lets_end=True)
         return Traces(job, lambda: "".join(Path(f"{log}.{rank}").read_text() for rank in range(SIZE)))
 
     def join(self) -> list[int]:
         """The exit statuses."""
         self._joined = True
-        return self._launcher.join()
+        return self.launcher.join()
 
     def kill(self) -> None:
         """End a life that was not joined: its test has failed."""
@@ -131,7 +131,7 @@ class Lives:
 
     def reference(self, folder: Path, **changes: Any) -> Account:
         """The account of another run, without a stop."""
-        return Account(Lives(self._launcher, self.loop, folder).whole(**changes))
+        return Account(Lives(self.launcher, self.loop, folder).whole(**changes))
 
     def whole(self, **changes: Any) -> Traces:
         """A life without a stop."""

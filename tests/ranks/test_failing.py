@@ -70,6 +70,21 @@ def test_a_step_that_fails_loses_nothing(how: str, lives: Lives, account: Accoun
     account.add(last, ends=True)
 
 
+@pytest.mark.parametrize("wraps_late", [False, True])
+@pytest.mark.parametrize("lives", ["plain"], indirect=True)
+def test_each_rank_goes_on_with_its_own_buffers(*, wraps_late: bool, lives: Lives, tmp_path: Path) -> None:
+    """DDP would take those of rank 0 where it is new, and in its first pass but after one without gradients."""
+    (tmp_path / "reference").mkdir()
+    whole = Lives(lives.launcher, lives.loop, tmp_path / "reference").whole(calibrates=True)
+    life = ended(lives, events={f"1/{BATCH}": "raise"}, calibrates=True)
+    assert snapshots(tmp_path) == [(BATCH - 1, "exception")], life.log()
+    last = lives.start(pace=0.0, calibrates=True, **{"wraps late": wraps_late})
+    assert lives.join() == [0] * SIZE, last.log()
+    for rank in range(SIZE):
+        wanted, found = ([line for line in one.lines(rank) if line[0] == "m"] for one in (whole, last))
+        assert found == wanted[BATCH - 1 :]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "raise late"])
 def test_without_the_part_of_one_rank_there_is_nothing_and_nothing_hangs(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support import interpreters
+from tests.support import interpreters, writers
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 300.0
@@ -103,12 +103,7 @@ class Launcher:
 
 def writers_of(pids: list[int]) -> list[int]:
     """The writer processes of these ranks."""
-    found = []
-    for pid in pids:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            with suppress(OSError):
-                found += [int(child) for child in task.read_text().split()]
-    return found
+    return [one.pid for pid in pids for one in writers.writers_of(pid)]
 
 
 def serve(module: str) -> None:

@@ -72,6 +72,7 @@ class PreemptionWatch:
         flush: lets the writer make the newest snapshot in memory durable; its step, None: there is none. Any thread.
         spare_seconds: that a flush may take besides writing.
         divided: whether nodes have roots of their own, as far as that is known.
+        several: it is one of several ranks, which agree on the step of the snapshot.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class PreemptionWatch:
         flush: Callable[[], int | None] = lambda: None,
         spare_seconds: float = _SPARE_SECONDS,
         divided: Callable[[], bool] = lambda: False,
+        several: bool = False,
     ) -> None:
+        self._moment = "after a step that all ranks agree on" if several else "at the end of this step"
         self._spare_seconds = spare_seconds
         self._divided = divided
         self.grace_seconds = options.grace
@@ -339,7 +342,7 @@ class PreemptionWatch:
             again = "; press it again to stop at once" if stop.notice.interrupts else ""
             left = duration(max(0.0, stop.deadline - self._now()))
             _log.warning(
-                "%s: a snapshot at the end of this step, then training stops; %s left%s", stop.notice.who, left, again
+                "%s: a snapshot %s, then training stops; %s left%s", stop.notice.who, self._moment, left, again
             )
 
     def _until_late(self, stop: Stop) -> float:
@@ -415,6 +418,7 @@ def open_watch(
         flush=lambda: _flush(config.root_url, ranks),
         spare_seconds=_SPARE_SECONDS if ranks is None else _SPARE_SECONDS + _MEETING_SECONDS,
         divided=divided,
+        several=ranks is not None,
     )
     return ledger, watch
 

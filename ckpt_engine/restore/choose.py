@@ -32,7 +32,7 @@ from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
 from ckpt_engine.store import manifest_codec, names, packs
 from ckpt_engine.store.decode import decoder_of
-from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole
+from ckpt_engine.store.manifest import DataFile, Manifest, Partial, SnapshotInfo, require_whole
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.writer import part_records
@@ -402,7 +402,7 @@ def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[st
     size = found[0][1].size if found else 0
     lacking = sorted(set(range(size)) - {rank for _, part in found for rank in part.ranks})
     if lacking or not found:
-        what = f"the shares of ranks {', '.join(map(str, lacking))} of {size}" if found else "its shares"
+        what = f"the shares of {Partial(tuple(lacking), size)}" if found else "its shares"
         if found and not wrong and not silent and began(found[0][1].manifest.info, lacking):
             raise FormatError(f"it was never finished: {what} were not written")
         why = "; ".join(dict.fromkeys((*silent.values(), *wrong)))

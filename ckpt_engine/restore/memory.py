@@ -33,6 +33,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store.manifest import Partial
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, ReadOnlyStorage
 from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Beat, Received
@@ -292,7 +293,7 @@ def attach_together(
         if said["lacking"] is None:
             return None, False
         snapshot, lost = said["lacking"]
-        warn(f"the shares of ranks {', '.join(map(str, lost))} of {snapshot} are no longer in any machine's memory")
+        warn(f"{snapshot}: the shares of {Partial(tuple(lost), ranks.size)} are no longer in any machine's memory")
         return None, True
     wanted = SharePlan.from_json(said["plan"])
     place, why = _assembled(root_url, wanted, found, ranks.size, deadline, said["beside"])

@@ -6,7 +6,7 @@ What of a state one of several ranks writes: its own arrays, and its share of wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,8 +243,16 @@ def mine(drafts: Sequence[EntryDraft], ranks: Ranks) -> list[EntryDraft]:
 
 
 def structure_of(drafts: Sequence[EntryDraft]) -> str:
-    """Equal on ranks whose common arrays are the same: names, dtypes, shapes and how they are divided."""
-    return digest("".join(_structure(drafts)).encode())
+    """Equal on ranks whose common arrays are the same: names, dtypes, shapes and how they are divided.
+
+    A line for each component, so that another rank's tells which differ.
+    """
+    found: dict[str, list[str]] = {}
+    for draft in drafts:
+        if not _is_own(draft):
+            form = draft.shape if draft.grid is None else draft.grid.signature
+            found.setdefault(str(draft.leaves[0].path[0]), []).append(f"{draft.name}\0{draft.dtype}\0{form}\n")
+    return "\n".join(f"{component} {digest(''.join(rows).encode())}" for component, rows in sorted(found.items()))
 
 
 def require_all(drafts: Sequence[EntryDraft], ranks: Ranks | None) -> None:
@@ -294,13 +302,6 @@ def _part(number: int, draft: EntryDraft, ranks: Ranks) -> _Part | None:
     if box is None:
         return None
     return _Part(number, draft.grid.holders[box], PlacedArray(draft.nbytes, _rows(draft.shape)))
-
-
-def _structure(drafts: Sequence[EntryDraft]) -> Iterator[str]:
-    for draft in drafts:
-        if not _is_own(draft):
-            form = draft.shape if draft.grid is None else draft.grid.signature
-            yield f"{draft.name}\0{draft.dtype}\0{form}\n"
 
 
 def _is_own(draft: EntryDraft) -> bool:

@@ -280,8 +280,12 @@ def _require_one_structure(parts: Sequence[PartRecord]) -> None:
         if part.cancelled is not None:
             raise SnapshotSkippedError(f"rank {part.rank} has no part in it: {part.cancelled}")
         if (part.size, part.structure, part.place) != (first.size, first.structure, first.place):
+            lines = set(first.structure.split("\n")) ^ set(part.structure.split("\n"))
+            found = sorted({component for component, blank, _ in (one.rpartition(" ") for one in lines) if blank})
+            in_these = f" ({', '.join(found)})" if found else ""
             raise SnapshotFailedError(
-                f"the states of ranks {first.rank} and {part.rank} differ in structure, and are not one snapshot",
+                f"the states of ranks {first.rank} and {part.rank} differ in structure{in_these}, "
+                "and are not one snapshot",
                 hint="what differs between ranks (random streams, positions, metrics) must be a component of its own",
             )
 

@@ -192,11 +192,11 @@ def test_a_rank_that_skips_says_so(tmp_path: Path) -> None:
 
 
 def test_states_that_differ_in_structure_are_no_snapshot(tmp_path: Path) -> None:
-    """A shared tensor of another shape on another rank is noticed by the coordinator."""
+    """A shared tensor of another shape on another rank is noticed by the coordinator, which names its component."""
     ranks = open_ranks(tmp_path / "run", 2)
-    states = [{"w": torch.zeros(8, 3)}, {"w": torch.zeros(8, 4)}]
+    states = [{"v": torch.zeros(2), "w": torch.zeros(8, 3)}, {"v": torch.zeros(2), "w": torch.zeros(8, 4)}]
     handle = on_all(lambda rank: ranks[rank].save(states[rank], step=1), 2)[0]
-    with pytest.raises(SnapshotFailedError, match="ranks 0 and 1 differ in structure"):
+    with pytest.raises(SnapshotFailedError, match=r"ranks 0 and 1 differ in structure \(w\),"):
         handle.wait(60)
     close_all(ranks)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_table
+from ckpt_engine.cli.output import json_option, print_json, print_table, showing
 from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.cli.status import bar, percent
 from ckpt_engine.config import Config, load_config
@@ -47,6 +47,10 @@ FAR_BYTES_PER_SECOND = 200e6
 ASSUMED = Costs(step_seconds=1.0, stall_seconds=0.5, latency_seconds=10.0, written_bytes=10e9)
 RESTART = Restart({PROCESS: 10.0, MACHINE: 280.0, SITE: 280.0}, startup=15.0, restore=5.0)
 SEED = 1
+DAYS = 30.0
+# Boundaries that are looked at where no days are asked for; where a rule decides, one takes a tenth of the time.
+MOST_OURS = 100_000
+MOST_RULED = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,16 @@ class FailurePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """What became of one policy. `tiers`: bytes written per day to each durable tier, nearest first."""
+    """What became of one policy.
+
+    Args:
+        spread: the standard deviation of `goodput`; None: too few failures to say.
+        tiers: bytes written per day to each durable tier, nearest first.
+    """
 
     name: str
     goodput: float
+    spread: float | None
     lost_seconds: float
     worst_seconds: float
     overhead: float
@@ -76,13 +86,15 @@ class PlannedRun:
 @click.argument("root", required=False)
 @click.option("--failures", default="", metavar="WHAT", help="llama3, rsc:GPUS, spot, weibull:SHAPE,SCALE, or a file.")
 @click.option("--compare", default="daly,checkfreq,30min", show_default=True, metavar="RULES", help="Beside ours.")
-@click.option("--days", default=30.0, show_default=True, type=click.FloatRange(0.1, 3650.0), help="Simulated days.")
+@click.option("--days", type=click.FloatRange(0.1, 3650.0), help="Simulated days: 30, fewer where much happens.")
 @click.option(
     "--price", "prices", multiple=True, metavar="TIER=PRICE", help="Of a GB written; `hour=PRICE`: of an hour."
 )
 @storage_options
 @json_option
-def command(root: str | None, failures: str, compare: str, days: float, prices: tuple[str, ...], as_json: bool) -> None:
+def command(
+    root: str | None, failures: str, compare: str, days: float | None, prices: tuple[str, ...], as_json: bool
+) -> None:
     """Simulate a run of the options in ckpt.yaml, or of the run at ROOT, with failures, and compare policies.
 
     What snapshots cost is taken from the run where it has measured that. RULES are daly, checkfreq, durations, and
@@ -98,19 +110,49 @@ def command(root: str | None, failures: str, compare: str, days: float, prices: 
     far = [_further(tier.every, tier.bandwidth, costs) for tier in config.tiers[1:]]
     training = _training(settings, costs, memory)
     restart = _restart(rows)
-    job = partial(SimulatedJob, seconds=days * DAY, restart=restart, training=training, tiers=far)
-    found = [_run("ckpt-engine", job(wanted.make()), costs)]
+    jobs = {"ckpt-engine": partial(SimulatedJob, training=training)}
     for name, rule in rules.items():
         if isinstance(rule, type):
             rhythm = partial(rule, settings)
         else:
             rhythm = partial(_ruled, max(costs.step_seconds, rule(costs, wanted.per_second)))
-        found.append(_run(name, job(wanted.make(), rhythm=rhythm), costs))
+        jobs[name] = partial(SimulatedJob, training=training, rhythm=rhythm)
+    jobs = {name: partial(job, restart=restart, tiers=far) for name, job in jobs.items()}
+    ended, found, left = _simulate(jobs, wanted, days)
+    planned = [_run(name, job, costs) for name, job in found.items()]
     if as_json:
-        made = {"days": days, "failures": wanted.source, "measured": measured, "costs": costs}
-        print_json({**made, "restart": restart, "policies": found})
+        made = {"days": ended, "failures": wanted.source, "measured": measured, "costs": costs, "left_out": left}
+        print_json({**made, "restart": restart, "policies": planned})
     else:
-        _print(found, wanted, costs, restart, measured, days, charged)
+        _print(planned, wanted, costs, restart, measured, ended, charged)
+        for name in left:
+            click.echo(f"{name} is left out: it takes too many snapshots in that time; --days simulates it as well")
+
+
+def _simulate(
+    jobs: Mapping[str, Callable[..., SimulatedJob]], wanted: FailurePlan, days: float | None
+) -> tuple[float, dict[str, SimulatedJob], list[str]]:
+    """The days that were simulated, the policies for as long as that, and the names of those that need too long.
+
+    Without `days` the first policy, ours, says how many: its work is bounded, and that of each of the others.
+    """
+    seconds, found, left = (days or DAYS) * DAY, dict[str, SimulatedJob](), list[str]()
+    most = math.inf if days else float(MOST_OURS)
+    for name, made in jobs.items():
+        job = made(failures=wanted.make(), seconds=seconds, most=most)
+        with showing(partial(_far, f"{name}, policy {1 + len(found) + len(left)} of {len(jobs)}", job), hidden=True):
+            job.run()
+        if not found:
+            seconds, most = job.seconds, math.inf if days else float(MOST_RULED)
+        if job.seconds < seconds:
+            left.append(name)
+        else:
+            found[name] = job
+    return seconds / DAY, found, left
+
+
+def _far(what: str, job: SimulatedJob) -> str:
+    return f"ckpt plan: {what}: day {(job.clock.now - job.origin) / DAY:.3g} of at most {job.seconds / DAY:.3g}"
 
 
 def _ruled(seconds: float, clock: Clock, _sink: EventSink) -> Ruled:
@@ -306,12 +348,12 @@ def _prices(given: Sequence[str], tiers: int) -> dict[str, float]:
 
 
 def _run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
-    job.run()
     lost = [seconds for _, seconds in job.lost]
     per_day = DAY / job.seconds * costs.written_bytes
     return PlannedRun(
         name=name,
         goodput=job.goodput,
+        spread=job.spread,
         lost_seconds=sum(lost) / len(lost) if lost else 0.0,
         worst_seconds=max(lost, default=0.0),
         overhead=(job.stalled + job.slowed) / job.seconds,
@@ -358,9 +400,10 @@ def _print(
     ]
     titles = ("policy", "goodput", "lost", "worst", "overhead", "every", "a day", "of no use")
     print_table(titles, rows, numbers=titles[1:-1])
-    click.echo(
-        f"\n{days:g} simulated days, {count(found[0].failures, 'failure')}; lost: work of one failure, on average"
-    )
+    spreads = [one.spread for one in found if one.spread is not None]
+    by = f"goodput ± {100.0 * max(spreads):.1f} by chance" if spreads else "too few to say much of goodput"
+    click.echo(f"\n{days:.3g} simulated days, {count(found[0].failures, 'failure')}: {by}")
+    click.echo("lost: work of one failure, on average")
     if len(found) > 1:
         click.echo("rules know the true costs and the true failure rate; ckpt-engine learns both")
     for name, price in prices.items():

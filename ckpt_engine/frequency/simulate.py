@@ -16,6 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
@@ -36,6 +37,8 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.writer.run_records import BEAT_SECONDS, MOST, Attempt
 
 GRID_SECONDS = 2.0**-20
+# What one more life costs to simulate, in boundaries.
+LIFE_BOUNDARIES = 25
 # Seconds, or a function of the seconds since the start.
 Amount = float | Callable[[float], float]
 # Somebody's policy: from what a snapshot costs and how many failures there are per second to seconds between two.
@@ -223,6 +226,7 @@ class Training:
         first, useful: the step that it goes on from, and the useful work in it; `clock` says when.
         arrived: hears of each snapshot that is durable on the nearest tier, and when.
         leaps: many steps at once, where nothing is irregular.
+        most: boundaries that are looked at; it ends early after those.
     """
 
     settings: FrequencySettings
@@ -244,6 +248,7 @@ class Training:
     useful: float = 0.0
     arrived: Callable[[Point, float], None] = lambda _point, _now: None
     leaps: bool = True
+    most: float = math.inf
 
     def __post_init__(self) -> None:
         self.origin = self.clock.now
@@ -276,7 +281,7 @@ class Training:
         self.training_seconds = self.stalled_seconds = 0.0
         self.window_start = self.clock.now
         self.in_memory: Point | None = None
-        self.written = 0
+        self.written = self.looked = 0
         self.policy.start(self.first)
 
     @property
@@ -321,12 +326,13 @@ class Training:
 
     def _run(self, last_step: float, end: float, *, dies: bool = False) -> Training:
         has_memory = self.settings.memory is not None and self.learns
-        while self.step < last_step and self.clock.now < end:
+        while self.step < last_step and self.clock.now < end and self.looked < self.most:
             count = self._leap(last_step, end)
             if dies and self.clock.now + count * (self.each_slowed if self.queue else self.each) > end:
                 count = max(1, min(count - 1, int((end - self.clock.now) / self._next_seconds(1))))
                 if self.clock.now + self._next_seconds(count) > end:
                     break
+            self.looked += 1
             self._train(count)
             if self.queue and self.queue[0][2] <= self.clock.now:
                 self._drain()
@@ -461,11 +467,12 @@ class SimulatedJob:
 
     Args:
         failures: when.
-        seconds: how long the job lasts, failures included.
+        seconds: how long the job lasts, failures included; less than that is left where `most` ends it.
         restart: what follows a failure.
         training: options of `Training`, those that this class gives excepted.
         tiers: beyond the nearest durable one.
         rhythm: of each life; None: the cadence of this project, which takes over what the life before had learned.
+        most: boundaries that are looked at, failures and lives (`LIFE_BOUNDARIES` each), until it ends.
     """
 
     failures: Failures
@@ -474,6 +481,7 @@ class SimulatedJob:
     training: Mapping[str, Any]
     tiers: Sequence[FurtherTier] = ()
     rhythm: Callable[[Clock, EventSink], SnapshotTimer] | None = None
+    most: float = math.inf
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -486,7 +494,9 @@ class SimulatedJob:
         self.rows: list[Attempt] = []
         # Of each failure the class, and the useful seconds that it has cost.
         self.lost: list[tuple[str, float]] = []
-        self.taken = self.written = self.reached = 0
+        # When a failure was over, and what was useful until then.
+        self.cycles: list[tuple[float, float]] = []
+        self.taken = self.written = self.reached = self.looked = 0
         self.stalled = self.slowed = 0.0
         # Seconds times seconds of work that failures of a class would have cost.
         self.exposed = dict.fromkeys((PROCESS, MACHINE), 0.0)
@@ -497,29 +507,41 @@ class SimulatedJob:
         """Useful work by time."""
         return self.base.useful / self.seconds
 
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of `goodput`, from how unlike the times between failures were; None: too few were."""
+        if len(self.cycles) < 3:
+            return None
+        gains = [(now - time, done - useful) for (time, useful), (now, done) in pairwise(self.cycles)]
+        time, useful = sum(each for each, _ in gains), sum(gain for _, gain in gains)
+        return math.hypot(*(gain - useful / time * each for each, gain in gains)) / time
+
     def run(self) -> SimulatedJob:
         end, failed = self.origin + self.seconds, self.origin
-        while self.clock.now < end:
+        while self.clock.now < end and self.looked < self.most:
             gap, kind = next(self.failures)
             failed += max(gap, GRID_SECONDS)
+            self.looked += 1
             if failed <= self.clock.now:  # it meets the restart, which begins again
                 self.clock.now = failed + self.restart.down[kind]
                 continue
-            if failed >= end:
-                self._live(end, "")
-                return self
-            self._live(failed, kind)
+            self.looked += LIFE_BOUNDARIES
+            if self._live(min(failed, end), kind if failed < end else ""):
+                break
             self.clock.now = _snapped(failed + self.restart.down[kind])
+            self.cycles.append((self.clock.now, self.base.useful))
+        self.seconds = min(self.seconds, self.clock.now - self.origin)
         return self
 
-    def _live(self, death: float, kind: str) -> None:
-        """One life, ended by a failure of that class, or ("") by the end of the job."""
+    def _live(self, death: float, kind: str) -> bool:
+        """One life, ended by a failure of that class, or ("") by the end of the job; whether that has come."""
         began, restore = self.clock.now, self.restart.restore if self.base.step else 0.0
         ready = _snapped(began + self.restart.startup + restore)
         times = {"startup": self.restart.startup, "restore": restore}
         if ready >= death:
             self._record(began, death, kind, {"startup": death - began})
-            return
+            self.clock.now = death
+            return not kind
         self.clock.now = ready
         training = Training(
             **self.training,
@@ -528,6 +550,7 @@ class SimulatedJob:
             first=self.base.step,
             useful=self.base.useful,
             arrived=self._arrived,
+            most=self.most - self.looked,
         )
         if training.learns:
             rows = self.rows[-MOST:]
@@ -543,7 +566,11 @@ class SimulatedJob:
         training.live(known)
         times |= _times(training, again)
         reached = training.step
-        training.live(death).die(death)
+        training.live(death)
+        if training.looked >= training.most:
+            known = death = self.clock.now
+            kind = ""
+        training.die(death)
         self._record(began, known if kind in (MACHINE, SITE) else death, kind, times, reached)
         self.reached = max(self.reached, reached)
         self.taken, self.written = self.taken + len(training.taken), self.written + training.written
@@ -554,6 +581,8 @@ class SimulatedJob:
         if training.learns:
             self._state = training.cadence.state()
         self._go_back(training, kind, death)
+        self.looked += training.looked
+        return not kind
 
     def _arrived(self, point: Point, now: float) -> None:
         self.durable = point

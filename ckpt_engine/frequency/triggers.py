@@ -85,7 +85,9 @@ class FixedTriggers:
         return f"{', '.join(parts) or 'never'}: fixed"
 
 
+# A decision is made again after so many steps, or after that share of the interval where that is longer.
 REVIEW_STEPS = 256
+REVIEW_SHARE = 0.5
 # Assumed for the first snapshot only, whose cost is not measured yet.
 ASSUMED_STALL_SECONDS = 0.02
 ASSUMED_BYTES_PER_SECOND = 4e9
@@ -170,9 +172,9 @@ class AdaptiveTrigger:
 
     def settle(self, step: int, wanted: Decision, *, held_back: bool) -> Decision:
         """`wanted` with hysteresis, which is in force from now on."""
-        self.review_step = step + REVIEW_STEPS
         current = self.decision.interval_steps if self.decision else None
         self.decision = settle(current, wanted, held_back=held_back)
+        self.review_step = step + max(REVIEW_STEPS, int(REVIEW_SHARE * self.decision.interval_steps))
         return self.decision
 
     def ask(self, moment: Moment, account: Account) -> TriggerAnswer:

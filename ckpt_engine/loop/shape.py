@@ -280,7 +280,15 @@ def _members(one: Any) -> Iterable[Any]:
 
 
 def _is_followed(other: Any) -> bool:
-    return isinstance(other, Followed) or any(isinstance(one, Followed) for one in gc.get_referents(other))
+    """Whether it takes from a pass, through however many iterators: that one's `Around` has its count."""
+    seen, left = set[int](), [other]
+    while left:
+        one = left.pop()
+        if isinstance(one, Followed):
+            return True
+        seen.add(id(one))
+        left += [each for each in _members(one) if isinstance(each, Iterator) and id(each) not in seen]
+    return False
 
 
 def _slice(one: Any) -> tuple[int, int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.cli import output
 from ckpt_engine.observe.events import CLOSED, GONE
 from ckpt_engine.store import names
 from ckpt_engine.writer.run_records import Attempt, AttemptHistory, encode_attempts
@@ -66,6 +68,32 @@ def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> No
     assert (restart["down"], restart["startup"]) == ({"process": 100.0, "machine": 280.0, "site": 280.0}, 70.0)
     (ours,) = answer["policies"]
     assert ours["tiers"] == [pytest.approx(86400.0 / ours["interval_seconds"] * 3e9, rel=0.2)]
+
+
+def test_a_run_of_short_steps_ends(ckpt: Ckpt, run_folder: Any) -> None:
+    """Thirty days of it have millions of snapshots: fewer days are simulated, and what needs more is left out."""
+    times = {"training": 300.0, "step": 1e-3, "stall_each": 0.007, "persist_each": 0.02, "megabytes": 0.06}
+    rows = (Attempt("a", "b", 0.0, 300.0, CLOSED, times=times),)
+    (run_folder.path / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(rows)))
+    answer = ckpt("plan", run_folder.path, "--compare", "checkfreq,daly", "--json").json
+    assert 1.0 < answer["days"] < 29.0
+    assert answer["left_out"] == ["checkfreq"]
+    assert {one["name"]: one["failures"] > 2 for one in answer["policies"]} == {"ckpt-engine": True, "daly": True}
+
+
+def test_days_that_take_long_are_counted_to_their_end(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said meanwhile names the policy, how many there are, and the day it ends with."""
+    for name in ("_QUIET_SECONDS", "_LINES_SECONDS"):
+        monkeypatch.setattr(output, name, 0.1)
+    said = ckpt("plan", "--failures", "llama3", "--days", 40, "--compare", "30min").err
+    assert re.search(r"ckpt plan: ckpt-engine, policy 1 of 2: day \S+ of at most 40\n", said)
+
+
+def test_a_run_that_fails_all_the_time_ends(ckpt: Ckpt) -> None:
+    """Its failures are what takes long to simulate."""
+    answer = ckpt("plan", "--failures", "weibull:1,1s", "--compare", "", "--json").json
+    assert answer["days"] < 29.0
+    assert answer["policies"][0]["goodput"] < 0.01
 
 
 def test_a_trace_is_followed(ckpt: Ckpt, tmp_path: Path) -> None:

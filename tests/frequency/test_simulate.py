@@ -43,6 +43,19 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
     assert found.goodput == pytest.approx(exact, abs=0.008)
 
 
+def test_a_short_job_is_as_good_as_a_long_one_within_its_spread() -> None:
+    """What ends a job early changes nothing but how sure its goodput is: of twenty, few lie two spreads away."""
+    training = {"settings": FrequencySettings(), "slowdown": 1.05, "certain": False}
+    long, short = job(300 * DAY).goodput, list[SimulatedJob]()
+    for seed in range(20):
+        failures = poisson(LLAMA3_SECONDS, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25})
+        short.append(SimulatedJob(failures, 300 * DAY, RESTART, training, most=12_000).run())
+    assert all(DAY < one.seconds < 30 * DAY for one in short)
+    far = sum(abs(one.goodput - long) > 2.0 * (one.spread or 0.0) for one in short)
+    assert far <= 4
+    assert all(one.spread is not None and one.spread < 0.01 for one in short)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize(
     "options",

@@ -95,6 +95,23 @@ def pairs_with_a_longer_one(run: Watched) -> None:
             step(run, batch, epoch, tuple(other[2].tolist()))
 
 
+def pairs_a_counted_one(run: Watched) -> None:
+    second = shuffled(30)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for (i, batch), other in zip(enumerate(run.loader, run.done), second, strict=False):
+            step(run, batch, epoch, i, tuple(other[2].tolist()))
+
+
+def pairs_a_counted_one_of_a_bar(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        counted = enumerate(bar(itertools.islice(second, 5)), run.done)
+        for batch, (i, other) in zip(run.loader, counted, strict=False):
+            step(run, batch, epoch, i, tuple(other[2].tolist()))
+
+
 def takes_three_at_once(run: Watched) -> None:
     """The second one ends first: the first one has given a batch more by then, and the third one is not asked."""
     streams = [torch.Generator().manual_seed(number) for number in (1, 2)]
@@ -401,6 +418,8 @@ EXACT: tuple[Loop, ...] = (
     slices_and_counts,
     pairs_with_a_shorter_one,
     pairs_with_a_longer_one,
+    pairs_a_counted_one,
+    pairs_a_counted_one_of_a_bar,
     takes_three_at_once,
     takes_three_at_once_from_the_common_stream,
     trains_on_two_in_turn,
@@ -514,11 +533,14 @@ QUICK: dict[Loop, int] = {
 """How many boundaries of a loop the quick tests resume from."""
 
 
-def test_a_count_that_is_only_printed_is_no_fault(tmp_path: Path) -> None:
-    """The resumed loop prints other numbers and trains the same: the report has nothing to say."""
-    live(prints_a_count, every_boundary(tmp_path / "run"))
+@pytest.mark.parametrize("loop", [prints_a_count, pairs_a_counted_one, pairs_a_counted_one_of_a_bar])
+def test_what_trains_the_same_is_no_fault(loop: Loop, tmp_path: Path) -> None:
+    """A resumed loop that only prints other numbers, or whose iterators go on by themselves: nothing is reported."""
+    reference = live(loop, None).outcome
+    live(loop, every_boundary(tmp_path / "run"))
     snapshot = [one for one in saved(tmp_path / "run") if one.reason != "end"][7]
-    life = live(prints_a_count, resume_only(only(tmp_path / "run", snapshot, tmp_path / "again")))
+    life = live(loop, resume_only(only(tmp_path / "run", snapshot, tmp_path / "again")))
+    assert life.outcome.digest == reference.digest
     assert life.said_before_the_first_step == []
 
 

@@ -33,7 +33,8 @@ from ckpt_engine.frequency.failures import (
 )
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
-from ckpt_engine.frequency.simulate import FurtherTier, Restart, Rule, Ruled, SimulatedJob, SnapshotTimer
+from ckpt_engine.frequency.simulate import FurtherTier, Restart, Rule, Ruled, SimulatedJob
+from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.observe.units import count
@@ -353,7 +354,7 @@ def _run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
     return PlannedRun(
         name=name,
         goodput=job.goodput,
-        spread=job.spread,
+        spread=spread(job.cycles),
         lost_seconds=sum(lost) / len(lost) if lost else 0.0,
         worst_seconds=max(lost, default=0.0),
         overhead=(job.stalled + job.slowed) / job.seconds,
@@ -361,6 +362,19 @@ def _run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
         failures=len(lost),
         tiers=(per_day * job.written, *(per_day * tier.copied for tier in job.further)),
     )
+
+
+def spread(cycles: Sequence[tuple[float, float]]) -> float | None:
+    """The standard deviation of goodput, from how unlike the times between failures were; None: too few were.
+
+    Args:
+        cycles: when each failure was over, and what was useful until then.
+    """
+    if len(cycles) < 3:
+        return None
+    gains = [(now - time, done - useful) for (time, useful), (now, done) in pairwise(cycles)]
+    time, useful = sum(each for each, _ in gains), sum(gain for _, gain in gains)
+    return math.hypot(*(gain - useful / time * each for each, gain in gains)) / time
 
 
 def _print(

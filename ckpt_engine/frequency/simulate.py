@@ -16,12 +16,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
 from ckpt_engine.frequency.failures import Failures, assumed_mtbf, certain
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
+from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe.events import (
     CLOSED,
     GONE,
@@ -69,19 +69,6 @@ class Recorder:
 
     def intervals(self) -> list[int]:
         return [event.interval_steps for event in self.events if isinstance(event, IntervalChanged)]
-
-
-class SnapshotTimer(Protocol):
-    """What decides when snapshots are taken; `Cadence` is one, and explains these methods."""
-
-    @property
-    def quiet(self) -> tuple[float, float]: ...
-    def start(self, step: int, /) -> None: ...
-    def boundary(self, step: int, /) -> str | None: ...
-    def taken(self, step: int, stall: float, wait: float = 0.0, /) -> None: ...
-    def skipped(self, step: int, reason: str, /) -> None: ...
-    def committed(self, step: int, latency: float, written: float, busy: float | None = None, /) -> None: ...
-    def failed(self, step: int, /) -> None: ...
 
 
 class Ruled:
@@ -418,10 +405,8 @@ class Training:
         self.clock.now += stall
         self.stalled_seconds += stall + wait
         self.policy.taken(self.step, stall, wait)
-        window = self.clock.now - self.window_start
-        overhead = window / self.window_clean - 1.0
-        interval = self.cadence.interval_steps
-        self.taken.append(Taken(self.step, point.instant, reason, interval, overhead, wait))
+        overhead = (self.clock.now - self.window_start) / self.window_clean - 1.0
+        self.taken.append(Taken(self.step, point.instant, reason, self.cadence.interval_steps, overhead, wait))
         self.window_start, self.window_clean = self.clock.now, 0.0
         self.in_memory = point
         self.newest.renew(point.instant, point.instant)
@@ -507,15 +492,6 @@ class SimulatedJob:
         """Useful work by time."""
         return self.base.useful / self.seconds
 
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation of `goodput`, from how unlike the times between failures were; None: too few were."""
-        if len(self.cycles) < 3:
-            return None
-        gains = [(now - time, done - useful) for (time, useful), (now, done) in pairwise(self.cycles)]
-        time, useful = sum(each for each, _ in gains), sum(gain for _, gain in gains)
-        return math.hypot(*(gain - useful / time * each for each, gain in gains)) / time
-
     def run(self) -> SimulatedJob:
         end, failed = self.origin + self.seconds, self.origin
         while self.clock.now < end and self.looked < self.most:
@@ -525,7 +501,6 @@ class SimulatedJob:
             if failed <= self.clock.now:  # it meets the restart, which begins again
                 self.clock.now = failed + self.restart.down[kind]
                 continue
-            self.looked += LIFE_BOUNDARIES
             if self._live(min(failed, end), kind if failed < end else ""):
                 break
             self.clock.now = _snapped(failed + self.restart.down[kind])
@@ -566,10 +541,8 @@ class SimulatedJob:
         training.live(known)
         times |= _times(training, again)
         reached = training.step
-        training.live(death)
-        if training.looked >= training.most:
-            known = death = self.clock.now
-            kind = ""
+        if training.live(death).looked >= training.most:
+            known, death, kind = self.clock.now, self.clock.now, ""
         training.die(death)
         self._record(began, known if kind in (MACHINE, SITE) else death, kind, times, reached)
         self.reached = max(self.reached, reached)
@@ -581,7 +554,7 @@ class SimulatedJob:
         if training.learns:
             self._state = training.cadence.state()
         self._go_back(training, kind, death)
-        self.looked += training.looked
+        self.looked += training.looked + LIFE_BOUNDARIES
         return not kind
 
     def _arrived(self, point: Point, now: float) -> None:
@@ -612,6 +585,5 @@ class SimulatedJob:
 
 
 def _times(training: Training, again: float) -> dict[str, float]:
-    measured = training.cadence.measured if training.learns else {}
     spent = {"training": training.training_seconds - again, "replay": again, "stall": training.stalled_seconds}
-    return {**spent, **measured}
+    return {**spent, **(training.cadence.measured if training.learns else {})}

@@ -12,7 +12,7 @@ stalls all end up there and are paid back by waiting longer.
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ckpt_engine.frequency.measure import Usual
 from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, settle
@@ -26,6 +26,19 @@ INTERVAL: Final = "interval"
 END: Final = "end"
 MEMORY: Final = "memory"
 """Of snapshots that only stay in memory; they become durable if the trainer dies."""
+
+
+class SnapshotTimer(Protocol):
+    """What decides when snapshots are taken; `Cadence` is one, and explains these methods."""
+
+    @property
+    def quiet(self) -> tuple[float, float]: ...
+    def start(self, step: int, /) -> None: ...
+    def boundary(self, step: int, /) -> str | None: ...
+    def taken(self, step: int, stall: float, wait: float = 0.0, /) -> None: ...
+    def skipped(self, step: int, reason: str, /) -> None: ...
+    def committed(self, step: int, latency: float, written: float, busy: float | None = None, /) -> None: ...
+    def failed(self, step: int, /) -> None: ...
 
 
 class FixedTriggers:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.cli.plan import spread
 from ckpt_engine.frequency.failures import observed, poisson, weibull
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
@@ -51,9 +52,9 @@ def test_a_short_job_is_as_good_as_a_long_one_within_its_spread() -> None:
         failures = poisson(LLAMA3_SECONDS, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25})
         short.append(SimulatedJob(failures, 300 * DAY, RESTART, training, most=12_000).run())
     assert all(DAY < one.seconds < 30 * DAY for one in short)
-    far = sum(abs(one.goodput - long) > 2.0 * (one.spread or 0.0) for one in short)
-    assert far <= 4
-    assert all(one.spread is not None and one.spread < 0.01 for one in short)
+    spreads = [spread(one.cycles) or 1.0 for one in short]
+    assert max(spreads) < 0.01
+    assert sum(abs(one.goodput - long) > 2.0 * own for one, own in zip(short, spreads, strict=True)) <= 4
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])

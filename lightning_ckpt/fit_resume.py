@@ -431,6 +431,7 @@ class FitResume:
         order.restore_syncs(own.get("buffer_syncs", []))
         why, _ = order.restore(own.get("gradient_order", []), self._engine, report.loaded.info.step, last=True)
         missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
+        missing += order.lost() if self._trainer.global_rank == 0 else []
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
         run_state.restore_tables(internals, module.device, own["tables"])

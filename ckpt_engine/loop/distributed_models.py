@@ -356,7 +356,7 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 DDP_PRIVATE = {
     "DistributedDataParallel._get_ddp_logging_data": "the order, once there is one",
     "DistributedDataParallel._build_params_for_reducer": "the parameters in the order of their numbers",
-    "DistributedDataParallel._comm_hooks": "what else sees gradients: nothing is done then",
+    "DistributedDataParallel._comm_hooks": "what else sees gradients, and its state",
     "DistributedDataParallel.find_unused_parameters": "there is no other order then",
     "DistributedDataParallel.reducer": "a backward pass without a forward",
     "DistributedDataParallel.require_forward_param_sync": "whether the next forward pass takes the buffers of rank 0",
@@ -443,6 +443,16 @@ class GradientOrder:
         if len(saved) == len(self._models):
             for model, syncs in zip(self._models, saved, strict=True):
                 model.require_forward_param_sync = syncs
+
+    def lost(self) -> list[NotRestored]:
+        """What communication hooks carry from step to step (PowerSGD its errors), which is in no snapshot."""
+        why = "a communication hook of DDP has it, whose state is in no snapshot: the next steps differ"
+        return [
+            NotRestored(f"state of {hook.__qualname__}", why)
+            for model in self._models
+            for hook, state in model._comm_hooks
+            if not isinstance(state, dist.ProcessGroup | None)
+        ]
 
     def restore(self, saved: Sequence[bytes], engine: Engine, step: int, *, last: bool) -> tuple[str, bool]:
         """Put the orders in force where all ranks can: they tell each other through the store first.

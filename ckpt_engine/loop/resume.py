@@ -306,7 +306,9 @@ class LoopResume:
         order.restore_syncs(self._own.get("buffer_syncs", []))
         why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)
         self._buffers = {at: one.clone() for at, one in live.items()} if self._order_later else {}
-        return not_restored(why) if why and not self._elastic and self._rank == 0 else []
+        if self._rank:
+            return []
+        return order.lost() + (not_restored(why) if why and not self._elastic else [])
 
     def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:
         """What the loop saved about itself, for another number of ranks."""

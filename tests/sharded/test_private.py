@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -208,3 +211,13 @@ def test_the_next_pass_after_a_resume_takes_the_buffers_of_rank_0_only_if_it_wou
     assert GradientOrder([wrapped]).syncs() == [False]
     GradientOrder([other]).restore_syncs([False])
     assert not other.will_sync_module_buffers()
+
+
+def test_what_a_communication_hook_carries_from_step_to_step_is_not_restored() -> None:
+    """PowerSGD adds the errors of earlier steps to gradients; a hook without a state of its own has nothing to lose."""
+    states = [PowerSGDState(None), None, dist.group.WORLD]
+    hooks = [powerSGD_hook, allreduce_hook, allreduce_hook]
+    for state, hook, lost in zip(states, hooks, (["state of powerSGD_hook"], [], []), strict=True):
+        wrapped = DistributedDataParallel(nn.Linear(2, 2))
+        wrapped.register_comm_hook(state, hook)
+        assert [one.name for one in GradientOrder([wrapped]).lost()] == lost

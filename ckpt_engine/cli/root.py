@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -201,7 +202,7 @@ def _is_run(place: Repository) -> bool:
 
 def runs_below(root: str) -> list[Path]:
     """The folders of runs in a folder, or in a folder of it, at most 1,000; none where the folder is a run itself."""
-    folder = Path(root).expanduser()
+    folder = Path(os.path.expanduser(root))  # noqa: PTH111 - a ~ of no user is refused with the other options
     if "://" in root or not folder.is_dir() or (folder / RECORD).is_file():
         return []
     found = (path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{RECORD}"))

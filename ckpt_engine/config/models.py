@@ -74,7 +74,11 @@ def _location(value: object) -> str:
             raise ValueError(
                 f"a URL has two slashes: {almost[1]}://{text[almost.end() :]}; a folder of that name: ./{text}"
             )
-        return str(Path(os.path.abspath(Path(text).expanduser())))  # noqa: PTH100 - `..` is folded, links are not followed
+        try:
+            folder = Path(text).expanduser()
+        except RuntimeError:
+            raise ValueError(f"no home folder is known for a leading ~; a folder of that name: ./{text}") from None
+        return str(Path(os.path.abspath(folder)))  # noqa: PTH100 - `..` is folded, links are not followed
     if LOGIN.match(text[scheme.end() :]):
         # Not with the value: it is logged, and it names the place in reports.
         raise ValueError("must not contain a password; put credentials in storage_options or in the environment")

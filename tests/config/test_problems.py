@@ -115,6 +115,7 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
         ([{"url": "/d", "keep": {"last": -1}}], "tiers.0.keep.last: must be a whole number of at least 1, got -1"),
         ("file://d", "tiers: a file URL has three slashes"),
         ("$HOME/d", "tiers: must not name shell variables, as nothing fills them in here"),
+        ("~nouser/d", "tiers: no home folder is known for a leading ~; a folder of that name: ./~nouser/d"),
         ("s3:/b/d", "tiers: a URL has two slashes: s3://b/d; a folder of that name: ./s3:/b/d"),
         (None, "tiers: missing; name a folder for the snapshots"),
     ],

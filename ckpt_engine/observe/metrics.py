@@ -379,6 +379,11 @@ class Standing:
     failed: int = 0
     longest_stall_seconds: float = 0.0
 
+    @property
+    def safest(self) -> TierStanding:
+        """The nearest of the tiers that have the newest durable snapshot; not the first one while another takes its place."""
+        return max(self.tiers, key=lambda tier: -1 if tier.newest_step is None else tier.newest_step)
+
     def left_bytes(self, now: float) -> tuple[float, ...]:
         """For each in flight what is left to write, as the measured speed of the nearest tier lets expect."""
         speed = self.tiers[0].bytes_per_second or 0.0

@@ -269,7 +269,7 @@ class Outlook:
 
     Args:
         step: of the last finished training step.
-        durable_step: of the newest snapshot that is durable on the nearest tier; None: none is.
+        durable_step: of the newest snapshot that is durable; None: none is.
         age_of_last_durable_seconds: since that snapshot was taken; None: none is.
         work_at_risk_seconds: what `kill -9` now would cost: that age, or the time since training started.
         work_at_risk_steps: the same in steps; None: none is durable.
@@ -297,15 +297,15 @@ def outlook(
     standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
 ) -> Outlook:
     """The outlook at `now` (monotonic seconds) of a run that started at `started` and whose last step took so long."""
-    near = standing.tiers[0]
-    age = None if near.newest_instant is None else max(0.0, now - near.newest_instant)
+    near, safe = standing.tiers[0], standing.safest
+    age = None if safe.newest_instant is None else max(0.0, now - safe.newest_instant)
     measured = near.bytes_per_second is not None
     return Outlook(
         step=facts.step,
-        durable_step=near.newest_step,
+        durable_step=safe.newest_step,
         age_of_last_durable_seconds=age,
         work_at_risk_seconds=now - started if age is None else age,
-        work_at_risk_steps=None if near.newest_step is None else max(0, facts.step - near.newest_step),
+        work_at_risk_steps=None if safe.newest_step is None else max(0, facts.step - safe.newest_step),
         seconds_to_durable=step_seconds + new_snapshot_seconds(facts) if measured else None,
         snapshots_in_flight=len(standing.in_flight),
         stopping=stopping,

@@ -219,8 +219,8 @@ class PreemptionWatch:
         return flushed is not None and not self._has(flushed.step)
 
     def durable(self) -> str:
-        """What is durable on the nearest tier, and what that leaves out, for people."""
-        near = self._ledger.standing.tiers[0]
+        """What is durable, and what that leaves out, for people."""
+        near = self._ledger.standing.safest
         if near.newest_step is None:
             return f"no snapshot is durable on {near.url}"
         lost = self._step - near.newest_step
@@ -260,7 +260,7 @@ class PreemptionWatch:
     # ------------------------------------------------------------------ what is known
 
     def _has(self, step: int) -> bool:
-        newest = self._ledger.standing.tiers[0].newest_step
+        newest = self._ledger.standing.safest.newest_step
         return newest is not None and newest >= step
 
     def _stop_of(self, notice: StopNotice) -> Stop:

@@ -34,9 +34,9 @@ PATIENCE_SECONDS = 60.0
 NEAR, FAR = TierStanding("/run", 1e9, 90, 40.0), TierStanding('s3://b/"r"', None, 80, 20.0, away=True)
 
 
-def seen(near: TierStanding = NEAR, stopping: str | None = None) -> Outlook:
+def seen(near: TierStanding = NEAR, stopping: str | None = None, far: TierStanding = FAR) -> Outlook:
     """At second 100 of a run that started at second 10: step 97, 2 GB of state, one snapshot in flight."""
-    standing = Standing((near, FAR), (Flying(95, 2_000_000_000, 90.0),), 2_000_000_000)
+    standing = Standing((near, far), (Flying(95, 2_000_000_000, 90.0),), 2_000_000_000)
     tiers = tuple(TierStanding(one.url, one.bytes_per_second) for one in standing.tiers)
     facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(PendingSnapshot(95, 1e9),), stall_seconds=0.1)
     return outlook(standing, facts, now=100.0, started=10.0, step_seconds=3.0, stopping=stopping)
@@ -55,9 +55,15 @@ def test_the_outlook_says_what_a_kill_would_cost_and_a_snapshot_would_take() -> 
 
 def test_before_the_first_snapshot_all_work_is_at_risk() -> None:
     """All steps are at risk, and the time that a snapshot takes is unknown."""
-    found = seen(TierStanding("/run"))
+    found = seen(TierStanding("/run"), far=TierStanding("/far"))
     assert (found.durable_step, found.age_of_last_durable_seconds, found.work_at_risk_steps) == (None, None, None)
     assert (found.work_at_risk_seconds, found.seconds_to_durable) == (90.0, None)
+
+
+def test_what_a_further_tier_has_is_not_at_risk() -> None:
+    """Where the first tier has nothing yet, as on a new machine, a kill costs what the further one lacks."""
+    found = seen(TierStanding("/run"))
+    assert (found.durable_step, found.work_at_risk_seconds, found.work_at_risk_steps) == (80, 80.0, 17)
 
 
 LINE = re.compile(r'(# TYPE ckpt_[a-z_]+ gauge|ckpt_[a-z_]+(\{tier="([^"\\]|\\.)*"\})? -?[0-9.e+-]+)')

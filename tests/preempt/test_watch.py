@@ -167,6 +167,17 @@ def test_the_plan_knows_what_was_measured(bench: Callable[..., Bench]) -> None:
     assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
 
 
+def test_what_was_written_past_a_full_first_tier_counts_as_durable(bench: Callable[..., Bench]) -> None:
+    """The line at the end and the outlook name the tier that took its place, not the steps that the first one lacks."""
+    one = bench()
+    one.committed(4)
+    one.watch.boundary(9)
+    one.ledger.emit(SnapshotStaged("", 9, 0.0, MB))
+    one.ledger.emit(SnapshotCommitted("s", 9, "/far", MB, MB, 1.0, 1.0, 0.0, 0.0))
+    assert one.watch.durable() == "step 9 is durable on /far"
+    assert (one.watch.outlook().durable_step, one.watch.outlook().work_at_risk_steps) == (9, 0)
+
+
 def test_where_nodes_have_roots_of_their_own_it_says_that_only_a_part_is_durable(bench: Callable[..., Bench]) -> None:
     """Whether the others have theirs is not known: the disk of one may be full."""
     one = bench()

@@ -99,7 +99,7 @@ def _bfloat16(numbers: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarr
     return np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded).astype("<u2")
 
 
-MODEL = "state_dict"
+MODELS = ("state_dict", "model")
 FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
 FOLDERS = ("dcp", "accelerate", "transformers")
 
@@ -122,7 +122,7 @@ class Exported:
 @click.argument("root")
 @click.argument("names", nargs=-1, required=True, metavar="[SNAPSHOT] OUT")
 @click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
-@click.option("--component", help=f"Top-level key of the state whose tensors are exported (default: {MODEL}).")
+@click.option("--component", help=f"Top-level key of the tensors to export (default: {' or '.join(MODELS)}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
 @click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Of several ranks: whose own components go along.")
@@ -226,7 +226,8 @@ class _Job:
 
 def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None) -> _Job:
     manifest = snapshot.manifest
-    chosen = select_all(manifest) if everything else select_component(manifest, component or MODEL)
+    component = component or next((name for name in MODELS if name in manifest.tree), MODELS[0])
+    chosen = select_all(manifest) if everything else select_component(manifest, component)
     if dtype is not None:
         chosen = as_dtype(chosen, dtype)
     notes = []

@@ -381,7 +381,7 @@ class Standing:
 
     @property
     def safest(self) -> TierStanding:
-        """The nearest of the tiers that have the newest durable snapshot; not the first one while another takes its place."""
+        """The nearest tier that has the newest durable snapshot: another than the first while that is full or away."""
         return max(self.tiers, key=lambda tier: -1 if tier.newest_step is None else tier.newest_step)
 
     def left_bytes(self, now: float) -> tuple[float, ...]:

@@ -92,20 +92,27 @@ def test_tied_weights_are_stored_once_and_tied_again_by_safetensors(ckpt: Ckpt, 
     assert all(_same(a, b) for a, b in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True))
 
 
+def test_a_model_of_other_trainers_is_the_default_too(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Accelerate, transformers and most plain loops have it under `model`, Lightning under `state_dict`."""
+    _save(tmp_path / "run", {"model": {"w": torch.ones(2)}, "optimizer": [torch.zeros(3)]})
+    assert ckpt("export", tmp_path / "run", tmp_path / "a", "--to", "safetensors").code == 0
+    assert list(load_file(tmp_path / "a")) == ["w"]
+
+
 def test_other_components_and_all_of_them(ckpt: Ckpt, tmp_path: Path) -> None:
     """Plain loops name their model as they like."""
-    state = {"model": {"enc": {"w": torch.ones(2)}, "n": 3}, "opt": [torch.zeros(3)], "np": np.arange(4)}
+    state = {"net": {"enc": {"w": torch.ones(2)}, "n": 3}, "opt": [torch.zeros(3)], "np": np.arange(4)}
     _save(tmp_path / "run", state)
     root = tmp_path / "run"
     result = ckpt("export", root, tmp_path / "a", "--to", "safetensors")
     assert (result.code, (tmp_path / "a").exists()) == (2, False)
-    assert "has no component 'state_dict'; it has: model, opt, np" in result.err
-    result = ckpt("export", root, tmp_path / "b", "--to", "safetensors", "--component", "model")
+    assert "has no component 'state_dict'; it has: net, opt, np" in result.err
+    result = ckpt("export", root, tmp_path / "b", "--to", "safetensors", "--component", "net")
     assert "1 value that are no tensors left out" in result.out
     assert list(load_file(tmp_path / "b")) == ["enc.w"]
     ckpt("export", root, tmp_path / "c", "--to", "safetensors", "--all")
     loaded = load_file(tmp_path / "c")
-    assert set(loaded) == {"model/enc/w", "opt/0", "np"}
+    assert set(loaded) == {"net/enc/w", "opt/0", "np"}
     assert loaded["np"].tolist() == [0, 1, 2, 3]
 
 

@@ -91,6 +91,11 @@ class NamedParts:
                     f"{name!r}, a {type(value).__name__}, has no state_dict() and load_state_dict()",
                     hint="track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
                 )
+            if hasattr(value, "consolidate_state_dict"):
+                raise ConfigError(
+                    f"{name!r}, a {type(value).__name__}, has a part of its state on each rank",
+                    hint="an optimizer that each rank has whole, or FSDP2 (fully_shard), which divides its state too",
+                )
         self.objects: Mapping[str, Any] = dict(objects)
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
         self.optimizers = {

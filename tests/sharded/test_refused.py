@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
 from accelerate_ckpt.adaptive import ranks_of as accelerate_ranks_of
 from ckpt_engine.errors import ConfigError
+from ckpt_engine.loop.components import NamedParts
 from lightning_ckpt.sharded import ranks_of as lightning_ranks_of
+from tests.sharded.pretend import pretended
 
 
 class DeepSpeedStrategy:
@@ -31,3 +34,12 @@ def test_deepspeed_under_accelerate() -> None:
     accelerator = cast(Any, SimpleNamespace(num_processes=2, distributed_type=DistributedType.DEEPSPEED))
     with pytest.raises(ConfigError, match=r"accelerator\.save_state, or FSDP2"):
         accelerate_ranks_of(accelerator)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_optimizer_that_has_a_part_of_its_state_on_each_rank() -> None:
+    """Its own error is about a call that a user does not make."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with pretended(2), pytest.raises(ConfigError, match="'opt', a ZeroRedundancyOptimizer, has a part of its state"):
+        NamedParts({"opt": ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)})

@@ -19,6 +19,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate
 from ckpt_engine.restore.read import read_entries
+from ckpt_engine.state.json_types import open_generator
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.manifest import Entry
 from ckpt_engine.store.tree import TreePath, entries_in, require_written_out
@@ -151,6 +152,8 @@ class Comparison:
         elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) is type(b) and _nested(a, b):
             one, other = ({str(index): child for index, child in enumerate(node)} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
+        elif type(a) is type(b) and (opened := (open_generator(a), open_generator(b)))[0] and opened[1]:
+            yield from self._objects(opened[0][0][0], opened[1][0][0], (*path, *opened[0][1]))
         elif path[-3:] == _AS_TEXT and isinstance(a, str) and isinstance(b, str):
             yield from self._objects(json.loads(a), json.loads(b), path)
         else:

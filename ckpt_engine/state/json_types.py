@@ -164,7 +164,7 @@ def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | Non
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if hasattr(node, f.name)}
         return _fields(values, {"$": "dataclass", "type": type_name(type(node))})
-    return _open_generator(node) or _open_omegaconf(node)
+    return open_generator(node) or _open_omegaconf(node)
 
 
 def _fields(values: dict[str, Any], head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
@@ -193,7 +193,7 @@ def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], W
     return [*keys, *node.values()], [*(f"key {k!r}" for k in keys), *keys], wrap
 
 
-def _open_generator(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
+def open_generator(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
     """Random generators as objects: their stream position, not their identity."""
     if isinstance(node, torch.Generator):
         device = str(node.device)

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,27 @@ def test_random_streams_and_positions_that_adapters_pack_are_compared_by_name(ck
     assert "ckpt_engine/loaders/0/batches" in paths
     assert any(path.startswith("ckpt_engine/rng/numpy/") for path in paths)
     assert not any("rng/torch" in path or "packed" in path for path in paths)
+
+
+def test_generators_are_compared_by_where_their_streams_are(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Two objects that draw the same numbers are equal; a drawn number is a difference, and it says where."""
+
+    def streams() -> dict[str, Any]:
+        return {
+            "python": random.Random(1),
+            "numpy": np.random.default_rng(1),
+            "old": np.random.RandomState(1),
+            "torch": torch.Generator().manual_seed(1),
+        }
+
+    drawn = streams()
+    drawn["python"].random(), drawn["numpy"].random(), drawn["old"].random(), torch.rand(1, generator=drawn["torch"])
+    _save(tmp_path / "run", streams())
+    _save(tmp_path / "other", streams(), drawn)
+    assert ckpt("diff", f"{tmp_path}/run#0", f"{tmp_path}/other#0").code == 0
+    result = ckpt("diff", f"{tmp_path}/run#0", f"{tmp_path}/other#1")
+    assert result.code == 1
+    assert {line.split("/")[0] for line in result.out.splitlines() if "/state" in line} == set(streams())
 
 
 def test_pickled_values_are_compared_by_their_bytes(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import CombinedLoader
@@ -165,6 +165,16 @@ class LightningInternals(DataInternals):
             original()
 
         self.wrap(connector, "restore_training_state", restore_training_state)
+
+    def skip_searches(self) -> list[str]:
+        """A resumed `fit` does not search for a learning rate: the optimizers go on with theirs. Says so."""
+        found = [one for one in self._trainer.callbacks if isinstance(one, LearningRateFinder)]
+        for one in found:
+            self.wrap(one, "lr_find", lambda *_: None)
+        return [
+            f"{type(one).__name__} does not search again: optimizers go on with theirs, the model may name another"
+            for one in found
+        ]
 
     def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
         """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""

@@ -18,6 +18,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _SHOWN = 8
 _SAME = "use the model this run was started with, or another folder for the new model"
+_PRUNED = (
+    "pruning has renamed its weights, and a pruned run is not resumed: go on in another folder, from `ckpt export`"
+)
 
 
 def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[int, ...]]:
@@ -49,6 +52,8 @@ def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, 
     lines += _section("missing in the snapshot", [_near(k, unexpected) for k in missing])
     lines += _section(f"not in this {what}", unexpected)
     lines += _section("other shape", [f"{k}: {list(found[k])} saved, {list(expected[k])} here" for k in reshaped])
+    if any(name.endswith("_orig") and name.removesuffix("_orig") in missing for name in unexpected):
+        hint = _PRUNED
     raise MismatchError("\n".join(lines) + "\n", hint=hint)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelPruning
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ckpt_engine.errors import MismatchError
 from ckpt_engine.loop import failing_loop
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import HAS_AVERAGING
@@ -195,6 +196,40 @@ def test_a_found_rate_and_what_a_class_counts_go_on(tmp_path: Path) -> None:
     find_and_fit(tmp_path, 2, 9)
     assert find_and_fit(tmp_path, 3, None) == whole
     assert report(tmp_path / "run")["not_restored"] == []
+
+
+@pytest.mark.skipif(not HAS_AVERAGING, reason="a run of Lightning 2.5 that looks for a rate starts fresh, and says so")
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_fit_does_not_search_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its search could be disturbed, and end with another rate; the report says that there is none."""
+    searches: list[int] = []
+    searched = LearningRateFinder.lr_find
+    monkeypatch.setattr(LearningRateFinder, "lr_find", lambda *of: (searches.append(1), searched(*of))[1])
+    find_and_fit(tmp_path, 1, 5)
+    assert len(searches) == 1
+    find_and_fit(tmp_path, 2, None)
+    assert len(searches) == 1
+    assert any("does not search again" in note for note in report(tmp_path / "run")["notes"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pruned_run_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """Its weights have other names than those of a fresh model: the hint does not ask for the same model again."""
+    for crash_at, expected in ((6, CrashError), (None, MismatchError)):
+        ckpt, net = AdaptiveCheckpoint(tmp_path, every_n_steps=1), Rated(crash_at)
+        pruning = ModelPruning("l1_unstructured", [(net.layer, "weight")], amount=0.3, make_pruning_permanent=False)
+        trainer = pl.Trainer(
+            max_epochs=3,
+            callbacks=[pruning, ckpt, Durable(ckpt)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+        )
+        with pytest.raises(expected) as error:
+            trainer.fit(net, ckpt_path="auto")
+    assert "pruning has renamed its weights" in str(error.value)
 
 
 def report(folder: Path) -> Any:

@@ -210,17 +210,22 @@ class _Filler:
 
     def requests(self, moves: Sequence[Move]) -> list[Callable[[], None]]:
         """Each fills some of them. What lies in memory as in its file is read to where it belongs, in requests that are
-        large enough; in fresh memory, where nothing else is, all of it, and across gaps."""
-        alike: dict[tuple[int, int], list[Move]] = {}
+        large enough. Fresh entries that lie in one piece share memory with nothing of other files, so all of them are,
+        across gaps.
+        """
+        fresh = {move.entry for move in moves} if self._fresh else set[str]()
+        laid = {name for name in fresh if is_plain(self._manifest.entries[name])}
+        alike: dict[tuple[bool, int, int], list[Move]] = {}
         others, found = list[Move](), list[Callable[[], None]]()
         for move in moves:
             if move.piece.codec == RAW and self._landing is None:
-                alike.setdefault((move.piece.file, move.address - move.piece.offset), []).append(move)
+                place = (move.entry in laid, move.piece.file, move.address - move.piece.offset)
+                alike.setdefault(place, []).append(move)
             else:
                 others.append(move)
-        for one in alike.values():
-            for run in joined(one, READ_BYTES, gap_bytes=GAP_BYTES * self._fresh):
-                if self._fresh or run[-1].address + run[-1].piece.nbytes - run[0].address >= DIRECT_MIN_BYTES:
+        for (is_laid, _, _), one in alike.items():
+            for run in joined(one, READ_BYTES, gap_bytes=GAP_BYTES * is_laid):
+                if is_laid or run[-1].address + run[-1].piece.nbytes - run[0].address >= DIRECT_MIN_BYTES:
                     found.append(partial(self.fill_run, run))
                 else:
                     others += run

@@ -22,9 +22,10 @@ from ckpt_engine.restore import read
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
-from ckpt_engine.store import codecs, decode, manifest_codec
+from ckpt_engine.store import codecs, decode, manifest_codec, names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import MAX_CHAIN, Turns, joined
-from ckpt_engine.store.manifest import Manifest, Piece
+from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.cli.conftest import Outcome
@@ -227,6 +228,56 @@ def test_deltas_of_many_pieces_are_decoded_by_many_threads() -> None:
     assert spans(1000, raw, "rows") == [1] * 6
     assert spans(1000, raw // 2, "rows") == [2, 2, 2]
     assert spans(raw // 3, raw // 3, "raw") == [3, 3]
+
+
+class Asked(Sources):
+    """One thread reads, and what it asks for is counted."""
+
+    threads = 1
+    requests = 0
+
+    def read(self, name: str, start: int, out: memoryview) -> None:
+        self.requests += 1
+        super().read(name, start, out)
+
+    def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
+        self.requests += 1
+        return super().view(name, start, nbytes)
+
+
+def in_two_files(root: Path, count: int, between: bytes) -> Manifest:
+    """Entries of four pieces by turns in one file and the other, and what lies between them there."""
+    storage, chunks = LocalStorage(root), [bytes([number]) * 64 for number in range(4)]
+    entries, blobs, files = dict[str, Entry](), [bytearray(), bytearray()], list[DataFile]()
+    for number in range(count):
+        pieces = list[Piece]()
+        for at, chunk in enumerate(chunks):
+            blob = blobs[at % 2]
+            pieces.append(Piece(at % 2, len(blob), len(chunk), digest(chunk), len(chunk)))
+            blob += chunk + between
+        entries[f"t{number}"] = Entry("uint8", (256,), tuple(pieces), "U8")
+    for part, blob in enumerate(blobs):
+        files.append(DataFile(names.data_name("00000001-s0000000001-00000000", part=part + 1), len(blob)))
+        storage.put(files[-1].name, [memoryview(blob)])
+    info = SnapshotInfo("00000001-s0000000001-00000000", 1, 1, None, "manual", 0.0, 256 * count)
+    return Manifest(info, "run", {"size": 1}, {}, tuple(files), entries, {})
+
+
+def test_what_lies_between_pieces_in_a_file_goes_nowhere(tmp_path: Path) -> None:
+    """In an entry's memory there is another piece in its place."""
+    manifest = in_two_files(tmp_path, 1, b"?" * 64)
+    found = read_entries(Sources([LocalStorage(tmp_path)]), manifest)["t0"]
+    assert found.tolist() == [number for number in range(4) for _ in range(64)]
+    alone = read_entries(Asked([LocalStorage(tmp_path)]), manifest)["t0"]
+    assert alone.tolist() == found.tolist()
+
+
+def test_small_pieces_of_many_entries_are_read_in_few_requests(tmp_path: Path) -> None:
+    """Those of entries that lie in several files, too."""
+    manifest = in_two_files(tmp_path, 50, b"")
+    asked = Asked([LocalStorage(tmp_path)])
+    assert len({one.sum().item() for one in read_entries(asked, manifest).values()}) == 1
+    assert asked.requests <= 4
 
 
 def test_a_turn_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

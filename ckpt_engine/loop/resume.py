@@ -37,6 +37,7 @@ from ckpt_engine.loop.capture import (
 )
 from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
 from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
+from ckpt_engine.loop.failing_loop import keys_of
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import (
@@ -298,10 +299,15 @@ class LoopResume:
 
         A loop may wrap its models after they are tracked, and a new DDP object gives all ranks the buffers of rank 0.
         """
-        live = {(key, name): one for key, m in self._parts.modules.items() for name, one in m.named_buffers()}
+        live = {
+            (name, loose.key): tensor
+            for name, module in self._parts.modules.items()
+            for loose, tensor in keys_of(module)
+            if not isinstance(tensor, torch.nn.Parameter)
+        }
         with torch.no_grad():
-            for at, buffer in self._buffers.items():
-                live[at].copy_(buffer)
+            for at in live.keys() & self._buffers.keys():
+                live[at].copy_(self._buffers[at])
         order = GradientOrder(wrappers_of(self._parts.modules.values()))
         order.restore_syncs(self._own.get("buffer_syncs", []))
         why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)

@@ -196,11 +196,14 @@ def plain(job: dict[str, Any]) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(samples, job["size"], rank)
     loader = DataLoader(samples, batch_size=4, sampler=sampler, num_workers=job.get("workers", 0))
     model = make_net()
+    model.register_buffer("table", torch.zeros(2), persistent=False)
     net = nn.parallel.DistributedDataParallel(model) if not job.get("wraps late") else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(job["seed"] + 10 * rank)
     with Checkpointer(_options(job), ranks=ProcessGroupRanks(own={"ckpt_engine"})) as ckpt:
         run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        if job.get("wraps late"):
+            model.register_buffer("table", torch.zeros(3), persistent=False)  # for longer samples
         net = net or nn.parallel.DistributedDataParallel(model)
         lines = Lines(job, rank)
         for epoch in range(run.epoch, job["epochs"]):

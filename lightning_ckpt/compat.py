@@ -166,11 +166,11 @@ class LightningInternals(DataInternals):
 
         self.wrap(connector, "restore_training_state", restore_training_state)
 
-    def skip_searches(self) -> list[str]:
-        """A resumed `fit` does not search for a learning rate: the optimizers go on with theirs. Says so."""
+    def skip_searches(self, restoring: Callable[[], bool]) -> list[str]:
+        """While `restoring()`, a `fit` does not search for a learning rate: optimizers go on with theirs. Says so."""
         found = [one for one in self._trainer.callbacks if isinstance(one, LearningRateFinder)]
         for one in found:
-            self.wrap(one, "lr_find", lambda *_: None)
+            self.wrap(one, "lr_find", lambda *of, search=one.lr_find: None if restoring() else search(*of))
         return [
             f"{type(one).__name__} does not search again: optimizers go on with theirs, the model may name another"
             for one in found

@@ -195,7 +195,7 @@ class FitResume:
             if self._internals.user_fetches:
                 self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
         self.pending = True
-        self.report.notes += self._internals.skip_searches()
+        self.report.notes += self._internals.skip_searches(lambda: self.pending)
         if self.loggers is not None:
             self.loggers.wait(loaded.manifest.notes)
         self._trainer.should_stop = self._should_stop()

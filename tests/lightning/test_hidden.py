@@ -164,12 +164,31 @@ class Rated(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), self.lr)
 
 
-def find_and_fit(folder: Path, seed: int, crash_at: int | None) -> tuple[list[Any], float, int]:
+class LateFinder(LearningRateFinder):
+    """Searches when the last epoch begins, as while a model is tuned finer."""
+
+    searched: list[int]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == EPOCHS - 1:
+            self.lr_find(trainer, pl_module)
+
+    def lr_find(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.searched.append(trainer.global_step)
+        super().lr_find(trainer, pl_module)
+
+
+def find_and_fit(
+    folder: Path, seed: int, crash_at: int | None, kind: type[LearningRateFinder] = LearningRateFinder
+) -> tuple[list[Any], float, int]:
     """One process: weights, the rate that it found, and what the class of its callback has counted."""
     seed_everything(seed)
     Tally.seen = 0
     ckpt, net = AdaptiveCheckpoint(folder / "run", every_n_steps=1), Rated(crash_at)
-    finder = LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
+    finder = kind(num_training_steps=4, early_stop_threshold=None)
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
         callbacks=[finder, Tally(), ckpt, Durable(ckpt)],
@@ -210,6 +229,20 @@ def test_a_resumed_fit_does_not_search_again(tmp_path: Path, monkeypatch: pytest
     find_and_fit(tmp_path, 2, None)
     assert len(searches) == 1
     assert any("does not search again" in note for note in report(tmp_path / "run")["notes"])
+
+
+@pytest.mark.skipif(not HAS_AVERAGING, reason="a run of Lightning 2.5 that looks for a rate starts fresh, and says so")
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_fit_searches_where_the_run_would_have(tmp_path: Path) -> None:
+    """A search that is still to come belongs to the run; one that is over does not come again."""
+    LateFinder.searched = []
+    whole = find_and_fit(tmp_path / "whole", 1, None, LateFinder)
+    assert LateFinder.searched == [8]
+    find_and_fit(tmp_path, 1, 5, LateFinder)
+    find_and_fit(tmp_path, 2, 10, LateFinder)
+    assert LateFinder.searched == [8, 8]
+    assert find_and_fit(tmp_path, 3, None, LateFinder) == whole
+    assert LateFinder.searched == [8, 8]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -460,6 +460,11 @@ def keys_of(module: torch.nn.Module) -> Iterator[tuple[Loose, torch.Tensor]]:
                 yield Loose(f"{path}.{name}" if path else name, owner, name), tensor
 
 
+def buffers_of(module: torch.nn.Module) -> list[Loose]:
+    """Those that its `state_dict` has."""
+    return [one for one, _ in keys_of(module) if one.name in one.owner._buffers]
+
+
 def loose_tensors(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Loose]:
     """Buffers, and parameters that no optimizer manages.
 

@@ -37,7 +37,7 @@ from ckpt_engine.loop.capture import (
 )
 from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
 from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
-from ckpt_engine.loop.failing_loop import keys_of
+from ckpt_engine.loop.failing_loop import buffers_of
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import (
@@ -299,12 +299,7 @@ class LoopResume:
 
         A loop may wrap its models after they are tracked, and a new DDP object gives all ranks the buffers of rank 0.
         """
-        live = {
-            (name, loose.key): tensor
-            for name, module in self._parts.modules.items()
-            for loose, tensor in keys_of(module)
-            if not isinstance(tensor, torch.nn.Parameter)
-        }
+        live = {(key, one.key): one.tensor for key, m in self._parts.modules.items() for one in buffers_of(m)}
         with torch.no_grad():
             for at in live.keys() & self._buffers.keys():
                 live[at].copy_(self._buffers[at])

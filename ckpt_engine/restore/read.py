@@ -94,6 +94,8 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
     stream_into(sources, manifest, found, fresh=True)
     for name, entry in entries.items():
         if not entry.pieces:
+            if 0 not in entry.shape:
+                raise CorruptError(f"{name!r} has no pieces in the manifest, and needs some")
             found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
     return found
 
@@ -109,8 +111,8 @@ def _fresh(manifest: Manifest, offsets: Mapping[str, int]) -> dict[str, torch.Te
     for name, offset in offsets.items():
         entry = manifest.entries[name]
         dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
-        if count * dtype.itemsize > end - offset:
-            raise CorruptError(f"the manifest has fewer bytes than {entry.dtype} of shape {entry.shape} needs")
+        if not 0 < count * dtype.itemsize <= end - offset:
+            raise CorruptError(f"{name!r} has {entry.nbytes} bytes, not those of {entry.dtype} of shape {entry.shape}")
         found[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - base).view(entry.shape)
     return found
 

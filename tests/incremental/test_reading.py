@@ -272,6 +272,16 @@ def test_what_lies_between_pieces_in_a_file_goes_nowhere(tmp_path: Path) -> None
     assert alone.tolist() == found.tolist()
 
 
+@pytest.mark.parametrize(("shape", "kept"), [((0,), 4), ((7,), 4), ((9,), 0)])
+def test_a_shape_that_its_pieces_do_not_have_is_damage(tmp_path: Path, shape: tuple[int, ...], kept: int) -> None:
+    """With a name of a dtype that only torch knows, the manifest's own checks cannot tell."""
+    manifest = in_two_files(tmp_path, 1, b"")
+    entry = manifest.entries["t0"]
+    wrong = replace(entry, dtype="double", shape=shape, pieces=entry.pieces[:kept])
+    with pytest.raises(CorruptError, match="t0"):
+        read_entries(Sources([LocalStorage(tmp_path)]), replace(manifest, entries={"t0": wrong}))
+
+
 def test_small_pieces_of_many_entries_are_read_in_few_requests(tmp_path: Path) -> None:
     """Those of entries that lie in several files, too."""
     manifest = in_two_files(tmp_path, 50, b"")

@@ -352,7 +352,12 @@ class PrimaryTier:
             self._progress.moved(LEASE_SECONDS)
             removed = Repository(storage).record() is None
             self._lease = self._acquire()
-            self.settle_at(adopt_run(self._run, storage))
+            try:
+                self.settle_at(adopt_run(self._run, storage))
+            except BaseException:
+                with suppress(CkptError, OSError):  # kept, it would look as if all of this were done
+                    self._lease.release()
+                raise
             if removed:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"

@@ -198,6 +198,32 @@ def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
     assert same_files(run.near, run.far, [names.RECORD])
 
 
+@pytest.mark.parametrize("record_is_put", [False, True])
+def test_a_nearest_folder_that_fails_while_it_is_made_again_is_one_at_the_next_snapshot(
+    run: Run, record_is_put: bool
+) -> None:
+    """The first time it fails when the lease is taken already; then all of it is done again, and room is made."""
+    weather = run.weather[run.near]
+    run.start(keep={"quota": 230_000})
+    run.save(1)
+    run.until_copied(1)
+    run.until_rest()
+    run.near.rename(run.near.with_name("gone"))
+    if record_is_put:
+        weather.after_put = lambda _: weather.down("get")
+    else:
+        weather.down("put")
+    run.save(2)
+    assert not list(run.near.glob("snapshots/*"))
+    weather.after_put = lambda _: None
+    weather.up()
+    for step in (3, 4, 5):
+        run.save(step)
+    run.close()
+    assert steps(run.near) == [4, 5]
+    assert same_files(run.near, run.far, [names.RECORD])
+
+
 def test_numbers_leave_room_for_a_tier_that_does_not_answer(run: Run) -> None:
     """What it may have must not look newer than what is written now."""
     run.weather[run.far].down()

@@ -436,6 +436,7 @@ class Pipeline:
         with said_if_slow(partial(self._waited_for, timeout)):
             drained = self._drain(timeout) if self._pending or self._staging or self._starting else True
             self._hint_fence.remove()
+            self._hinted = None
             self._copier.close(max(timeout, _CHUNK_SECONDS))
             if self._writer is not None:
                 self._writer.close(timeout, failed=failed, keeps=keeps, hurries=hurries)

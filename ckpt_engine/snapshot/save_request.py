@@ -235,8 +235,8 @@ class SharedSnapshots:
         So all ranks mirror the same ones. Training goes on without snapshots in memory meanwhile.
         """
         if self._waits_for is not None:
-            missed = self._session.ranks.store.get(_MISSED)
             late = time.monotonic() - self._since > PATIENCE_SECONDS
+            missed = None if late else self._session.ranks.store.get(_MISSED)
             if late or (missed is not None and _age(missed) >= self._waits_for):
                 self._waits_for = None
         return self._waits_for is None

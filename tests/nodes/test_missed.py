@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from ckpt_engine.errors import RanksError
 from ckpt_engine.ranks.session import Session
+from ckpt_engine.snapshot import save_request
 from ckpt_engine.snapshot.save_request import SharedSnapshots
 from ckpt_engine.store.names import session_id
 from tests.ranks.runs import SharedStore, ThreadRanks
@@ -26,6 +30,22 @@ def test_what_a_rank_has_missed_is_not_waited_for() -> None:
     missed = store.get("missed")
     gate.miss(3, None, "busy", durable=False)  # rank 0 does not wait for what it has not taken
     assert store.get("missed") == missed == IDS[2]
+
+
+def test_a_store_that_is_gone_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once rank 0 has waited long enough, it needs no answer to go on with snapshots in memory."""
+    store = SharedStore()
+    gate = _shared(_ranks(store)[0])
+    gate.took(IDS[2], None)
+
+    def gone(key: str) -> str | None:
+        raise RanksError(f"nothing answers for {key}")
+
+    monkeypatch.setattr(store, "get", gone)
+    with pytest.raises(RanksError):
+        assert gate.keeps_up
+    monkeypatch.setattr(save_request, "PATIENCE_SECONDS", -1.0)
+    assert gate.keeps_up
 
 
 def test_without_replication_no_rank_is_informed() -> None:

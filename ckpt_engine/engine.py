@@ -59,7 +59,7 @@ class Ending:
 
     @property
     def tells(self) -> bool:
-        """Whether the end says what is late, as an error unless the run is to stop, and not whatever ends the run."""
+        """Whether the end says what is late: as an error, or in the log if the run is to stop. Else others say it."""
         return True
 
     def seconds_left(self, at_most: float) -> float:

@@ -89,7 +89,7 @@ class SessionSnapshots(Container[str]):
 
     def declined_before(self, snapshot: str) -> set[str]:
         """Those before this one that nothing was done about yet."""
-        found = {one for one in self._declined if one < snapshot}
+        found = {one for one in tuple(self._declined) if one < snapshot}
         self._declined -= found
         return found
 

@@ -3,7 +3,7 @@
 `attempts.json` says who trained, how long, what the time went into, and how it ended: evidence of how often the run
 fails, and how much of its time was of use. The writer of the nearest tier keeps it, because it outlives the trainer: an
 attempt whose end it has written lost no more than a process, one without an end lost the writer too, and what was in
-memory. The status is the file that `ckpt status` reads; with it comes when a writer reports that a tier fails.
+memory. `ckpt status` reads the status file. `TierHealth` knows whether a tier works, and says when that changes.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ def _spent(row: object) -> RunSpent:
     return RunSpent(**values)
 
 
-def _attempt(row: dict[str, object]) -> Attempt:
+def _attempt(row: dict[str, Any]) -> Attempt:
     container.require(type(row) is dict, "a row that is no object")
-    one = Attempt(**_known(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})  # type: ignore[call-overload]
+    one = Attempt(**_known(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})
     container.require(type(one.host) is str and type(one.process) is str, "a name that is no text")
     container.require(container.is_time(one.began) and container.is_time(one.seconds), "a time that is none")
     container.require(one.end in (None, *ENDS) and container.is_whole(one.ranks, 1), "an end or ranks that are none")

@@ -83,13 +83,13 @@ class LeafDifference:
             return (
                 f"{self.path}: {self.differing:,} of {self.elements:,} elements differ, "
                 f"the first at {list(self.index or ())}: {self.a} and {self.b}{most}"
-                f"{_not_finite('NaN', self.nan)}{_not_finite('Inf', self.inf)}{self._told_stored()}"
+                f"{_not_finite('NaN', self.nan)}{_not_finite('Inf', self.inf)}{self._as_stored()}"
             )
         if self.kind is DifferenceKind.MISSING:
             return f"{self.path}: {self.b if self.a == _ABSENT else self.a}"
         return f"{self.path}: {self.a} and {self.b}"
 
-    def _told_stored(self) -> str:
+    def _as_stored(self) -> str:
         if self.stored is None or not self.nbytes or self.stored[1] >= self.nbytes:
             return ""
         return f", stored as {units.size(self.stored[1])} of {units.size(self.nbytes)}"
@@ -152,8 +152,9 @@ class Comparison:
         elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) is type(b) and _nested(a, b):
             one, other = ({str(index): child for index, child in enumerate(node)} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
-        elif type(a) is type(b) and (opened := (open_generator(a), open_generator(b)))[0] and opened[1]:
-            yield from self._objects(opened[0][0][0], opened[1][0][0], (*path, *opened[0][1]))
+        elif type(a) is type(b) and (first := open_generator(a)) and (second := open_generator(b)):
+            (state_a,), (state_b,), key = first[0], second[0], first[1]
+            yield from self._objects(state_a, state_b, (*path, *key))
         elif path[-3:] == _AS_TEXT and isinstance(a, str) and isinstance(b, str):
             yield from self._objects(json.loads(a), json.loads(b), path)
         else:

@@ -304,7 +304,7 @@ class Backoff:
         return wait if now + wait - self._failed_since <= self._retry_seconds else None
 
 
-_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
+NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
 _CREDENTIALS = frozenset(
     {
@@ -330,7 +330,7 @@ def explained(what: str, where: str, reason: str, status: int, code: str, hint: 
         hint: where the kind of error has none.
     """
     said = f"cannot {what} {where}: {reason}"
-    if code in _NO_BUCKET:
+    if code in NO_BUCKET:
         return StorageMissingError(said, hint="create the bucket first; ckpt-engine makes none")
     if status == 404:
         return StorageMissingError(said)

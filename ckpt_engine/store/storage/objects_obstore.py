@@ -28,6 +28,7 @@ from ckpt_engine.store.storage.disk import Meter, require_size
 from ckpt_engine.store.storage.object_requests import (
     BASE_SECONDS,
     CAP_SECONDS,
+    NO_BUCKET,
     SLOWEST_BYTES_PER_SECOND,
     Backoff,
     MemoryBlocks,
@@ -58,7 +59,6 @@ _SLICE_BYTES = 4 << 20
 _READ_BYTES = 16 << 20
 _STATUS = re.compile(r"(?:status(?: code)?:?|<HTTPStatusCode>) *(\d{3})", re.IGNORECASE)
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _MISSING = (FileNotFoundError, exceptions.NotFoundError)
 _STATUSES = {
     _MISSING: 404,
@@ -172,7 +172,7 @@ class ObstoreStorage:
             try:
                 found = self._store().get(key)
             except _MISSING as err:
-                if _is_no_bucket(err):
+                if _no_bucket(err):
                     raise
                 return None
             require_size(f"{self.url}/{name}", found.meta["size"], names.most_bytes(name))
@@ -193,7 +193,7 @@ class ObstoreStorage:
             try:
                 self._store().put(key, data, mode=mode, attributes={_TOKEN: token}, use_multipart=False)
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, *_MISSING) as err:
-                if _is_no_bucket(err):
+                if _no_bucket(err):
                     raise
                 if self._writer_of(key) != token:
                     raise StorageExistsError(f"{self.url}: {key} was replaced meanwhile") from err
@@ -278,7 +278,7 @@ class ObstoreStorage:
         try:
             found = self._store(patient=patient).get(key, options={"head": True})
         except _MISSING as err:
-            if _is_no_bucket(err):
+            if _no_bucket(err):
                 raise
             return None
         return str(found.attributes.get(_TOKEN, ""))
@@ -314,7 +314,7 @@ class ObstoreStorage:
         try:
             self._store().delete(key)
         except _MISSING as err:
-            if _is_no_bucket(err):
+            if _no_bucket(err):
                 raise
 
     def _store(self, *, writing: bool = False, patient: bool = True) -> Any:
@@ -395,17 +395,16 @@ def _status(error: BaseException) -> int:
     return int(found[1]) if found else 0
 
 
-def _is_no_bucket(error: BaseException) -> bool:
-    return any(code in str(error) for code in _NO_BUCKET)
+def _no_bucket(error: BaseException) -> str | None:
+    """The code with which a store says that the bucket is missing; None: it does not say so."""
+    return next((code for code in NO_BUCKET if code in str(error)), None)
 
 
 def _explained(error: Exception, what: str, where: str) -> StorageError:
     """Only the kind of an error is shown: its text quotes answers and URLs."""
     status, found = _status(error), _CODE.search(str(error))
-    code = found[1] if found else ""
+    code = _no_bucket(error) or (found[1] if found else "")
     kind = type(error).__name__ + (f" ({status or ''} {code})".replace(" )", ")") if status else "")
-    if _is_no_bucket(error):
-        code = _NO_BUCKET[0]
     hint = "check the endpoint, the network and storage_options"
     if isinstance(error, exceptions.UnknownConfigurationKeyError | ValueError | TypeError):
         hint = "with `transport: obstore` storage_options are those of obstore's stores"

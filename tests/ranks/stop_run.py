@@ -111,16 +111,24 @@ def lightning(job: dict[str, Any]) -> None:
         def on_fit_start(self) -> None:
             self.lines = Lines(job, self.global_rank)
 
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             ids, x = batch
             loss: torch.Tensor = self.net(x).square().mean()
+            if job.get("calibrates"):
+                self.lines.say(f"mean {self.net[1].running_mean.tolist()}")  # type: ignore[operator,union-attr]
             if job.get("patient") and ckpt._run is not None:
                 wait_for_the_arena(ckpt._run.engine)
             self.lines.batch(self.current_epoch, ids, loss)
             return loss
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, _: Any, batch: Any, batch_idx: int) -> None:
             self.lines.stepped()
+            if job.get("calibrates"):
+                with torch.no_grad():
+                    self.trainer.strategy.model(batch[1])  # type: ignore[misc]
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             if hasattr(self, "lines"):

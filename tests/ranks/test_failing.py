@@ -70,8 +70,11 @@ def test_a_step_that_fails_loses_nothing(how: str, lives: Lives, account: Accoun
     account.add(last, ends=True)
 
 
-@pytest.mark.parametrize("wraps_late", [False, True])
-@pytest.mark.parametrize("lives", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("lives", "wraps_late"),
+    [("plain", False), ("plain", True), pytest.param("lightning", False, marks=pytest.mark.slow)],
+    indirect=["lives"],
+)
 def test_each_rank_goes_on_with_its_own_buffers(*, wraps_late: bool, lives: Lives, tmp_path: Path) -> None:
     """DDP would take those of rank 0 where it is new, and in its first pass but after one without gradients."""
     (tmp_path / "reference").mkdir()

@@ -67,6 +67,7 @@ class Session:
         self._others: dict[str, Any] | None = None
         self._session = ""
         self._next_seq = 0
+        self._reopen_seq = 0
         self._places: Places | None = None
         self._record = ""
         self._address = ""
@@ -142,7 +143,7 @@ class Session:
             ConfigError: replication or parity, and the ranks are not on machines that allow it.
         """
         if self._session:
-            client = start(self._config(self._session, self._next_seq))
+            client = start(self._config(self._session, self._reopen_seq))
             if self._others is not None:
                 client.meet({**self._others, "moved": True})
             return client
@@ -251,6 +252,14 @@ class Session:
         self._next_seq += 1
         self.count += 1
         return snapshot
+
+    def reopens(self, taking: bool) -> None:
+        """A writer is about to start, perhaps in the background: what other ranks write from now on is not let go.
+
+        Args:
+            taking: the newest number is that of a snapshot which this rank is about to take.
+        """
+        self._reopen_seq = self._next_seq - 1 if taking else self._next_seq
 
     def agree(self, make: Callable[[], T], timeout: float) -> T:
         """What `make` returns on rank 0, a JSON value. Others wait at most `timeout` seconds for it.

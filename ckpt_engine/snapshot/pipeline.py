@@ -81,7 +81,6 @@ class Pipeline:
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
-        self._said_pinning = False
         self._fitted_bytes = 0
         self.memory = memory
         self._newest = Newest(self._slots.release, of_ranks=session is not None)
@@ -103,7 +102,7 @@ class Pipeline:
         self.lineage = Lineage(session)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
-        self.behind = self._lost = False
+        self.behind = self._lost = self._said_pinning = False
 
     def start(self) -> None:
         """Start the writer and take the run's lease, unless that is done.
@@ -116,6 +115,8 @@ class Pipeline:
         """
         if self._writer is not None:
             return
+        if self._shared is not None and self._starting is None:
+            self._shared.reopens()
         if self._lost:
             self._writer = Handover(Coming(self._open_writer, self.memory, self._tier), self._arrived)
             return
@@ -320,8 +321,8 @@ class Pipeline:
 
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
-        writer = self._writer
-        if not (self._unsent or self._newest.unsettled or (writer is not None and writer.client.news)):
+        client = self._writer.client if self._writer is not None else None
+        if not (self._unsent or self._newest.unsettled or (client is not None and client.news)):
             return
         for number, (job, handle, error) in list(self._unsent.items()):
             del self._unsent[number]
@@ -333,7 +334,6 @@ class Pipeline:
                 self._settle(JobDone(job.job, None), error)
             else:
                 self._fail(handle, error)
-        client = self._writer.client if self._writer is not None else None
         self._newest.settle(lambda: client is not None and client.alive and client.flushed)
         for message in self._writer.poll() if self._writer is not None else ():
             if isinstance(message, JobDone):

@@ -192,6 +192,7 @@ class SharedSnapshots:
     def __init__(self, session: Session, cancel: Callable[[str, str], None]) -> None:
         self._session = session
         self._cancel = cancel
+        self._taking = False
         self._waits_for: int | None = None
         self._since = 0.0
         self._newest: str | None = None
@@ -207,13 +208,19 @@ class SharedSnapshots:
         """Let `save` take the snapshot of that id. Whatever fails in it: all ranks go on counting alike."""
         snapshot = self._session.number(wanted.step, parent)
         why = "it failed there"
+        self._taking = True
         try:
             handle = save(snapshot)
             why = handle.skipped or ""
         finally:
+            self._taking = False
             if why:
                 self._tell(snapshot, why, durable=wanted.durable)
         return handle
+
+    def reopens(self) -> None:
+        """A writer is about to start in place of another one."""
+        self._session.reopens(self._taking)
 
     def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
         """This rank takes no snapshot of `step` though all ranks do: it is counted, and no rank waits for this one."""

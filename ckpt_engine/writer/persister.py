@@ -180,7 +180,7 @@ class Persister:
             self._seq = max(self._seq, self._secondary.next_seq())
         if ranks.first_seq is not None:
             self._seq = max(self._seq, ranks.first_seq)
-        in_flight = SessionSnapshots(ranks.session, self._seq)
+        in_flight = SessionSnapshots(ranks.session, self._seq if ranks.first_seq is None else ranks.first_seq)
         found = recover(repository, in_flight)
         self._seq = max(self._seq, repository.next_seq())
         for snapshot in found.completed:

@@ -24,6 +24,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import part_records
 from tests.ranks.runs import Patience, SharedStore, ThreadRanks, on_all, open_ranks
+from tests.support.writers import writers_of
 
 
 def state_of(step: int, rank: int) -> dict[str, Any]:
@@ -247,6 +248,35 @@ def test_what_another_rank_is_writing_is_not_collected(tmp_path: Path) -> None:
     save_all(ranks, 3)
     close_all(ranks)
     assert_only_needed(root)
+
+
+def test_what_others_wrote_while_the_coordinators_writer_was_lost_is_committed(tmp_path: Path) -> None:
+    """The next writer of rank 0 leaves alone the snapshot that rank 0 is about to save, and the one after it.
+
+    The other rank has written its shares of both before that writer starts.
+    """
+    root = tmp_path / "run"
+    store = SharedStore()
+    ranks = [
+        Checkpointer(root, ranks=ThreadRanks(rank, 2, store, wait_seconds=10.0), writer=("process", "thread")[rank])
+        for rank in range(2)
+    ]
+    save_all(ranks, 1)
+    (writer,) = writers_of(os.getpid())
+    writer.kill()
+    writer.wait(60)
+    for step in (2, 3):
+        ranks[1].save(state_of(step, 1), step=step).wait(60)
+    handles = [ranks[0].save(state_of(step, 0), step=step) for step in (2, 3)]
+    for handle in handles:
+        handle.wait(60)
+    close_all(ranks)
+    again = open_ranks(root, 2)
+    for rank, state in enumerate(on_all(lambda rank: again[rank].load(step=2), 2)):
+        check(state, 2, rank)
+    for rank, state in enumerate(on_all(lambda rank: again[rank].load(), 2)):
+        check(state, 3, rank)
+    close_all(again)
 
 
 @pytest.mark.parametrize("saved", [1, 2, 4])

@@ -67,7 +67,7 @@ class Session:
         self._others: dict[str, Any] | None = None
         self._session = ""
         self._next_seq = 0
-        self._reopen_seq = 0
+        self._reopen_seq: int | None = None
         self._places: Places | None = None
         self._record = ""
         self._address = ""
@@ -143,7 +143,8 @@ class Session:
             ConfigError: replication or parity, and the ranks are not on machines that allow it.
         """
         if self._session:
-            client = start(self._config(self._session, self._reopen_seq))
+            first = self._next_seq if self._reopen_seq is None else self._reopen_seq
+            client = start(self._config(self._session, first))
             if self._others is not None:
                 client.meet({**self._others, "moved": True})
             return client

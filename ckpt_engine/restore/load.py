@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -58,11 +58,11 @@ from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import packs
 from ckpt_engine.store.decode import stored_pieces
+from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import PACKED, Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import continued
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.tree import entries_in
 from ckpt_engine.writer.primary_tier import let_finish
 
@@ -408,9 +408,10 @@ class Restorer:
         try:
             if self._session is not None:
                 self.attach()
+            self._let_finish()
+            if self._session is not None:
                 found = load_together(self._session, self._listed_once, step, **how)
             else:
-                self._let_finish()
                 found = load(self._listed_once(), step, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
@@ -422,11 +423,15 @@ class Restorer:
 
     def _let_finish(self) -> None:
         """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""
-        nearest = self._config.tiers[0]
-        if self._config.memory is None and nearest.is_folder and not self._pipeline.started:
-            folder = open_storage(nearest.url, nearest.for_storage()).capabilities.folder
-            if folder is not None:
-                let_finish(folder, FINISH_SECONDS, self._emit)
+        if self._config.memory is not None or self._pipeline.started:
+            return
+        session, near = self._session, self.nearest()
+        if session is not None and session.ranks.rank not in [place[0] for place in session.places()]:
+            return
+        patience = ask_tiers.until_one_answers if len(self._config.tiers) == 1 else ask_tiers.at_most
+        with suppress(CkptError):  # the load says what is wrong there
+            answers = ask_tiers.ask([near], lambda place: read_holder(place.storage), patience)
+            let_finish(near.storage, answers[0].value, FINISH_SECONDS, self._emit)
 
     def go_on_after(self, info: SnapshotInfo) -> None:
         """See `Engine.go_on_after`."""

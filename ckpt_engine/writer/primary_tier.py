@@ -36,7 +36,16 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
+from ckpt_engine.store.lease import (
+    LOOK_SECONDS,
+    Lease,
+    LeaseHolder,
+    ProcessIdentity,
+    Record,
+    acquire,
+    lockable,
+    read_holder,
+)
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.retention import KeepAll, Retention, RetentionPolicy, policy_from
@@ -411,16 +420,29 @@ def _waits_for(other: LeaseHolder, me: LeaseHolder, url: str, seconds: float) ->
     )
 
 
-def let_finish(storage: Storage, seconds: float, emit: Callable[[Event], object]) -> None:
+def let_finish(storage: Storage, other: LeaseHolder | None, seconds: float, emit: Callable[[Event], object]) -> None:
     """Wait at most `seconds` for the writer of a trainer that is gone: what it still makes durable counts for a resume.
 
     A writer that was killed too, or whose trainer lives or is on another machine, is not waited for.
+
+    Args:
+        other: who the lease there names.
+
+    Raises:
+        CkptError: it does not end, or nothing can be written there.
     """
-    other, me = read_holder(storage), LeaseHolder.current()
     if other is None or not _is_gone(other):
         return
-    with suppress(CkptError):  # then somebody else goes on there, or nothing can be written
-        acquire(storage, me, seconds, pause=waiting(storage, me, seconds, emit)).release()
+    me = LeaseHolder.current()
+    pause = waiting(storage, me, seconds, emit)
+    if lockable(storage) is not None:
+        acquire(storage, me, seconds, pause=pause).release()
+        return
+    deadline = time.monotonic() + seconds  # nothing is taken: a lease of objects takes long to take
+    while (record := Record.decode(storage.get(names.LEASE))) is not None and record.place is not None:
+        if ProcessIdentity.of(record.place.pid) != record.place or time.monotonic() >= deadline:
+            return
+        pause(LOOK_SECONDS)
 
 
 def history_of(repository: Repository) -> History | None:

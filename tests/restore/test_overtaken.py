@@ -15,10 +15,13 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
 from ckpt_engine.observe.events import Event, LogSink, Notice
 from ckpt_engine.restore.load import TIDY_FROM
-from ckpt_engine.store.lease import LeaseHolder, LocalLease, acquire
+from ckpt_engine.store.lease import Lease, LeaseHolder, LocalLease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention import branches
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.open import open_storage
+from tests.ranks.runs import on_all, open_ranks
 
 WAIT_SECONDS = 60.0
 
@@ -32,16 +35,16 @@ def save(ckpt: Checkpointer, *steps: int) -> None:
         ckpt.save(state(step), step=step).wait(WAIT_SECONDS)
 
 
-def job(root: Path, **options: Any) -> Checkpointer:
+def job(root: Path | str, **options: Any) -> Checkpointer:
     return Checkpointer(root, **{"keep": {"last": 2}, "writer": "thread", **options})
 
 
-def there(root: Path) -> list[SnapshotInfo]:
+def there(root: Path | str) -> list[SnapshotInfo]:
     with Checkpointer(root) as ckpt:
         return ckpt.snapshots()
 
 
-def steps(root: Path) -> list[int]:
+def steps(root: Path | str) -> list[int]:
     return [info.step for info in there(root)]
 
 
@@ -188,41 +191,57 @@ def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path, cap
     assert {6, 7, 30, 40} <= set(steps(far))
 
 
-def lease_of_the_dead(root: Path) -> LocalLease:
-    """The lease of a run whose trainer is gone, still locked by its writer."""
+def lease_of_the_dead(storage: Storage) -> Lease:
+    """The lease of a run whose trainer is gone, still with its writer."""
     gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True, timeout=60)
-    lease = acquire(LocalStorage(root), LeaseHolder(int(gone.stdout), socket.gethostname(), 0.0, "train.py"))
-    assert isinstance(lease, LocalLease)
-    return lease
+    return acquire(storage, LeaseHolder(int(gone.stdout), socket.gethostname(), 0.0, "train.py"))
 
 
-def test_a_load_waits_for_the_writer_of_a_dead_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["folder", "objects"])
+def test_a_load_waits_for_the_writer_of_a_dead_trainer(tmp_path: Path, kind: str, size: int) -> None:
     """What that still makes durable is what the run goes on from, instead of being overtaken by it."""
-    with job(tmp_path) as ckpt:
-        save(ckpt, 1, 2)
-    newest = next(tmp_path.glob(f"snapshots/{there(tmp_path)[-1].id}*"))
-    manifest = newest.read_bytes()
-    newest.unlink()
-    lease, late = lease_of_the_dead(tmp_path), job(tmp_path)
+    url = str(tmp_path) if kind == "folder" else f"memory://{tmp_path.name}/run"
+    storage = open_storage(url)
+
+    def life() -> list[Checkpointer]:
+        options: dict[str, Any] = {"keep": {"last": 2}}
+        return open_ranks(url, size, **options) if size > 1 else [job(url, **options)]
+
+    def save_all(ranks: list[Checkpointer], *wanted: int) -> None:
+        on_all(lambda rank: save(ranks[rank], *wanted), size)
+
+    def close_all(ranks: list[Checkpointer]) -> None:
+        on_all(lambda rank: ranks[rank].close(), size)
+
+    first = life()
+    save_all(first, 1, 2)
+    close_all(first)
+    newest = list(storage.list("snapshots/"))[-1].name
+    manifest = storage.get(newest)
+    storage.delete(newest)
+    lease, late = lease_of_the_dead(storage), life()
 
     class Finishes(LogSink):
         def emit(self, event: Event) -> None:
             if isinstance(event, Notice) and "its writer still finishes" in event.message:
-                newest.write_bytes(manifest)
+                storage.put(newest, [memoryview(manifest)])
                 lease.release()
 
-    late.engine.events = Finishes()
-    assert late.load()["step"] == 2  # type: ignore[index]
-    save(late, 3)
-    late.close()
-    assert steps(tmp_path) == [2, 3]
+    late[0].engine.events = Finishes()
+    assert [loaded["step"] for loaded in on_all(lambda rank: late[rank].load(), size)] == [2] * size
+    save_all(late, 3)
+    close_all(late)
+    assert steps(url) == [2, 3]
 
 
 def test_a_load_does_not_wait_for_a_writer_that_was_killed_too(tmp_path: Path) -> None:
     """The lease still names its trainer, and is free."""
     with job(tmp_path) as ckpt:
         save(ckpt, 1)
-    lease_of_the_dead(tmp_path)._drop_in_child()
+    lease = lease_of_the_dead(LocalStorage(tmp_path))
+    assert isinstance(lease, LocalLease)
+    lease._drop_in_child()
     with job(tmp_path) as late:
         assert late.load()["step"] == 1  # type: ignore[index]
         save(late, 2)

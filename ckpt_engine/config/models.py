@@ -53,7 +53,7 @@ MEMORY = "memory"
 MEMORY_SLOTS = 3
 """With a memory tier: one snapshot that is complete, one being staged, one being written."""
 LEAST_PARITY = 3
-"""Machines of a parity group; with two, parity is a copy."""
+"""Machines of a parity group; two take `replicate`."""
 _LOSSY = r"lossy|quanti[sz]ed?|(int|uint|q)-?[2-8]|(fp|float)-?(4|8|16)|bf-?16|bfloat16|float8.*|downcast|half"
 """What people call codecs that lose bits."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -243,8 +243,7 @@ class RankConfig:
         first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
         wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
         node: name of the rank's machine.
-        replicate: the writer keeps its newest shares at a partner on another machine too.
-        parity: or, cut in chunks, as parity at the members of a group of so many machines; 0: not.
+        mirrors: the writer keeps its newest shares at writers of other machines too.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
         place: the ranks of this one's place, in order; empty: all ranks see one root.
         places: of all ranks, in the order of their leaders; empty: as `place`.
@@ -258,8 +257,7 @@ class RankConfig:
     first_seq: int | None
     wait_seconds: float
     node: str = ""
-    replicate: bool = False
-    parity: int = 0
+    mirrors: bool = False
     mirror_bytes_per_second: float | None = None
     place: tuple[int, ...] = ()
     places: tuple[tuple[int, ...], ...] = ()

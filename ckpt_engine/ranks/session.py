@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord, RankConfig
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
-from ckpt_engine.ranks.world import Ranks, hear, neighbours, say, towards_others
+from ckpt_engine.ranks.world import PAIR, Ranks, hear, neighbours, say, towards_others
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository, encode_record
@@ -44,8 +44,7 @@ class Session:
     Args:
         ranks: who takes part.
         root: the nearest tier as this rank sees it, if its machine may have it for itself; None: all ranks see one.
-        replicate: each rank's writer keeps its newest shares at a partner on another machine too.
-        parity: or as parity at the members of a group of so many machines, see `partners`; 0: not.
+        machines: so many keep each other's newest shares, see `neighbours`; 0: none does.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
     """
 
@@ -54,14 +53,13 @@ class Session:
         ranks: Ranks,
         *,
         root: Folder | None = None,
-        replicate: bool = False,
-        parity: int = 0,
+        machines: int = 0,
         mirror_bytes_per_second: float | None = None,
     ) -> None:
         self.ranks = ranks
         self.root = root
-        self._parity = parity
-        self.replicates = replicate or parity > 0
+        self._machines = machines
+        self.replicates = machines > 0
         """Whether a lost machine's shares can be had from others."""
         self._mirror_bytes_per_second = mirror_bytes_per_second
         self._others: dict[str, Any] | None = None
@@ -185,7 +183,7 @@ class Session:
         mine: list[Any] = [ranks.node, self._address, client.peer_port]
         said = self.meet(lambda: mine, _as_they_are)
         nodes = [str(one[0]) if one is not None else "" for one in said]
-        near = neighbours(ranks.rank, nodes, self._parity)
+        near = neighbours(ranks.rank, nodes, self._machines)
         addresses = [[str(one[1]), int(one[2])] if one is not None else ["", 0] for one in said]
         self._others = {"addresses": addresses, **asdict(near), "moved": False}
         client.meet(self._others)
@@ -357,8 +355,7 @@ class Session:
             first_seq,
             self.ranks.wait_seconds,
             self.ranks.node,
-            self.replicates and not self._parity,
-            self._parity,
+            self.replicates,
             self._mirror_bytes_per_second,
             next((place for place in places if self.ranks.rank in place), ()),
             places,
@@ -409,21 +406,15 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
         ConfigError: replication or parity, in one process.
     """
     memory = config.memory
-    replicate = memory is not None and memory.replicate is not None
-    parity = memory.parity or 0 if memory is not None else 0
+    replicate = memory.replicate if memory is not None else None
+    machines = 0 if memory is None else PAIR if replicate is not None else memory.parity or 0
     if ranks is not None and ranks.size > 1:
         limit = memory.bandwidth if memory is not None else None
         nearest = config.tiers[0]
         root = open_storage(nearest.url, nearest.for_storage()).capabilities.folder if nearest.is_folder else None
-        return Session(
-            ranks,
-            root=root,
-            replicate=replicate,
-            parity=parity,
-            mirror_bytes_per_second=limit,
-        )
-    if replicate or parity:
-        what = "parity" if parity else "replicate"
+        return Session(ranks, root=root, machines=machines, mirror_bytes_per_second=limit)
+    if machines:
+        what = "parity" if replicate is None else "replicate"
         raise ConfigError(f"{what} needs several ranks on several machines", hint="remove it from the memory tier")
     return None
 

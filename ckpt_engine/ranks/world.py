@@ -223,28 +223,32 @@ class Neighbours:
 
     Args:
         keepers: who keeps its shares: its partner; or the other members of its parity group, as they follow it there.
-        senders: whose shares it keeps.
+        senders: whose shares it keeps, in the same order.
     """
 
     keepers: tuple[int, ...]
     senders: tuple[int, ...]
 
 
-def neighbours(rank: int, nodes: Sequence[str], parity: int = 0) -> Neighbours:
+PAIR = 2
+"""Machines that keep a share: its own and its partner's. With two, parity is a copy."""
+
+
+def neighbours(rank: int, nodes: Sequence[str], machines: int) -> Neighbours:
     """Who keeps what.
 
     Args:
         nodes: name of each rank's machine.
-        parity: machines of a parity group; 0: each rank has one partner.
+        machines: of a parity group; `PAIR`: each rank has one partner.
 
     Raises:
         ConfigError: the ranks are not on such machines; says how many are where.
     """
-    if parity:
-        group = group_of(rank, nodes, parity)
+    if machines > PAIR:
+        group = group_of(rank, nodes, machines)
         if group is None:
             raise ConfigError(
-                f"parity: {parity} needs as many ranks on each machine, and machines in groups of {parity}; "
+                f"parity: {machines} needs as many ranks on each machine, and machines in groups of {machines}; "
                 f"{_census(nodes)}",
                 hint="give a number of machines that divides theirs, or remove it",
             )

@@ -3,7 +3,7 @@
 Several ranks restore from memory: the shares that the writers of dead ranks hold are one snapshot, the nearest one.
 
 What is on the same machine is mapped; with replication or parity what is on others is fetched from there, and the
-share of a lost machine is a copy there, or is made from parity. All ranks attach to the same snapshot, or none does,
+share of a lost machine is made from what others keep of it. All ranks attach to the same snapshot, or none does,
 and none goes on before all have: the next writers end those that serve it.
 """
 
@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -320,12 +320,11 @@ def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float
         return None
     try:
         body = reply.body
-        shares = {str(writer): [str(one) for one in body["held"]]}
-        shares |= {str(rank): list(ids) for rank, ids in body.get("guests", {}).items()}
+        held = [str(one) for one in body["held"]]
         host, port = (str(body.get("host", "")), int(body.get("port", 0))) if serves else ("", 0)
         group = [int(rank) for rank in body.get("group", ())]
         parity = [str(one) for one in body.get("parity", ())]
-        return ShareSource(writer, shares, host, port, str(body.get("secret", "")) if port else "", group, parity)
+        return ShareSource(writer, held, host, port, str(body.get("secret", "")) if port else "", group, parity)
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
 
@@ -370,9 +369,9 @@ def _gather(
         return reply or _fetch(wanted.parity[str(keeper)], request, beside, deadline)
 
     def share_of(rank: int) -> Received:
-        request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot, "rank": rank}
-        local = next((one for one in here if wanted.snapshot in one.shares.get(str(rank), ())), None)
-        reply = _ask(root_url, request, local.writer, deadline - time.monotonic()) if local is not None else None
+        request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot}
+        local = any(one.writer == rank and wanted.snapshot in one.held for one in here)
+        reply = _ask(root_url, request, rank, deadline - time.monotonic()) if local else None
         return reply or _fetch(wanted.remote[str(rank)], request, beside, deadline)
 
     for rank in range(size):
@@ -430,14 +429,14 @@ class ShareSource:
 
     Args:
         writer: whose writer it was.
-        shares: the snapshots of which it has a share, by rank.
+        held: the snapshots of which it has its rank's share.
         host, port, secret: where it serves other machines; port 0: it does not.
-        group: its parity group, itself first, as the members follow each other.
-        parity: the snapshots of which it has parity.
+        group: whose shares it keeps, behind itself, as the members of the group follow each other.
+        parity: the snapshots of which it keeps them.
     """
 
     writer: int
-    shares: Mapping[str, Sequence[str]]
+    held: Sequence[str]
     host: str = ""
     port: int = 0
     secret: str = ""
@@ -452,8 +451,8 @@ class SharePlan:
     Args:
         snapshot: its id.
         remote: for each rank's share, where it is to be had over the network, if it is.
-        lost: for each rank whose share is nowhere, its parity group.
-        parity: for each member of those groups, where its parity is to be had over the network.
+        lost: for each rank whose own share is nowhere, the group that kept it, a keeper first.
+        parity: for each keeper of those groups, where what it keeps is to be had over the network.
     """
 
     snapshot: str
@@ -477,25 +476,28 @@ class _Found:
         self.remote: dict[str, ShareSource] = {}
         self.parity: dict[str, ShareSource] = {}
         for source in (source for one in found for source in one if source.port):
-            for rank, snapshots in source.shares.items():
-                if snapshot in snapshots:
-                    self.remote.setdefault(rank, source)
+            if snapshot in source.held:
+                self.remote.setdefault(str(source.writer), source)
             if snapshot in source.parity:
                 self.parity.setdefault(str(source.writer), source)
-        self._local: list[Collection[str]] = [
-            {rank for source in one for rank, ids in source.shares.items() if snapshot in ids} for one in found
-        ]
+        self._local = [{source.writer for source in one if snapshot in source.held} for one in found]
 
-    def has(self, rank: int) -> bool:
+    def _has(self, rank: int) -> bool:
         """Whether every rank gets this rank's share."""
-        return str(rank) in self.remote or all(str(rank) in here for here in self._local)
+        return str(rank) in self.remote or all(rank in here for here in self._local)
 
-    def group(self, lost: int) -> Sequence[int] | None:
+    def lost(self, size: int) -> dict[int, Sequence[int] | None]:
+        """The ranks whose own share not every rank gets, each with the group that makes it; None: there is none."""
+        return {rank: self._group(rank) for rank in range(size) if not self._has(rank)}
+
+    def _group(self, lost: int) -> Sequence[int] | None:
         """The group of a rank without a share if the others have what makes it."""
         for source in self.parity.values():
-            if lost in source.group:
+            if lost in source.group[1:]:
                 others = [rank for rank in source.group if rank != lost]
-                return source.group if all(self.has(one) and str(one) in self.parity for one in others) else None
+                alone = len(others) == 1  # what it keeps is the share
+                whole = all(str(one) in self.parity and (alone or self._has(one)) for one in others)
+                return source.group if whole else None
         return None
 
 
@@ -508,8 +510,8 @@ def plan_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> SharePlan 
     """
     for snapshot in _newest_first(found):
         there = _Found(snapshot, found)
-        lost = {str(rank): there.group(rank) for rank in range(size) if not there.has(rank)}
-        groups = {rank: group for rank, group in lost.items() if group is not None}
+        lost = there.lost(size)
+        groups = {str(rank): group for rank, group in lost.items() if group is not None}
         if len(groups) == len(lost):
             return SharePlan(snapshot, there.remote, groups, there.parity if groups else {})
     return None
@@ -520,14 +522,14 @@ def lacking_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> tuple[s
     nearest: tuple[str, list[int]] | None = None
     for snapshot in _newest_first(found):
         there = _Found(snapshot, found)
-        missing = [rank for rank in range(size) if not there.has(rank)]
+        missing = [rank for rank, group in there.lost(size).items() if group is None]
         if nearest is None or len(missing) < len(nearest[1]):
             nearest = snapshot, missing
     return nearest
 
 
 def _newest_first(found: Sequence[Sequence[ShareSource]]) -> list[str]:
-    ids = {one for sources in found for source in sources for ids in source.shares.values() for one in ids}
+    ids = {one for sources in found for source in sources for one in (*source.held, *source.parity)}
     known = [parsed for one in ids if (parsed := names.parse_id(one)) is not None]
     return [parsed.id for parsed in sorted(known, key=lambda parsed: parsed.seq, reverse=True)]
 
@@ -551,17 +553,19 @@ def rebuild_share(
     Raises:
         OSError, CkptError, LookupError, TypeError, ValueError: it cannot be made.
     """
-    images = {rank: _image(shares[rank]) for rank in group if rank != lost}
+    keepers = [rank for rank in group if rank != lost]
+    images = {rank: _image(shares[rank]) for rank in keepers if len(keepers) > 1}
     share: PeerShare | None = None
-    out = memoryview(b"")
+    fd, out = -1, memoryview(b"")
     try:
-        for keeper in images:
+        for keeper in keepers:
             parity = parity_of(keeper)
             try:
                 if share is None:
-                    said = next(one for one in parity.body["shares"] if one["rank"] == lost)
-                    fd, out = own_memory(int(said["nbytes"]), beside)
-                    share = PeerShare.of(said, fd)
+                    share = PeerShare.of(next(one for one in parity.body["shares"] if one["rank"] == lost))
+                    if not images:
+                        return _as_given(share, os.dup(parity.fds[0]))  # whole, and compared when it came
+                    fd, out = own_memory(share.nbytes, beside)
                 restore_chunk(out, lost, keeper, group, _image(parity), images)
             finally:
                 for one in parity.fds:
@@ -570,10 +574,14 @@ def rebuild_share(
             raise LookupError(f"no machine has the parity of rank {lost}")
         verify(share, out)
     except BaseException:
-        if share is not None:
-            os.close(share.fd)
+        if fd >= 0:
+            os.close(fd)
         raise
-    return Received({**share.described(), "manifest": share.part, "beat": None, "durable": False}, (share.fd,))
+    return _as_given(share, fd)
+
+
+def _as_given(share: PeerShare, fd: int) -> Received:
+    return Received({**asdict(share), "manifest": share.part, "beat": None, "durable": False}, (fd,))
 
 
 def _image(reply: Received) -> memoryview:

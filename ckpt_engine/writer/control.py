@@ -6,10 +6,9 @@ A request is a message of `channel` with `what`, and the reply is one, perhaps w
 |---|---|
 | `snapshot`     | `snapshot`: its id, or None and `why`; `step`, `manifest`, `run`, `record`, `file`, `nbytes`, \
 `durable`, `beat`, and a descriptor of the memory; of several ranks `manifest` is a part record. Takes the `snapshot` \
-that is wanted, else it is the newest, and the `rank` whose share it is, else it is its own |
+that is wanted, else it is the newest |
 | `held`         | `held`: ids of the snapshots in memory, newest first; or none, and `why`; of several ranks `node`, \
-and with replication or parity `guests` (ids by rank), `group`, `parity` (ids), `port` and `secret`, see `peer_service`
-|
+and with replication or parity `group`, `parity` (ids), `host`, `port` and `secret`, see `peer_service` |
 | `parity`       | `snapshot`: its id, or None and `why`; `shares` that the parity is of, `nbytes`, and a descriptor \
 of the memory. Takes the `snapshot` that is wanted |
 | `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives |
@@ -332,7 +331,7 @@ class ControlHandlers:
             return self._list()
         if request["what"] == PARITY:
             return self._parity(str(request.get("snapshot")))
-        return self._snapshot(request.get("snapshot"), request.get("rank"))
+        return self._snapshot(request.get("snapshot"))
 
     def _list(self) -> Reply | None:
         ids = self._memory.ids()
@@ -342,37 +341,21 @@ class ControlHandlers:
         if self._ranks is not None:
             body["node"] = self._ranks.node
         if self._ranks is not None and self._peers is not None:
-            guests = {str(rank): ids for rank, ids in self._peers.guests.ids().items()}
-            body |= {
-                "guests": guests,
-                "host": self._peers.host,
-                "port": self._peers.port,
-                "secret": self._ranks.session,
-            }
+            body |= {"host": self._peers.host, "port": self._peers.port, "secret": self._ranks.session}
             body |= {"group": list(self._peers.parity.group), "parity": self._peers.parity.ids()}
         return Reply(body)
 
-    def _snapshot(self, wanted: object, rank: object) -> Reply | None:
-        if self._ranks is not None and rank not in (None, self._ranks.rank):
-            return self._guest(str(wanted), rank)
+    def _snapshot(self, wanted: object) -> Reply | None:
         try:
             return self._memory.offer(None if wanted is None else str(wanted))
         except (CkptError, OSError, ValueError) as err:
             return nothing(str(err))
 
-    def _guest(self, wanted: str, rank: object) -> Reply:
-        share = self._peers.guests.get(rank, wanted) if self._peers is not None and isinstance(rank, int) else None
-        if share is None:
-            return nothing(f"the share of rank {rank} is not kept here")
-        described = {**share.described(), "manifest": share.part, "beat": None, "durable": False}
-        del described["part"]
-        return Reply(described, (share.fd,))
-
     def _parity(self, wanted: str) -> Reply:
         found = self._peers.parity.get(wanted) if self._peers is not None else None
         if found is None:
             return nothing(f"the parity of {wanted} is not kept here")
-        shares = [share.described() for share in found.shares]
+        shares = [asdict(share) for share in found.shares]
         return Reply({"snapshot": wanted, "shares": shares, "nbytes": found.nbytes}, (found.fd,))
 
     def _flushed(self) -> Body:

@@ -92,7 +92,7 @@ class JobQueue:
         self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
 
     def _open_peers(self, ranks: RankConfig | None) -> Peers | None:
-        if ranks is None or not ((ranks.replicate or ranks.parity) and self._memory):
+        if ranks is None or not (ranks.mirrors and self._memory):
             return None
         from ckpt_engine.writer.peers import Peers
 

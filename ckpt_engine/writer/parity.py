@@ -2,9 +2,10 @@
 
 As RAID 5 does it: with g members a share is cut into g - 1 chunks, one for each other member, and a member keeps the
 XOR of the chunks that it got. Members are counted as they follow each other in the group, in a ring: chunk j of a
-member is for the one j + 1 places behind it. Shorter chunks count as if zeros followed.
+member is for the one j + 1 places behind it. Shorter chunks count as if zeros followed. Of two members the one keeps
+the other's share as it is.
 
-The parity that a writer keeps in memory for its group: of the two newest snapshots of which it is complete.
+What a writer keeps in memory for others: of the two newest snapshots of which it is complete.
 
 What comes in is XORed slice by slice where it belongs, so that no chunk needs memory of its own. A chunk that breaks
 off, or is not what was sent, spoils the parity of its snapshot: that one is let go, and those before stay.
@@ -80,7 +81,7 @@ class Parity:
 
     Args:
         snapshot: its id.
-        shares: what the chunks are of, without memory.
+        shares: what the chunks are of.
         fd: a descriptor of the memory; the owner of the value closes it.
         nbytes: of the longest chunk.
     """
@@ -117,7 +118,7 @@ class ParitySets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.group: tuple[int, ...] = ()
-        """All members, as they follow each other, this rank first."""
+        """All members, as they follow each other, this rank first. The others' shares are kept."""
         self._open: dict[int, _Set] = {}
         self._kept: list[_Set] = []
         self._spare: _Memory | None = None
@@ -125,7 +126,7 @@ class ParitySets:
         """Number of a snapshot: of this one and older ones nothing more is taken in."""
 
     def expect(self, group: Sequence[int]) -> None:
-        """Keep the parity of this group, whose first member's writer this is."""
+        """Keep the shares of this group, whose first member's writer this is."""
         with self._lock:
             self.group = tuple(group)
 
@@ -137,7 +138,7 @@ class ParitySets:
             FormatError: its bytes are not what was sent.
             OSError: there is no memory, or the sender is gone.
         """
-        share = PeerShare.of(said, -1)
+        share = PeerShare.of(said)
         share.decoded()
         found, nbytes = self._begin(share)
         try:
@@ -182,7 +183,7 @@ class ParitySets:
             if parsed is None or share.rank not in self.group[1:]:
                 raise WriterError(f"the shares of rank {share.rank} are not kept here")
             if parsed.seq <= self._settled:
-                raise WriterError(f"{share.snapshot} is too old, or its parity was given up")
+                raise WriterError(f"{share.snapshot} is too old, or was given up here")
             which = chunk(share.nbytes, len(self.group), number_of(self.group, share.rank, self.group[0]))
             nbytes = which.stop - which.start
             found = self._open.get(parsed.seq)
@@ -203,7 +204,7 @@ class ParitySets:
             running.add(slice_)
             with found.lock:
                 if found.memory is None:
-                    raise WriterError(f"the parity of {found.snapshot} was given up")
+                    raise WriterError(f"what was kept of {found.snapshot} was given up")
                 xor_into(found.memory.view[at : at + slice_.nbytes], slice_)
         if running.result() != digest:
             raise CorruptError(f"a chunk of {found.snapshot} does not match its digest")
@@ -211,7 +212,7 @@ class ParitySets:
     def _end(self, found: _Set, share: PeerShare) -> None:
         with self._lock:
             if self._open.get(found.number) is not found:
-                raise WriterError(f"the parity of {found.snapshot} was given up")
+                raise WriterError(f"what was kept of {found.snapshot} was given up")
             found.shares[share.rank] = share
             if set(found.shares) != set(self.group[1:]):
                 return

@@ -9,14 +9,11 @@ its direction, its length, its kind and its bytes, with a key of that connection
 
 | `what`     | carries                                                          | reply |
 |---|---|---|
-| `keep`     | `rank`, `snapshot`, `part`, `record`, `file`, `nbytes`, the file | `ok` when it is whole; else `why` |
-| `add`      | the same but the file; `digest` of a chunk of it, and the chunk  | `ok` when it is whole; else `why` |
-| `snapshot` | `rank`, `snapshot`                                               | as `control.SNAPSHOT`, and the file |
+| `add`      | a `PeerShare`; `digest` of a chunk of it, and the chunk          | `ok` when it is whole; else `why` |
+| `snapshot` | `snapshot`                                                       | as `control.SNAPSHOT`, and the file |
 | `parity`   | `snapshot`                                                       | as `control.PARITY`, and the parity |
 | `mirrored` | `rank`, `snapshot`                                               | `ok` |
 | `moved`    | `rank`, `host`, `port`: of the writer that has taken its place   | `ok` |
-
-The shares that a writer keeps in memory for a rank on another machine: the two newest complete ones.
 """
 
 from __future__ import annotations
@@ -29,13 +26,12 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import digest
 from ckpt_engine.writer import part_records
@@ -74,7 +70,6 @@ class PeerShare:
         part: its part record.
         record: of the run.
         file: name of the data file.
-        fd: a descriptor of the memory; the owner of the value closes it.
         nbytes: bytes of the data file.
     """
 
@@ -83,12 +78,11 @@ class PeerShare:
     part: str
     record: str
     file: str
-    fd: int
     nbytes: int
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], fd: int) -> PeerShare:
-        """The inverse of `described`, in memory that `fd` is a descriptor of; -1: in none.
+    def of(cls, said: Mapping[str, Any]) -> PeerShare:
+        """The inverse of `dataclasses.asdict`, for what is among other things.
 
         Raises:
             LookupError, TypeError, ValueError: `said` is no description.
@@ -99,7 +93,6 @@ class PeerShare:
             str(said["part"]),
             str(said["record"]),
             str(said["file"]),
-            fd,
             int(said["nbytes"]),
         )
 
@@ -113,12 +106,6 @@ class PeerShare:
         if (part.rank, part.manifest.info.id) != (self.rank, self.snapshot):
             raise CorruptError(f"the share of rank {self.rank} is of rank {part.rank} and of {part.manifest.info.id}")
         return part
-
-    def described(self) -> dict[str, Any]:
-        """What a message says of it."""
-        described = asdict(self)
-        del described["fd"]
-        return described
 
 
 def verify(share: PeerShare, image: memoryview) -> None:
@@ -398,90 +385,3 @@ def _wake(sock: socket.socket) -> None:
     """End a connection whose thread closes it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-KEPT = 2
-"""Complete ones; while a third one comes in there is memory for three. Ranks may be one snapshot apart."""
-
-
-class Guests:
-    """Keeps what comes in whole. Thread safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._receiving = threading.Lock()
-        self._ranks: tuple[int, ...] = ()
-        self._kept: deque[PeerShare] = deque()
-        self._spare: PeerShare | None = None
-
-    def expect(self, ranks: Sequence[int]) -> None:
-        """Keep the shares of these ranks, and of no other one."""
-        with self._lock:
-            self._ranks = tuple(ranks)
-
-    def receive(self, said: Mapping[str, Any], line: PeerConnection) -> None:
-        """Take in a share; raises what keeps it from being kept.
-
-        Raises:
-            WriterError: it is of no rank that is expected.
-            FormatError: its bytes are not what was sent.
-            OSError: there is no memory, or the sender is gone.
-        """
-        with self._lock:
-            if said["rank"] not in self._ranks:
-                raise WriterError(f"the shares of rank {said['rank']} are not kept here")
-        nbytes = int(said["nbytes"])
-        if nbytes < 0:
-            raise WriterError(f"a share of {nbytes} bytes is none")
-        with self._receiving:
-            fd = self._memory(nbytes)
-            try:
-                share = PeerShare.of(said, fd)
-                image = shared_bytes(fd, nbytes, writable=True)
-                line.fill(image)
-                verify(share, image)
-            except BaseException:
-                os.close(fd)
-                raise
-            with self._lock:
-                self._kept.append(share)
-                if len(self._kept) > KEPT:
-                    # Memory that was touched once costs nothing the next time.
-                    before, self._spare = self._spare, self._kept.popleft()
-                    if before is not None:
-                        os.close(before.fd)
-
-    def ids(self) -> dict[int, list[str]]:
-        """The snapshots whose share is kept, newest first, by rank."""
-        with self._lock:
-            found: dict[int, list[str]] = {}
-            for share in reversed(self._kept):
-                found.setdefault(share.rank, []).append(share.snapshot)
-            return found
-
-    def get(self, rank: int, snapshot: str) -> PeerShare | None:
-        """A share with a descriptor of its own, for reading only, which the caller closes."""
-        with self._lock:
-            for share in self._kept:
-                if (share.rank, share.snapshot) == (rank, snapshot):
-                    fd = os.open(f"/proc/self/fd/{share.fd}", os.O_RDONLY | os.O_CLOEXEC)
-                    return replace(share, fd=fd)
-        return None
-
-    def close(self) -> None:
-        """Let go of everything."""
-        with self._lock:
-            found = [*self._kept, *([self._spare] if self._spare is not None else [])]
-            self._kept.clear()
-            self._spare = None
-        for share in found:
-            os.close(share.fd)
-
-    def _memory(self, nbytes: int) -> int:
-        with self._lock:
-            spare, self._spare = self._spare, None
-        if spare is not None and spare.nbytes == nbytes:
-            return spare.fd
-        if spare is not None:
-            os.close(spare.fd)
-        return memory_file(nbytes)

@@ -1,9 +1,8 @@
-"""What a rank's writer does with those of other machines: mirrors its share there, keeps theirs, makes parity, serves
-both.
+"""What a rank's writer does with those of other machines: mirrors its share there, keeps what they send, and serves it.
 
 Sends what a rank's writer holds to the writers that keep it on other machines, the newest snapshot first.
 
-One keeper gets the share whole; of a parity group each gets a chunk. The trainer fills a slot again while a slow link
+Each keeper gets a chunk; a single one gets the share whole. The trainer fills a slot again while a slow link
 still takes it in. So the share is copied before, and what was copied counts only if the slot cannot have changed
 meanwhile. A keeper is not waited for: one that is gone is reported, and tried again with the next snapshot.
 """
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt_engine.copy.host_memory import memory_file, shared_bytes
@@ -30,7 +29,7 @@ from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.channel import Answer, Body, nothing
 from ckpt_engine.writer.memory_snapshots import StagedJob
 from ckpt_engine.writer.parity import ParitySets, chunk
-from ckpt_engine.writer.peer_service import SECONDS, Guests, PeerConnection, PeerShare, Server, connect
+from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
 _REMEMBERED = 16
 
@@ -39,7 +38,7 @@ class Peers:
     """From the start of the writer to the end of its process. Any thread.
 
     Args:
-        ranks: whose writer it is; with `replicate` or `parity`.
+        ranks: whose writer it is; with `mirrors`.
         run: see `Mirror`.
         intact: see `Mirror`.
         emit: takes messages to the trainer.
@@ -48,7 +47,7 @@ class Peers:
         OSError: no port is to be had.
 
     Attributes:
-        guests, parity: what is kept for others.
+        parity: what is kept for others.
         answer: what the control socket would answer, once there is one.
     """
 
@@ -61,7 +60,6 @@ class Peers:
     ) -> None:
         self._ranks = ranks
         self._emit = emit
-        self.guests = Guests()
         self.parity = ParitySets()
         self.answer: Answer = lambda _: nothing("the writer has just begun")
         self._news = threading.Condition()
@@ -95,10 +93,7 @@ class Peers:
         """
         addresses = [(str(host), int(port)) for host, port in body["addresses"]]
         keepers, senders = [int(rank) for rank in body["keepers"]], [int(rank) for rank in body["senders"]]
-        if self._ranks.parity:
-            self.parity.expect([self._ranks.rank, *keepers])
-        else:
-            self.guests.expect(senders)
+        self.parity.expect([self._ranks.rank, *senders])
         self._lead = addresses[0]
         self._mirror.meet({rank: addresses[rank] for rank in keepers})
         if body["moved"]:
@@ -124,14 +119,13 @@ class Peers:
         if line is not None:
             line.close()
         self._server.close()
-        self.guests.close()
         self.parity.close()
 
     def _serve(self, request: dict[str, Any], line: PeerConnection) -> None:
         match request.get("what"):
-            case "keep" | "add" as what:
+            case "add":
                 try:
-                    (self.guests if what == "keep" else self.parity).receive(request, line)
+                    self.parity.receive(request, line)
                 except CkptError as err:
                     line.send({"why": err.message})
                     raise  # what is left of the file is on the line
@@ -268,7 +262,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
 
     def meet(self, keepers: Mapping[int, tuple[str, int]]) -> None:
-        """Send to these ranks' writers from now on; once. In a parity group each gets the chunk of its place."""
+        """Send to these ranks' writers from now on; once. Each gets the chunk of its place."""
         with self._changed:
             self._keepers = {rank: _Keeper(rank, n, address) for n, (rank, address) in enumerate(keepers.items())}
         self._thread.start()
@@ -344,7 +338,7 @@ class Mirror:
         manifest = staged.manifest(run.run, digests)
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
         record = run.text.decode()
-        share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, -1, nbytes)
+        share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, nbytes)
         kept = [self._attempt(keeper, share, copy) for keeper in self._keepers.values()]
         if all(kept):
             self._done(staged.snapshot)
@@ -379,12 +373,8 @@ class Mirror:
         if keeper.line is None:
             keeper.line_to = address
             keeper.line = connect(*address, self._ranks.session)
-        if self._ranks.parity:
-            data = copy[chunk(share.nbytes, self._ranks.parity, keeper.number)]
-            keeper.line.send({"what": "add", **share.described(), "digest": digest(data)})
-        else:
-            data = copy
-            keeper.line.send({"what": "keep", **share.described()})
+        data = copy[chunk(share.nbytes, len(self._keepers) + 1, keeper.number)]
+        keeper.line.send({"what": "add", **asdict(share), "digest": digest(data)})
         keeper.line.send_file(data, self._pace)
         reply = keeper.line.receive()
         return None if reply.get("ok") else str(reply.get("why"))

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +17,14 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError, WriterError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import partner_of
-from ckpt_engine.restore.memory import ShareSource, plan_shares
+from ckpt_engine.restore.memory import ShareSource, lacking_shares, plan_shares
 from ckpt_engine.snapshot import save_request
 from ckpt_engine.snapshot.save_request import SharedSnapshots
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.names import session_id
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.peer_service import PeerShare, connect
+from ckpt_engine.writer.peer_service import connect
 from tests.peers.writers import SECRET, Writer, meet, until
 from tests.persist.staged import WAIT_SECONDS
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
@@ -41,15 +42,16 @@ def writers() -> Iterator[list[Writer]]:
 def test_a_partner_has_the_share_and_rank_0_hears_when_all_have(writers: list[Writer]) -> None:
     """Bit for bit, with its part record; both directions count."""
     snapshot = writers[0].offer(3)
-    until(lambda: writers[1].peers.guests.ids() == {0: [snapshot]})
+    until(lambda: writers[1].kept == [snapshot])
     assert writers[0].mirrored == []
     writers[1].offer(3)
     until(lambda: writers[0].mirrored == [snapshot])
-    share = writers[1].peers.guests.get(0, snapshot)
-    assert share is not None
-    assert os.pread(share.fd, share.nbytes, 0) == os.pread(writers[0].stage.fd, share.nbytes, 0)
+    found = writers[1].peers.parity.get(snapshot)
+    assert found is not None
+    (share,) = found.shares
+    assert os.pread(found.fd, share.nbytes, 0) == os.pread(writers[0].stage.fd, share.nbytes, 0)
     assert part_records.decode(share.part.encode(), "here").rank == 0
-    os.close(share.fd)
+    os.close(found.fd)
 
 
 def test_the_two_newest_are_kept(writers: list[Writer]) -> None:
@@ -57,9 +59,9 @@ def test_the_two_newest_are_kept(writers: list[Writer]) -> None:
     found = []
     for step in range(1, 6):
         found.append(writers[0].offer(step))
-        until(lambda: found[-1] in writers[1].peers.guests.ids().get(0, []))
-    assert writers[1].peers.guests.ids() == {0: [found[4], found[3]]}
-    assert writers[1].peers.guests.get(0, found[2]) is None
+        until(lambda: found[-1] in writers[1].kept)
+    assert writers[1].kept == [found[4], found[3]]
+    assert writers[1].peers.parity.get(found[2]) is None
 
 
 def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None:
@@ -69,8 +71,8 @@ def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None
     until(lambda: writers[0].asked == 1)
     writers[0].changes = False
     second = writers[0].offer(2)
-    until(lambda: writers[1].peers.guests.ids())
-    assert writers[1].peers.guests.ids() == {0: [second]}
+    until(lambda: writers[1].kept)
+    assert writers[1].kept == [second]
 
 
 def test_who_does_not_know_the_secret_gets_nothing(writers: list[Writer]) -> None:
@@ -90,32 +92,6 @@ def test_who_does_not_know_the_secret_gets_nothing(writers: list[Writer]) -> Non
         with pytest.raises((WriterError, OSError)):
             connect("127.0.0.1", fake.getsockname()[1], SECRET)
         thread.join(WAIT_SECONDS)
-
-
-def test_a_share_that_is_damaged_on_the_way_is_not_kept(writers: list[Writer]) -> None:
-    """Its digests are in the part record that comes with it."""
-    snapshot = writers[0].offer(1)
-    until(lambda: writers[1].peers.guests.ids())
-    share = writers[1].peers.guests.get(0, snapshot)
-    assert share is not None
-    data = bytearray(os.pread(share.fd, share.nbytes, 0))
-    os.close(share.fd)
-    data[-3000] ^= 1
-    other = PeerShare(0, snapshot, share.part, share.record, share.file, -1, share.nbytes)
-    line = connect("127.0.0.1", writers[1].peers.port, SECRET)
-    line.send({"what": "keep", **other.described()})
-    line.send_file(memoryview(bytes(data)))
-    assert "does not match its digest" in line.receive()["why"]
-    line.close()
-    assert writers[1].peers.guests.ids() == {0: [snapshot]}
-
-
-def test_shares_of_other_ranks_are_not_kept(writers: list[Writer]) -> None:
-    """Memory is for one guest."""
-    line = connect("127.0.0.1", writers[1].peers.port, SECRET)
-    line.send({"what": "keep", "rank": 7, "nbytes": 1 << 40})
-    assert "not kept here" in line.receive()["why"]
-    line.close()
 
 
 def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
@@ -164,13 +140,13 @@ def test_a_partner_that_is_gone_is_reported_once_and_its_successor_is_used(write
     meet([writers[0], successor], moved=1)
     until(lambda: writers[0].peers._mirror._keepers[1].address == ("127.0.0.1", successor.peers.port))
     snapshot = writers[0].offer(4)
-    until(lambda: snapshot in successor.peers.guests.ids().get(0, []))
+    until(lambda: snapshot in successor.kept)
     until(lambda: any("is back" in one for one in writers[0].notices))
     successor.close()
 
 
 @given(st.integers(1, 4), st.integers(1, 3))
-def test_partners_are_on_other_machines_and_each_has_one_guest(machines: int, each: int) -> None:
+def test_partners_are_on_other_machines_and_each_keeps_one_share(machines: int, each: int) -> None:
     """The shares of a lost machine are all on one other machine."""
     nodes = [f"node{machine}" for machine in range(machines) for _ in range(each)]
     found = [partner_of(rank, nodes) for rank in range(len(nodes))]
@@ -185,7 +161,7 @@ def test_partners_are_on_other_machines_and_each_has_one_guest(machines: int, ea
 
 
 def test_ranks_in_unequal_numbers_have_no_partners() -> None:
-    """Somebody would have two guests."""
+    """One of them would keep two shares."""
     assert [partner_of(rank, ["a", "a", "b"]) for rank in range(3)] == [None, None, None]
 
 
@@ -195,24 +171,38 @@ IDS = [session_id("s", number, number) for number in range(5)]
 def test_the_newest_snapshot_that_everybody_gets_is_planned() -> None:
     """On one's own machine or from one that serves; without network only what is on every machine."""
 
-    def source(writer: int, shares: dict[str, list[str]], port: int = 1) -> ShareSource:
-        return ShareSource(writer, shares, "host", port, "secret")
+    def source(writer: int, held: list[str], parity: list[str], port: int = 1) -> ShareSource:
+        return ShareSource(writer, held, "host", port, "secret", [writer, 1 - writer], parity)
 
-    here = source(0, {"0": [IDS[3], IDS[2]], "1": [IDS[2], IDS[1]]})
+    here = source(0, [IDS[3], IDS[2]], [IDS[2], IDS[1]])
     found = plan_shares(2, [[here], []])
     assert found is not None
     assert found.snapshot == IDS[2]
-    assert set(found.remote) == {"0", "1"}
-    alone = source(0, {"0": [IDS[3]], "1": [IDS[3]]}, port=0)
-    assert plan_shares(2, [[alone], []]) is None
-    assert plan_shares(2, [[alone], [alone]]) is not None
+    assert (set(found.remote), found.lost, set(found.parity)) == ({"0"}, {"1": [0, 1]}, {"0"})
+    alone = [source(0, [IDS[3]], [], port=0), source(1, [IDS[3]], [], port=0)]
+    assert plan_shares(2, [alone, []]) is None
+    assert plan_shares(2, [alone, alone]) is not None
     assert plan_shares(2, [[], []]) is None
+
+
+def test_every_second_machine_may_be_lost() -> None:
+    """Only one machine of two that follow each other has to be left; whether it has its own share does not matter."""
+    there = [ShareSource(rank, [IDS[1]], "host", 1, "secret", [rank, (rank - 1) % 4], [IDS[1]]) for rank in range(4)]
+    found = plan_shares(4, [[there[1]], [there[3]]])
+    assert found is not None
+    assert found.lost == {"0": [1, 0], "2": [3, 2]}
+    bare = replace(there[1], held=[])
+    again = plan_shares(4, [[bare], [there[2], there[3]]])
+    assert again is not None
+    assert again.lost == {"0": [1, 0], "1": [2, 1]}
+    assert plan_shares(4, [[there[2]], [there[3]]]) is None
+    assert lacking_shares(4, [[there[2]], [there[3]]]) == (IDS[1], [0])
 
 
 def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds back; a newer snapshot that all have counts too."""
     ranks: Any = ThreadRanks(0, 2, SharedStore())
-    gate = SharedSnapshots(Session(ranks, replicate=True), lambda *_: None)
+    gate = SharedSnapshots(Session(ranks, machines=2), lambda *_: None)
     gate.took(IDS[2], None)
     assert not gate.keeps_up
     gate.mirrored(IDS[1])

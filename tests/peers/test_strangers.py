@@ -204,7 +204,7 @@ def test_a_request_that_is_none_ends_its_connection_and_nothing_else(echo: Echo,
 def random_message(chance: random.Random) -> bytes:
     values: list[Any] = [None, -1, 0, 1 << 70, 1e308, "x" * 999, [], {}, True, [[[[]]]], {"nbytes": 1 << 62}]
     keys = ["what", "nbytes", "rank", "snapshot", "part", "file", "digest", "record", "name", "start", "host", "port"]
-    whats = ["keep", "add", "snapshot", "parity", "mirrored", "moved", "read", "manifest", "?"]
+    whats = ["add", "snapshot", "parity", "mirrored", "moved", "read", "manifest", "?"]
     body = {key: chance.choice(values) for key in chance.sample(keys, chance.randrange(len(keys)))}
     if chance.random() < 0.8:
         body["what"] = chance.choice(whats)
@@ -270,10 +270,10 @@ def campaign(seeds: range) -> None:
             attack(target.peers.port, SECRET, seed)
             if seed % 25 == 0:
                 snapshot = writers[0].offer(seed + 1)
-                until(lambda snapshot=snapshot: snapshot in writers[1].peers.guests.ids().get(0, []))
+                until(lambda snapshot=snapshot: snapshot in writers[1].kept)
         for one in group:
             one.offer(1)
-        until(lambda: all(one.peers.parity.ids() for one in group))
+        until(lambda: all(one.kept for one in group))
     finally:
         threading.excepthook = before
         for one in [*writers, *group]:

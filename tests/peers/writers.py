@@ -30,15 +30,16 @@ class Writer:
     """The peers of a rank, and orders as its trainer would send them.
 
     Args:
-        parity: machines of a parity group; 0: every rank has a partner.
+        machines: of a parity group; 2: every rank has a partner.
         nbytes: about the size of its share.
     """
 
-    def __init__(self, rank: int, size: int, parity: int = 0, nbytes: int = 64 << 10) -> None:
+    def __init__(self, rank: int, size: int, machines: int = 2, nbytes: int = 64 << 10) -> None:
         self.said: list[dict[str, Any]] = []
         self.changes = False
         self.asked = 0
-        self.ranks = RankConfig(rank, size, SECRET, None, 1.0, f"node{rank}", not parity, parity)
+        self.ranks = RankConfig(rank, size, SECRET, None, 1.0, f"node{rank}", True)
+        self.machines = machines
         self.peers = Peers(self.ranks, lambda: RUN, self._intact, self.said.append)
         self.stage = Stage(nbytes)
         self.intake = MessageDecoder()
@@ -59,6 +60,11 @@ class Writer:
         self.orders.append(order)
         self.peers.offer(order)
         return snapshot
+
+    @property
+    def kept(self) -> list[str]:
+        """The snapshots of which it has what the others send."""
+        return self.peers.parity.ids()
 
     def join(self) -> None:
         """Wait until its sender, which ends, has freed the slot and its connections."""
@@ -89,5 +95,5 @@ def meet(writers: list[Writer], *, moved: int | None = None) -> None:
     nodes = [one.ranks.node for one in writers]
     for rank, one in enumerate(writers):
         if moved in (None, rank):
-            near = dataclasses.asdict(neighbours(rank, nodes, one.ranks.parity))
+            near = dataclasses.asdict(neighbours(rank, nodes, one.machines))
             one.peers.meet({"addresses": addresses, **near, "moved": moved is not None})

@@ -417,7 +417,7 @@ def attack(root: Path, seed: int) -> None:
 
 def campaign(root: Path, seeds: range) -> None:
     """Against what a writer answers: after each of them it answers what it should."""
-    ranks = RankConfig(1, 2, "secret", None, 1.0, "here", replicate=True)
+    ranks = RankConfig(1, 2, "secret", None, 1.0, "here", mirrors=True)
     memory = MemorySnapshots(Ids(), lambda: None)
     handlers = ControlHandlers(memory, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
     served = Control(str(root), handlers.answer)

@@ -325,6 +325,9 @@ class FitResume:
             original(checkpoint)  # of a callback that trains before the run, as one that looks for a learning rate
             return
         self.to_restore = None
+        assert self.report is not None
+        optimizers = run_state.named_optimizers(self._trainer)
+        self.report.not_restored += components.made_otherwise(self._own.get("made"), optimizers)
         states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
         self._regrouped = run_state.restore_groups(self._trainer, self._module, states, saved)
         try:

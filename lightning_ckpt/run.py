@@ -146,6 +146,7 @@ class FitRun:
     def optimizers_made(self) -> None:
         """Nothing of the run has changed them yet."""
         self._capture.groups_at_start = run_state.group_sizes(self._trainer)
+        self._capture.made = components.made_by_script(run_state.named_optimizers(self._trainer))
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""

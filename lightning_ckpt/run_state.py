@@ -73,6 +73,8 @@ class FitCapture:
         self._ranks, self._audit = ranks, audit
         self.groups_at_start: list[list[int]] = []
         """`run_state.group_sizes` before training."""
+        self.made = ""
+        """`components.made_by_script` then."""
         self.flags_at_start: Mapping[str, list[str]] = {"frozen": [], "eval": []}
         """`components.dump_flags` when training started."""
         self._trainer = trainer
@@ -138,6 +140,7 @@ class FitCapture:
                     "buffer_syncs": self._order().syncs(),
                     "left_out": self._left_out or {},
                     "values": values,
+                    "made": self.made,
                     "groups": dump_groups(self._trainer, self._module, self.groups_at_start),
                     **extras,
                 }
@@ -344,6 +347,11 @@ def dump_gradients(module: torch.nn.Module) -> dict[str, Any]:
 
 
 Groups = list[dict[str, Any]]
+
+
+def named_optimizers(trainer: pl.Trainer) -> dict[str, torch.optim.Optimizer]:
+    """By the names that reports give them."""
+    return {f"optimizers[{number}]": optimizer for number, optimizer in enumerate(trainer.optimizers)}
 
 
 def group_sizes(trainer: pl.Trainer) -> list[list[int]]:

@@ -60,6 +60,7 @@ class LoopCapture:
     def __init__(self, parts: Components, ranks: Ranks | None = None) -> None:
         self._parts = parts
         self._ranks = ranks
+        self._made = components.made_by_script(parts.optimizers)
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
@@ -101,6 +102,7 @@ class LoopCapture:
                         "metric_states": components.dump_all(self._parts.objects),
                         "buffer_syncs": self.buffer_syncs(),
                         **own,
+                        "made": self._made,
                         "audit": hidden,
                         "gradient_order": self._gradient_order().state(),
                         "values": own_values(state, self._ranks),

@@ -8,6 +8,7 @@ in a window, a minimum, the groups of a collection; a `MetricTracker` gets one m
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ckpt_engine.store.manifest import Manifest
 
 OWN_KEY = "ckpt_engine"
 _EXTRA_STATE = "_extra_state"
+_SHOWN = 8
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -280,29 +282,65 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-def options_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+def options_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
     """Numbers in the groups of optimizers, such as the learning rate, by path."""
     return {
         f"{name}.param_groups[{number}][{key!r}]": value
         for name, optimizer in optimizers.items()
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float | tuple)
     }
 
 
-def options_set(saved: Mapping[str, float], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[NotRestored]:
+def options_set(saved: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[NotRestored]:
     """What the script has set since `saved` was put back: code at the start of an epoch has run once more."""
-    now = options_of(optimizers)
     return [
         NotRestored(
             "the loop",
-            f"{path} was {value}, and the script has set {now[path]} before its first step: set it from run.epoch, or "
+            f"{path} was {value}, and the script has set {now} before its first step: set it from run.epoch, or "
             "from what track(…, carry=Carry(…)) keeps",
         )
-        for path, value in saved.items()
-        if now.get(path, value) != value
+        for path, value, now in _changed(saved, options_of(optimizers))
     ]
+
+
+def made_by_script(optimizers: Mapping[str, torch.optim.Optimizer]) -> str:
+    """The class of each optimizer, and the options of those that have not trained, before anything is put back.
+
+    JSON: a snapshot has one text sooner than a thousand values.
+    """
+    classes = {name: type(optimizer).__name__ for name, optimizer in optimizers.items()}
+    fresh = {name: optimizer for name, optimizer in optimizers.items() if not optimizer.state}
+    return json.dumps({"classes": classes, "options": options_of(fresh)})
+
+
+def made_otherwise(saved: str | None, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[NotRestored]:
+    """Options that the script gives its optimizers now, where it gave others: those of the snapshot hold.
+
+    Args:
+        saved: what `made_by_script` gave in the saved run; None: an older version has written it.
+        optimizers: as they are before anything is put back.
+
+    Raises:
+        MismatchError: an optimizer is of another class.
+    """
+    now = json.loads(made_by_script(optimizers))
+    was = now if saved is None else json.loads(saved)
+    for name, kind, other in _changed(was["classes"], now["classes"]):
+        raise MismatchError(
+            f"the snapshot has the state of the optimizer {name!r} of the class {kind}, and it is of {other} now",
+            hint=f"use {kind}, or start in another folder: the state of one optimizer is not that of another",
+        )
+    rows = _changed(was["options"], now["options"])
+    found = [f"{path} is {value} as in the snapshot, not {other}" for path, value, other in rows[:_SHOWN]]
+    found += [f"{len(rows) - _SHOWN} more"] * (len(rows) > _SHOWN)
+    return [NotRestored("changed options of optimizers", "; ".join(found))] if found else []
+
+
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What both have, and not equally."""
+    return [(path, value, now[path]) for path, value in saved.items() if now.get(path, value) != value]
 
 
 def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:

@@ -29,6 +29,7 @@ from tests.lightning.runs import (
     tail,
     train,
 )
+from tests.lightning.test_hidden import report
 
 
 class Counts(Callback):
@@ -298,3 +299,21 @@ def test_optimizers_that_do_not_fit_are_one_clear_error(tmp_path: Path) -> None:
     fit(Case(), every_batch(tmp_path), max_epochs=1)
     with pytest.raises(MismatchError, match=r"optimizers of the snapshot .* configure_optimizers"):
         fit(Case(model=Halves), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
+
+
+def test_an_optimizer_that_the_script_makes_otherwise_is_seen(tmp_path: Path) -> None:
+    """Another class is refused; other options are named, and those of the snapshot hold."""
+
+    class Decayed(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    class Faster(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    fit(Case(model=Decayed), every_batch(tmp_path), max_epochs=1)
+    with pytest.raises(MismatchError, match=r"'optimizers\[0\]' of the class AdamW, and it is of Adam now"):
+        fit(Case(), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
+    fit(Case(model=Faster), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
+    assert any("['lr'] is 0.01 as in the snapshot, not 0.05" in row["why"] for row in report(tmp_path)["not_restored"])

@@ -1,7 +1,8 @@
-"""Plain and Accelerate loops that are resumed with another batch size or more samples: the option `data`."""
+"""Loops that are resumed with another batch size or more samples (the option `data`), or another optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, random_split
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.errors import MismatchError
 from tests.accelerate.runs import train_accelerate
 from tests.tracking.runs import (
@@ -93,3 +95,43 @@ def test_an_unseeded_split_is_refused(trainer: str, tmp_path: Path) -> None:
     train(half(1), every_boundary(tmp_path))
     with pytest.raises(MismatchError, match="split or order differs"):
         train(half(2), resume_only(tmp_path), seed=7)
+
+
+def optimized(optimizer: Callable[[Any], torch.optim.Optimizer], root: Path, last: int) -> Any:
+    """The learning rate and its like in the groups, after the loop's step `last`."""
+    model = torch.nn.Linear(2, 1)
+    made = optimizer(model.parameters())
+    with Checkpointer(str(root), every_n_steps=1, writer="thread") as ckpt:
+        run = ckpt.track(model=model, optimizer=made)
+        for _ in range(run.global_step, last):
+            model(torch.ones(2)).sum().backward()
+            made.step()
+            run.step()
+    return made.param_groups
+
+
+def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
+    """The moments of AdamW load into an Adam, whose steps would be other ones; the same class goes on."""
+    adam, decayed = (lambda p, kind=kind: kind(p, 0.1) for kind in (torch.optim.Adam, torch.optim.AdamW))
+    optimized(decayed, tmp_path, 2)
+    with pytest.raises(MismatchError, match=r"'optimizer' of the class AdamW, and it is of Adam now") as caught:
+        optimized(adam, tmp_path, 4)
+    assert "use AdamW" in str(caught.value.hint)
+    optimized(decayed, tmp_path, 4)
+    assert report(tmp_path).not_restored == ()
+
+
+def test_options_of_an_optimizer_that_the_script_changes_are_named(tmp_path: Path) -> None:
+    """Those of the snapshot hold, and who edits a learning rate sees that."""
+
+    def sgd(rate: float, momentum: float) -> Callable[[Any], torch.optim.Optimizer]:
+        return lambda parameters: torch.optim.SGD(parameters, rate, momentum)
+
+    optimized(sgd(0.1, 0.9), tmp_path, 2)
+    (group,) = optimized(sgd(0.2, 0.0), tmp_path, 4)
+    assert (group["lr"], group["momentum"]) == (0.1, 0.9)
+    (named,) = report(tmp_path).not_restored
+    assert "['lr'] is 0.1 as in the snapshot, not 0.2" in named.why
+    assert "['momentum'] is 0.9 as in the snapshot, not 0.0" in named.why
+    optimized(sgd(0.2, 0.0), tmp_path, 6)
+    assert report(tmp_path).not_restored == ()  # said once

@@ -463,7 +463,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("module", "_current_fx_name", "logging in on_train_epoch_start of a resumed epoch"),
     PrivateName("epoch_loop", "automatic_optimization", "counting optimizer steps"),
     PrivateName("epoch_loop", "val_loop", "the loaders of validation"),
-    PrivateName("val_loop", "_combined_loader", "the loaders of validation"),
     PrivateName("val_loop", "_last_val_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
     PrivateName("val_loop", "setup_data", "making the loaders of validation before the streams are put back"),
     PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),

@@ -60,12 +60,6 @@ class DataInternals:
         fetcher: object = self._trainer.fit_loop._data_fetcher
         return fetcher
 
-    @property
-    def validation_loaders(self) -> object:
-        """What combines the validation loaders; None until they are made, another object when they are made again."""
-        combined: object = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
-        return combined
-
     def make_validation_loaders(self) -> None:
         """Make them now, as `fit` does for its progress bar."""
         self._trainer.validating = True

@@ -72,9 +72,9 @@ class FitLoaders:
             self._load(len(self._positions) - 1)
 
     def _follow_validation(self, loader: Any) -> None:
-        if self._internals.validation_loaders is not self._validation_before:
-            self._validation_before = self._internals.validation_loaders
-            self._validation = []
+        made = self._trainer.num_val_batches  # another list each time that the loaders are made, as after a Tuner
+        if made is not self._validation_before:
+            self._validation_before, self._validation = made, []
         position = attach(loader) if isinstance(loader, DataLoader) else None
         if position is not None and position in self._positions:
             position.aside = self._validates  # the state of the training loader has all that is to be known

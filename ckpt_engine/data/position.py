@@ -360,8 +360,9 @@ class LoaderPosition:
 
     def detach(self) -> None:
         """Give the loader its original class back; iterators already running go on."""
-        if followed_by(self.loader) is self:
-            swap_back(self.loader)
+        loader = self._reference()
+        if loader is not None and followed_by(loader) is self:
+            swap_back(loader)
 
     # -- swap.Iterations
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:

@@ -182,12 +182,16 @@ class LateFinder(LearningRateFinder):
 
 
 def find_and_fit(
-    folder: Path, seed: int, crash_at: int | None, kind: type[LearningRateFinder] = LearningRateFinder
+    folder: Path,
+    seed: int,
+    crash_at: int | None,
+    kind: type[LearningRateFinder] = LearningRateFinder,
+    model: type[Rated] = Rated,
 ) -> tuple[list[Any], float, int]:
     """One process: weights, the rate that it found, and what the class of its callback has counted."""
     seed_everything(seed)
     Tally.seen = 0
-    ckpt, net = AdaptiveCheckpoint(folder / "run", every_n_steps=1), Rated(crash_at)
+    ckpt, net = AdaptiveCheckpoint(folder / "run", every_n_steps=1), model(crash_at)
     finder = kind(num_training_steps=4, early_stop_threshold=None)
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
@@ -243,6 +247,25 @@ def test_a_resumed_fit_searches_where_the_run_would_have(tmp_path: Path) -> None
     assert LateFinder.searched == [8, 8]
     assert find_and_fit(tmp_path, 3, None, LateFinder) == whole
     assert LateFinder.searched == [8, 8]
+
+
+class Validated(Rated):
+    """Makes its loaders itself, each time that it is asked."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@pytest.mark.skipif(not HAS_AVERAGING, reason="a run of Lightning 2.5 that looks for a rate starts fresh, and says so")
+@pytest.mark.filterwarnings("ignore")
+def test_validation_loaders_that_a_search_has_dropped_do_not_end_the_run(tmp_path: Path) -> None:
+    """The search makes loaders for itself; the first boundary after it asked those for their position."""
+    whole = find_and_fit(tmp_path / "whole", 1, None, model=Validated)
+    find_and_fit(tmp_path, 1, 5, model=Validated)
+    assert find_and_fit(tmp_path, 3, None, model=Validated) == whole
 
 
 @pytest.mark.filterwarnings("ignore")

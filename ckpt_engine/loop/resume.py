@@ -149,7 +149,6 @@ class LoopResume:
         own = self._own
         self._draft = draft = ReportDraft(url, loaded)
         self._loaded_step = loaded.info.step
-        draft.not_restored += components.made_otherwise(own.get("made"), self._parts.optimizers)
         differing = merged(state, own.get("values", {})) if elastic is None else []
         self._load_parts(draft, state)
         self._options = components.options_of(self._parts.optimizers)
@@ -373,8 +372,9 @@ class LoopResume:
     def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
-        draft.restored, missing = self._parts.load(state)
-        draft.not_restored += missing
+        changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers)
+        draft.restored, draft.not_restored = self._parts.load(state)
+        draft.not_restored += changed
         without = self._restore_metrics()
         draft.restored = [one for one in draft.restored if one.name not in without]
         draft.not_restored += [problem for problems in without.values() for problem in problems]

@@ -318,10 +318,8 @@ class FitResume:
         Raises:
             MismatchError: the optimizers are not those of the saved run.
         """
-        if not self.pending:
-            original(checkpoint)
-            return
-        if self.to_restore is not None and checkpoint["optimizer_states"] is not self.to_restore["optimizer_states"]:
+        mine = self.to_restore
+        if not self.pending or (mine and checkpoint["optimizer_states"] is not mine["optimizer_states"]):
             original(checkpoint)  # of a callback that trains before the run, as one that looks for a learning rate
             return
         self.to_restore = None

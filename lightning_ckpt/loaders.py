@@ -173,6 +173,8 @@ class FitLoaders:
 
     def validation_states(self) -> list[Any]:
         """One state per validation loader: each of their passes is complete at a snapshot instant."""
+        if any(position is not None and position.dropped for position in self._validation):
+            self._validation = []  # a search for a batch size has made them, and the run makes others
         return [None if position is None else position.next_epoch_state() for position in self._validation]
 
     def problems(self) -> list[NotRestored]:

@@ -147,6 +147,11 @@ class LoaderPosition:
         return deref(self._reference)
 
     @property
+    def dropped(self) -> bool:
+        """The loader is gone."""
+        return self._reference() is None
+
+    @property
     def mode(self) -> Mode:
         """How this loader's position is recorded."""
         return self._epoch.mode if self._epoch is not None else self._starter.mode()

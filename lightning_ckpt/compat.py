@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import CombinedLoader
@@ -28,6 +28,7 @@ from torchmetrics import Metric, SumMetric
 from ckpt_engine.data import private_names as undocumented
 from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt.compat_data import DataInternals
 
 VERSION: str = version("lightning")
@@ -104,6 +105,7 @@ class LightningInternals(DataInternals):
             "callback_connector": getattr(trainer, "_callback_connector", None),
             "csv_logger": CSVLogger("."),
             "csv_writer": ExperimentWriter,
+            "pruning": ModelPruning("l1_unstructured"),
         }
 
     def probe(self) -> None:
@@ -175,6 +177,23 @@ class LightningInternals(DataInternals):
             f"{type(one).__name__} does not search again: optimizers go on with theirs, the model may name another"
             for one in found
         ]
+
+    def lost_tickets(self, module: torch.nn.Module) -> list[NotRestored]:
+        """Of `ModelPruning` that has pruned: its first reset makes the weights that it keeps those of the model.
+
+        From then on they are trained too, and a later reset changes nothing. No state has which ones these are.
+        """
+        masks = [buffer for name, buffer in module.named_buffers() if name.endswith("_mask")]
+        resets = any(
+            isinstance(one, ModelPruning) and one._use_lottery_ticket_hypothesis for one in self._trainer.callbacks
+        )
+        if not resets or all(bool(mask.all()) for mask in masks):
+            return []
+        why = (
+            "it resets weights to those that this process began with when it prunes next, and the uninterrupted run "
+            "may have trained them on: use_lottery_ticket_hypothesis=False resumes exactly"
+        )
+        return [NotRestored("weights that ModelPruning keeps", why)]
 
     def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
         """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
@@ -480,6 +499,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("callback_connector", "_attach_model_logging_functions", "loggers, before they write"),
     PrivateName("csv_logger", "_version", "the version folder of a resumed run"),
     PrivateName("csv_logger", "_experiment", "going on in metrics.csv"),
+    PrivateName("pruning", "_use_lottery_ticket_hypothesis", "saying what pruning resets weights to after a resume"),
     PrivateName("csv_writer", "_rewrite_with_new_header", "a metrics.csv that survives kills (in a class of ours)"),
     PrivateName("csv_writer", "_check_log_dir_exists", "going on in metrics.csv (replaced in a class of ours)"),
     PrivateName("results", "_ResultMetric", "running means of self.log"),

@@ -434,6 +434,7 @@ class FitResume:
         why, _ = order.restore(own.get("gradient_order", []), self._engine, report.loaded.info.step, last=True)
         missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
         missing += order.lost() if self._trainer.global_rank == 0 else []
+        missing += internals.lost_tickets(module)
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
         run_state.restore_tables(internals, module.device, own["tables"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelPruning
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine.errors import MismatchError
@@ -268,24 +269,56 @@ def test_validation_loaders_that_a_search_has_dropped_do_not_end_the_run(tmp_pat
     assert find_and_fit(tmp_path, 3, None, model=Validated) == whole
 
 
+class Renamed(Rated):
+    """Its weights have the names of a pruned model from the start."""
+
+    def setup(self, stage: str) -> None:
+        prune.identity(self.layer, "weight")
+
+
+def prune_and_fit(folder: Path, model: type[Rated], crash_at: int | None, **options: Any) -> list[Any]:
+    """One process."""
+    seed_everything(1)
+    net = model(crash_at)
+    ckpt = AdaptiveCheckpoint(folder, every_n_steps=1)
+    pruning = ModelPruning(
+        "l1_unstructured", [(net.layer, "weight")], amount=1, make_pruning_permanent=False, **options
+    )
+    trainer = pl.Trainer(
+        max_epochs=3,
+        callbacks=[pruning, ckpt, Durable(ckpt)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    try:
+        trainer.fit(net, ckpt_path="auto")
+    except CrashError:
+        assert crash_at is not None
+    return [one.tolist() for one in net.parameters()]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_pruned_run_is_refused_with_a_way_out(tmp_path: Path) -> None:
     """Its weights have other names than those of a fresh model: the hint does not ask for the same model again."""
-    for crash_at, expected in ((6, CrashError), (None, MismatchError)):
-        ckpt, net = AdaptiveCheckpoint(tmp_path, every_n_steps=1), Rated(crash_at)
-        pruning = ModelPruning("l1_unstructured", [(net.layer, "weight")], amount=0.3, make_pruning_permanent=False)
-        trainer = pl.Trainer(
-            max_epochs=3,
-            callbacks=[pruning, ckpt, Durable(ckpt)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accelerator="cpu",
-        )
-        with pytest.raises(expected) as error:
-            trainer.fit(net, ckpt_path="auto")
+    prune_and_fit(tmp_path, Rated, 6)
+    with pytest.raises(MismatchError) as error:
+        prune_and_fit(tmp_path, Rated, None)
     assert "pruning has renamed its weights" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("resets", [False, True])
+def test_what_pruning_resets_weights_to_is_said_to_be_lost(tmp_path: Path, resets: bool) -> None:
+    """The callback shares weights with the model after its first reset; without resets the resume is exact."""
+    whole = prune_and_fit(tmp_path / "whole", Renamed, None, use_lottery_ticket_hypothesis=resets)
+    prune_and_fit(tmp_path / "run", Renamed, 6, use_lottery_ticket_hypothesis=resets)
+    resumed = prune_and_fit(tmp_path / "run", Renamed, None, use_lottery_ticket_hypothesis=resets)
+    assert (resumed == whole) is not resets
+    names = [row["name"] for row in report(tmp_path / "run")["not_restored"]]
+    assert names == ["weights that ModelPruning keeps"] * resets
 
 
 def report(folder: Path) -> Any:

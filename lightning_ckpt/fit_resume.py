@@ -434,7 +434,6 @@ class FitResume:
         why, _ = order.restore(own.get("gradient_order", []), self._engine, report.loaded.info.step, last=True)
         missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
         missing += order.lost() if self._trainer.global_rank == 0 else []
-        missing += internals.lost_tickets(module)
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
         run_state.restore_tables(internals, module.device, own["tables"])
@@ -452,7 +451,7 @@ class FitResume:
         missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
-        report.not_restored += missing
+        report.not_restored += missing + internals.lost_tickets(module)
         report.restored += _parts(own, self._trainer, exact=self._elastic is None)
         report.notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
 

@@ -68,6 +68,8 @@ class PlannedRun:
     """What became of one policy.
 
     Args:
+        lost_seconds, worst_seconds: of one failure; None: there was none.
+        interval_seconds: between snapshots; None: none was taken.
         spread: the standard deviation of `goodput`; None: too few failures to say.
         tiers: bytes written per day to each durable tier, nearest first.
     """
@@ -75,10 +77,10 @@ class PlannedRun:
     name: str
     goodput: float
     spread: float | None
-    lost_seconds: float
-    worst_seconds: float
+    lost_seconds: float | None
+    worst_seconds: float | None
     overhead: float
-    interval_seconds: float
+    interval_seconds: float | None
     failures: int
     tiers: tuple[float, ...]
 
@@ -355,10 +357,10 @@ def _run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
         name=name,
         goodput=job.goodput,
         spread=spread(job.cycles),
-        lost_seconds=sum(lost) / len(lost) if lost else 0.0,
-        worst_seconds=max(lost, default=0.0),
+        lost_seconds=sum(lost) / len(lost) if lost else None,
+        worst_seconds=max(lost, default=None),
         overhead=(job.stalled + job.slowed) / job.seconds,
-        interval_seconds=job.seconds / max(1, job.taken),
+        interval_seconds=job.seconds / job.taken if job.taken else None,
         failures=len(lost),
         tiers=(per_day * job.written, *(per_day * tier.copied for tier in job.further)),
     )
@@ -403,10 +405,9 @@ def _print(
         (
             one.name,
             percent(one.goodput),
-            units.duration(one.lost_seconds),
-            units.duration(one.worst_seconds),
+            *("-" if seconds is None else units.duration(seconds) for seconds in (one.lost_seconds, one.worst_seconds)),
             percent(one.overhead),
-            units.duration(one.interval_seconds),
+            "never" if one.interval_seconds is None else units.duration(one.interval_seconds),
             units.size(sum(one.tiers)),
             bar((1.0 - one.goodput) / most if most > 0.0 else 0.0, 12),
         )

@@ -405,12 +405,11 @@ def _in_file(manifest: Manifest, entry: Entry, index: int) -> bool:
 
 def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool:
     """Whether the header has the entry where and as what the manifest has it."""
-    nbytes = sum(piece.nbytes for piece in entry.pieces)
-    shape = entry.shape if entry.dtype in container.DTYPES else (nbytes,)
+    shape = entry.shape if entry.dtype in container.DTYPES else (entry.nbytes,)
     if array is None or (array.container_dtype, array.shape) != (entry.container_dtype, shape):
         return False
     start = entry.pieces[0].offset if entry.pieces else array.start
-    return (array.start, array.end) == (start, start + nbytes)
+    return (array.start, array.end) == (start, start + entry.nbytes)
 
 
 def _holds(manifest: Manifest, index: int) -> str:

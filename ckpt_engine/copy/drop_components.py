@@ -59,24 +59,21 @@ def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
     entries = {name: entry for name, entry in whole.entries.items() if name in wanted}
     rows = []
     for name, entry in entries.items():
-        nbytes = sum(piece.raw_nbytes for piece in entry.pieces)
-        code, shape = container.container_form(entry.dtype, entry.shape, nbytes)
+        code, shape = container.container_form(entry.dtype, entry.shape, entry.nbytes)
         if code != entry.container_dtype:
             return None
-        rows.append((name, code, shape, nbytes))
+        rows.append((name, code, shape, entry.nbytes))
     header = container.data_header(rows)
     moved: dict[str, Entry] = {}
     kept: list[tuple[str, int, Piece]] = []
     offset = len(header)
     for name, entry in entries.items():
         pieces = []
-        start = 0
-        for piece in entry.pieces:
+        for start, piece in entry.placed():
             if piece.content_digest is None:
                 return None
             pieces.append(Piece(0, offset, piece.raw_nbytes, piece.content_digest, piece.raw_nbytes))
             kept.append((name, start, piece))
-            start += piece.raw_nbytes
             offset += piece.raw_nbytes
         moved[name] = replace(entry, pieces=tuple(pieces))
     snapshot = slim_id(whole.info.id, without)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
 from ckpt_engine.copy.transfer import reading_source
-from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan, placed
+from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, class_of, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
@@ -238,7 +238,7 @@ def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:
 
 def in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:
     """A piece as rows of its entry; None: it has few of them, or parts of rows."""
-    nbytes = sum(one.raw_nbytes for one in entry.pieces)
+    nbytes = entry.nbytes
     if len(entry.shape) < 2 or not entry.shape[0] or nbytes % entry.shape[0]:
         return None
     rows, rest = divmod(piece.raw_nbytes, nbytes // entry.shape[0] or 1)
@@ -418,7 +418,7 @@ class Files:
             name: Entry(
                 entry.dtype,
                 entry.shape,
-                tuple([pieces[name, start] for start, _ in placed(entry.pieces)]),
+                tuple([pieces[name, start] for start, _ in entry.placed()]),
                 entry.container_dtype,
             )
             for name, entry in self.source.entries.items()

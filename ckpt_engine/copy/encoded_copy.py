@@ -18,7 +18,7 @@ from operator import itemgetter
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, reading_source, settle_data
-from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, placed, plan, plan_alone
+from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, plan, plan_alone
 from ckpt_engine.copy.write_snapshot import Plain, Staged
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -451,9 +451,7 @@ class Encoding:
             self._learn(_measured(source, manifest, due))
         # Whatever else runs makes a link look slower, never faster.
         limits = EncodingLimits(max(self._links), THREADS, CPU_SHARE * THREADS * between_seconds)
-        choice = codec.choose(codec.with_speeds(self._known, sizes), limits)
-        self.why = choice.why
-        codecs = dict(choice.codecs)
+        codecs, self.why = codec.choose(codec.with_speeds(self._known, sizes), limits)
         return codecs.__getitem__ if set(codecs.values()) - {RAW_CODEC} else None
 
     def done(self, tally: Tally) -> None:
@@ -481,7 +479,7 @@ def _measured(source: Repository, manifest: Manifest, due: Iterable[tuple[str, s
         _, entry_name, start, piece = max(
             (piece.raw_nbytes, entry_name, start, piece)
             for entry_name, entry in manifest.entries.items()
-            for start, piece in placed(entry.pieces)
+            for start, piece in entry.placed()
             if class_of(chunk_of(entry_name, entry, piece)) == kind
         )
         data = memoryview(bytearray(piece.raw_nbytes))

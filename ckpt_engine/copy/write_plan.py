@@ -203,7 +203,7 @@ def decide(
         usable: the data files of `before` that may be referred to.
         differs: whether changed pieces of an entry may be stored as differences; asked once per entry with any.
     """
-    pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in placed(entry.pieces)}
+    pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in entry.placed()}
     if before is None:
         return WritePlan(bounds, None, {}, _parts([Job((Work(*key, one),)) for key, one in pieces.items()], bounds))
     same, changed = compared(manifest, before)
@@ -237,15 +237,6 @@ def decide(
 def plan_alone(manifest: Manifest) -> WritePlan:
     """How `manifest` is stored encoded where it is to refer to nothing."""
     return decide(manifest, None, (), lambda _: False, ENCODED)
-
-
-def placed(pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
-    """The pieces of an entry, each with the byte of it at which it begins."""
-    found, start = [], 0
-    for piece in pieces:
-        found.append((start, piece))
-        start += piece.raw_nbytes
-    return found
 
 
 def _before(manifest: Manifest, target: Repository) -> Manifest | None:
@@ -283,10 +274,10 @@ def paired(entry: Entry, old: Entry | None) -> list[tuple[int, Piece, Piece]]:
     """The pieces of an entry that an older snapshot has too: the byte where each begins, itself, and the older one."""
     if old is None or old.dtype != entry.dtype or old.shape != entry.shape:
         return []
-    there = dict(placed(old.pieces))
+    there = dict(old.placed())
     return [
         (start, piece, found)
-        for start, piece in placed(entry.pieces)
+        for start, piece in entry.placed()
         if (found := there.get(start)) is not None
         and found.content_digest is not None
         and found.raw_nbytes == piece.raw_nbytes
@@ -339,7 +330,7 @@ def _overs(
         if name not in counts:
             chains = {
                 at: [one.nbytes for one in chain_of(before, name, at, piece)]
-                for at, piece in placed(before.entries[name].pieces)
+                for at, piece in before.entries[name].placed()
             }
             counts[name] = replaced(chains, bounds)
         chain = tuple(chain_of(before, name, start, needed[None, name]))
@@ -432,7 +423,7 @@ def _adam_groups(
         if len({*group.entries} - taken) < len(group.entries):
             continue
         taken |= {*group.entries}
-        for start, piece in placed(manifest.entries[group.first].pieces):
+        for start, piece in manifest.entries[group.first].placed():
             olds = [changed[name, start][None, name] for name in group.entries if (name, start) in changed]
             if len(olds) < len(group.entries) or {old.raw_nbytes for old in olds} != {piece.raw_nbytes}:
                 continue
@@ -534,7 +525,7 @@ class Bases:
         assert self._source is not None
         decoder = decoder_of(self._source.storage, manifest)
         for name, entry in manifest.entries.items():
-            self._add(decoder, name, placed(entry.pieces))
+            self._add(decoder, name, entry.placed())
         for entries in manifest.bases.values():
             for name, pieces in entries.items():
                 # Of those that were encoded together a decoder would have to know whose they are.

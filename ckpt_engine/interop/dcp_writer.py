@@ -281,7 +281,7 @@ def manifest_of(
             node = {**node, "$": "sharded", "blocks": grids[node["entry"]]}
         _put(tree, paths.get(name, (name,)), node)
     whole = {key: _plain(node) for key, node in tree.items()}
-    sizes = {name: sum(piece.nbytes for piece in entry.pieces) for name, entry in entries.items()}
+    sizes = {name: entry.nbytes for name, entry in entries.items()}
     parsed = names.parse_id(snapshot)
     assert parsed is not None
     info = SnapshotInfo(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
@@ -132,7 +132,7 @@ def candidates(
     newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
     search.newest_seq = newest_first[0].seq if newest_first else 0
     _note_silent(where, search)
-    sizes = _Sizes()
+    sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
     for parsed in newest_first:
         if (step is not None and parsed.step != step) or only not in (None, parsed.id):
@@ -235,22 +235,18 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     Raises:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
-    return _assemble(snapshot, holders, _Sizes())[0].unpacked()
+    return _assemble(snapshot, holders, _sizes_at)[0].unpacked()
 
 
-class _Sizes:
-    """The data files of each place, listed when first needed."""
+_Sizes = Callable[[Repository], Mapping[str, int]]
 
-    def __init__(self) -> None:
-        self._known: dict[int, dict[str, int]] = {}
 
-    def of(self, place: Repository) -> dict[str, int]:
-        nodes = place.storage.capabilities.nodes
-        if nodes is not None:
-            return nodes.sizes
-        if id(place) not in self._known:
-            self._known[id(place)] = {item.name: item.nbytes for item in place.storage.list(names.DATA)}
-        return self._known[id(place)]
+def _sizes_at(place: Repository) -> Mapping[str, int]:
+    """The data files of a place."""
+    nodes = place.storage.capabilities.nodes
+    if nodes is not None:
+        return nodes.sizes
+    return {item.name: item.nbytes for item in place.storage.list(names.DATA)}
 
 
 @dataclass(slots=True)
@@ -281,7 +277,7 @@ def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> li
             manifest, text = place.read_text(snapshot, known)
             require_whole(manifest.info, place.storage.url)
             known[text] = manifest
-            there = sizes.of(place)
+            there = sizes(place)
             lacking = [file for file in manifest.files if there.get(file.name) != file.nbytes]
             for kind in kinds:
                 if kind.manifest == manifest:

@@ -416,7 +416,8 @@ class Restorer:
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
                 self.away = {one.url for one in found.away}
-                self._go_on(found, newest=step is None, back=back)
+                look = partial(before_of, found, self._listed_once, newest=step is None, back=back)
+                self._agree(found.info, look)
         finally:
             self.detach()
         return found
@@ -436,9 +437,6 @@ class Restorer:
     def go_on_after(self, info: SnapshotInfo) -> None:
         """See `Engine.go_on_after`."""
         self._agree(info, lambda: continued(info, (), ()))
-
-    def _go_on(self, found: Loaded, *, newest: bool, back: bool) -> None:
-        self._agree(found.info, lambda: before_of(found, self._listed_once, newest=newest, back=back))
 
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
         """All ranks go on from a snapshot in the line that rank 0 sees."""

@@ -203,16 +203,16 @@ def _verified_body(data: bytes) -> bytes:
         raise CorruptError(f"the manifest has an unknown digest, {algorithm}")
     if not data.endswith(_END) or digest(body).encode() != start[1]:
         raise CorruptError(f"the manifest is truncated or was changed ({len(data)} bytes)")
-    if _INFO.match(body) is None:
+    if not _check_version(body):
         raise CorruptError("the manifest does not begin with its format, its version and its info")
-    _check_version(body)
     return body
 
 
-def _check_version(body: bytes) -> None:
+def _check_version(body: bytes) -> bool:
+    """Whether it says its version, which this program reads."""
     found = _INFO.match(body)
     if found is None:
-        return
+        return False
     if found[1].decode(errors="replace") != FORMAT:
         raise ForeignError(f"a manifest of another program: format {found[1].decode(errors='replace')!r}")
     if int(found[2]) > MANIFEST_VERSION:
@@ -220,6 +220,7 @@ def _check_version(body: bytes) -> None:
             f"the manifest has format version {int(found[2])}, this program reads up to {MANIFEST_VERSION}",
             hint="upgrade ckpt-engine",
         )
+    return True
 
 
 def _stranger(data: bytes) -> CorruptError | ForeignError:

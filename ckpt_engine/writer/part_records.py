@@ -262,7 +262,7 @@ def merge(parts: Sequence[PartRecord]) -> Manifest:
     complete = used if is_whole else {RANKS: used[RANKS]}  # the rest is all that the tree says, not what is here
     if lacking := sorted({name for found in complete.values() for name in found} - entries.keys()):
         raise SnapshotFailedError(f"no rank has written {lacking[0]!r} ({len(lacking)} entries are missing)")
-    sizes = {name: sum(piece.raw_nbytes for piece in entry.pieces) for name, entry in entries.items()}
+    sizes = {name: entry.nbytes for name, entry in entries.items()}
     info = replace(first.manifest.info, nbytes=sum(sizes.values()), partial=None)
     world: dict[str, Any] = {"size": first.size}
     if is_whole:
@@ -350,13 +350,12 @@ def _joined(name: str, array: _Array, *, is_whole: bool) -> tuple[Entry, Slices 
     # An array without bytes has one part without pieces.
     found = tuple(piece for _, pieces in runs for piece in pieces)
     nbytes = sum(piece.raw_nbytes for piece in found)
-    form_bytes = sum(piece.raw_nbytes for piece in form.pieces)
-    if nbytes * math.prod(form.shape) == form_bytes * math.prod(whole):
+    if nbytes * math.prod(form.shape) == form.nbytes * math.prod(whole):
         return replace(form, shape=whole, pieces=found), None
     if is_whole:
         raise SnapshotFailedError(f"the bytes of {name!r} from {at} on are missing, or two ranks have them")
     # Rows of several ranks are no array; how many elements they are.
-    shape = form.shape if array.parts == 1 else (nbytes * math.prod(form.shape) // form_bytes,)
+    shape = form.shape if array.parts == 1 else (nbytes * math.prod(form.shape) // form.nbytes,)
     return replace(form, shape=shape, pieces=found), Slices(whole, tuple(joined))
 
 

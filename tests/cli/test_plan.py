@@ -89,6 +89,18 @@ def test_days_that_take_long_are_counted_to_their_end(ckpt: Ckpt, monkeypatch: p
     assert re.search(r"ckpt plan: ckpt-engine, policy 1 of 2: day \S+ of at most 40\n", said)
 
 
+def test_what_did_not_happen_is_no_number(ckpt: Ckpt) -> None:
+    """A run without a failure has lost nothing of one, and a rule that takes no snapshot takes none each 30 days."""
+    arguments = ("plan", "--failures", "weibull:1,3650d", "--days", 1, "--compare", "2d")
+    row = next(line.split() for line in ckpt(*arguments).out.splitlines() if line.startswith("2d "))
+    assert row[3:8] == ["-", "-", "0.0", "%", "never"]
+    rule = policies(ckpt(*arguments, "--json").json)["2d"]
+    assert [rule[name] for name in ("failures", "lost_seconds", "worst_seconds", "interval_seconds")] == [
+        0,
+        *[None] * 3,
+    ]
+
+
 def test_a_run_that_fails_all_the_time_ends(ckpt: Ckpt) -> None:
     """Its failures are what takes long to simulate."""
     answer = ckpt("plan", "--failures", "weibull:1,1s", "--compare", "", "--json").json

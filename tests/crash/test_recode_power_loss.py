@@ -12,7 +12,6 @@ import pytest
 from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
-from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import decoder_of
@@ -106,7 +105,7 @@ class _World:
             decoder = decoder_of(repository.storage, manifest)
             for name, entry in manifest.entries.items():
                 found = bytearray(SIZES[name])
-                for start, piece in placed(entry.pieces):
+                for start, piece in entry.placed():
                     decoder.read(name, start, piece, memoryview(found)[start : start + piece.raw_nbytes])
                 assert found == _bytes(info.step, name), f"wrong data of {name} in {info.id}"
 

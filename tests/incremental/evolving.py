@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_engine.copy.write_plan import ENCODED, placed
+from ckpt_engine.copy.write_plan import ENCODED
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import chain_of, decoder_of
@@ -119,7 +119,7 @@ def contents(place: Repository, manifest: Manifest) -> dict[str, bytes]:
     found = {}
     for name, entry in manifest.entries.items():
         data = bytearray(sum(piece.raw_nbytes for piece in entry.pieces))
-        for start, piece in placed(entry.pieces):
+        for start, piece in entry.placed():
             decoder.read(name, start, piece, memoryview(data)[start : start + piece.raw_nbytes])
         found[name] = bytes(data)
     return found
@@ -128,7 +128,7 @@ def contents(place: Repository, manifest: Manifest) -> dict[str, bytes]:
 def require_bounds(manifest: Manifest) -> None:
     """Chains are short, and together no more than what a restore may read."""
     for name, entry in manifest.entries.items():
-        for start, piece in placed(entry.pieces):
+        for start, piece in entry.placed():
             chain = chain_of(manifest, name, start, piece)
             assert len(chain) <= ENCODED.most_bases + 1
             if not piece.group:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.write_plan import PLAIN, placed, replaced
+from ckpt_engine.copy.write_plan import PLAIN, replaced
 from ckpt_engine.store.decode import MAX_CHAIN, chain_of
 from tests.incremental.test_writing import Life, Table
 
@@ -102,7 +102,7 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
             states[last["step"]] = last
             newest = life.repository.read(life.repository.ids()[-1].id)
             sizes.append(life.written(newest) / (table.nbytes / 100))
-            pieces = placed(newest.entries["table"].pieces)
+            pieces = newest.entries["table"].placed()
             chains = [chain_of(newest, "table", start, piece) for start, piece in pieces]
             assert max(map(len, chains)) <= PLAIN.most_bases + 1
     assert len(chains) > 60

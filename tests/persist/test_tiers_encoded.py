@@ -11,7 +11,6 @@ import pytest
 from ckpt_engine.copy import encoded_copy
 from ckpt_engine.copy.encoded_copy import Encoding, Tally
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.errors import StorageFullError
 from ckpt_engine.observe.events import SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten, TierDegraded
 from ckpt_engine.store import names
@@ -36,7 +35,7 @@ def decoded_steps(root: Path) -> list[int]:
         decoder = decoder_of(repository.storage, manifest)
         entry = manifest.entries["model.weight"]
         data = bytearray(sum(piece.raw_nbytes for piece in entry.pieces))
-        for start, piece in placed(entry.pieces):
+        for start, piece in entry.placed():
             decoder.read("model.weight", start, piece, memoryview(data)[start : start + piece.raw_nbytes])
         assert data == weight_bytes(info.step, len(data))
         found.append(info.step)

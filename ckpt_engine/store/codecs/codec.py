@@ -179,23 +179,6 @@ class EncodingLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class CodecChoice:
-    """The codec of every class, with what is expected of it.
-
-    Args:
-        seconds: until a snapshot is durable; `raw_seconds` without any codec.
-        cpu_seconds: of encoding.
-        why: all of this in one line.
-    """
-
-    codecs: Mapping[str, str]
-    seconds: float
-    raw_seconds: float
-    cpu_seconds: float
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class CodecMeasurements:
     """The newest measurements of one codec on one class, oldest first.
 
@@ -271,8 +254,8 @@ def with_speeds(known: Knowledge, nbytes: Mapping[str, int]) -> list[TensorClass
     ]
 
 
-def choose(classes: Sequence[TensorClass], limits: EncodingLimits) -> CodecChoice:
-    """The codecs with which a snapshot is durable soonest.
+def choose(classes: Sequence[TensorClass], limits: EncodingLimits) -> tuple[dict[str, str], str]:
+    """The codec of every class with which a snapshot is durable soonest, and why, with what is expected, in one line.
 
     Savings are taken in the order of bytes saved per processor second, as long as the snapshot gets durable sooner
     and the processor time allowed is not exceeded.
@@ -295,14 +278,13 @@ def choose(classes: Sequence[TensorClass], limits: EncodingLimits) -> CodecChoic
         bound = f"processor budget {duration(limits.cpu_seconds)}"
     else:
         bound = "the link is faster than more encoding" if steps else "no codec saves more"
-    seconds = max(nbytes / link, cpu / cores)
-    raw_seconds = raw_nbytes / link
     parts = [f"{kind}: {codec}" for kind, codec in codecs.items()]
+    times = f"{duration(raw_nbytes / link)} → {duration(max(nbytes / link, cpu / cores))} at {size(link)}/s"
     why = (
         f"{', '.join(parts) or 'nothing to store'}; {size(raw_nbytes)} → {size(nbytes)}, "
-        f"{duration(raw_seconds)} → {duration(seconds)} at {size(link)}/s, encoding {duration(cpu)}; {bound}"
+        f"{times}, encoding {duration(cpu)}; {bound}"
     )
-    return CodecChoice(MappingProxyType(codecs), seconds, raw_seconds, cpu, why)
+    return codecs, why
 
 
 def _steps(kind: TensorClass, codec: str, limits: EncodingLimits) -> list[_Step]:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, progress
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, repository_of, storage_options
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import CkptError, ConfigError, MismatchError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
 
 if TYPE_CHECKING:
     from ckpt_engine.interop.safe_load import Imported
@@ -60,7 +58,7 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
     from ckpt_engine.interop import formats as sources  # torch
 
     tier = options_of(root).tiers[0]
-    there = Repository(open_storage(tier.url, tier.for_storage())).list()
+    there = repository_of(tier).list()
     with progress(f"reading {source.name}", sources.nbytes(source), hidden=as_json) as advance:
         found = sources.read(source, None if form == "auto" else form, advance)
     planned = _plan(found, source, tier.url, step, there)

@@ -42,6 +42,10 @@ class TierListing:
     data_bytes: int
     pinned: Mapping[str, pins.Pin]
 
+    def to_json(self) -> dict[str, Any]:
+        """What `print_json` takes."""
+        return {"url": self.url, "snapshots": len(self.listing.snapshots), "data_bytes": self.data_bytes}
+
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
 @click.argument("root")
@@ -143,10 +147,7 @@ def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Aw
             "root": tiers[0].url,
             "run": run,
             "data_bytes": sum(tier.data_bytes for tier in tiers),
-            "tiers": [
-                {"url": tier.url, "snapshots": len(tier.listing.snapshots), "data_bytes": tier.data_bytes}
-                for tier in tiers
-            ],
+            "tiers": [tier.to_json() for tier in tiers],
             "away": away,
             "snapshots": [
                 {

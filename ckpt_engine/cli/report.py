@@ -115,10 +115,7 @@ class RunReport:
         return {
             "root": self.root,
             "made": self.made,
-            "tiers": [
-                {"url": one.url, "snapshots": len(one.listing.snapshots), "data_bytes": one.data_bytes}
-                for one in self.tiers
-            ],
+            "tiers": [one.to_json() for one in self.tiers],
             "branches": [{"id": one.id, "newest": one.newest.id} for one in self.branches],
             "snapshots": self.snapshots,
             "components": self.components,

@@ -147,7 +147,7 @@ def open_run(root: str) -> Run:
         ForeignError: files there, and none of ours.
         CkptError: no tier answers; the error of the nearest.
     """
-    repositories = [_repository(tier) for tier in options_of(root).tiers]
+    repositories = [repository_of(tier) for tier in options_of(root).tiers]
     with _for_readers(root):
         answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, _ids_of_run, ask_tiers.at_most, say_waiting))
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
@@ -182,7 +182,7 @@ def open_places(config: Config) -> list[tuple[Tier, Repository]]:
         StorageError: one of them cannot be read.
     """
     with _for_readers(config.root_url):
-        answers = ask_tiers.ask([_repository(tier) for tier in config.tiers], _is_run, ask_tiers.at_most, say_waiting)
+        answers = ask_tiers.ask(list(map(repository_of, config.tiers)), _is_run, ask_tiers.at_most, say_waiting)
         for answer in answers:
             if answer.error is not None:
                 raise answer.error
@@ -192,7 +192,8 @@ def open_places(config: Config) -> list[tuple[Tier, Repository]]:
     return [(tier, answer.place) for tier, answer in asked if answer is answers[0] or answer.place.record() is not None]
 
 
-def _repository(tier: Tier) -> Repository:
+def repository_of(tier: Tier) -> Repository:
+    """What a tier has."""
     return Repository(open_storage(tier.url, tier.for_storage()))
 
 

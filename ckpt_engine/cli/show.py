@@ -28,7 +28,7 @@ from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.decode import decoder_of, stored_pieces
 from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.tree import TreePath
+from ckpt_engine.store.tree import PAIRS, TreePath
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
@@ -292,7 +292,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return None
     if isinstance(fields, list):
         return list(zip(map(str, fields), items, strict=True))
-    if node["$"] in ("dict", "odict", "defaultdict", "counter", "mapping"):
+    if node["$"] in PAIRS:
         return [(_key(key), child) for key, child in items]
     return [(str(index), child) for index, child in enumerate(items)]
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import age, fields_of, json_option, print_json, print_table, say_waiting
-from ckpt_engine.cli.root import options_of, quantity, storage_options
+from ckpt_engine.cli.root import options_of, quantity, repository_of, storage_options
 from ckpt_engine.config import Config
 from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import CkptError, StorageMissingError, WaitTimeoutError, WriterError
@@ -137,14 +137,15 @@ def command(root: str, as_json: bool) -> None:
 
     All tiers are asked if ROOT is a ckpt.yaml; of a folder or URL, that one.
     """
-    repositories = [Repository(open_storage(tier.url, tier.for_storage())) for tier in options_of(root).tiers]
+    config = options_of(root)
+    repositories = list(map(repository_of, config.tiers))
     answers = ask_tiers.ask(repositories, lambda place: place.list(), ask_tiers.at_most, say_waiting)
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
     status, why = _status(near) if near else (None, None)
-    spent = _spent(options_of(root), near) if near else None
+    spent = _spent(config, near) if near else None
     holder = read_holder(near.storage) if near else None
-    live = _live(options_of(root).root_url)
+    live = _live(config.root_url)
     said = {tier.url: tier for tier in status.tiers} if status else {}
     rows = [
         _Row(
@@ -408,8 +409,7 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
 def save_now(root: str, wait: str | None, as_json: bool) -> None:
     """Ask the run at ROOT, on this machine, for a snapshot at the end of its step."""
     seconds = quantity("--wait", wait, parse_duration_seconds) if wait is not None else None
-    tier = options_of(root).tiers[0]
-    nearest = Repository(open_storage(tier.url, tier.for_storage()))
+    nearest = repository_of(options_of(root).tiers[0])
     before = {parsed.id for parsed in nearest.ids()} if seconds is not None else set()
     url = ask_trainer(root, control.SAVE)
     new: list[str] = []

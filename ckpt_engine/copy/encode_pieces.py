@@ -218,7 +218,7 @@ class Encoder:
         return chunk_of(work.name, self._manifest.entries[work.name], work.piece)
 
     def _kind(self, work: Work) -> str:
-        return class_of(self._chunk(work))
+        return class_of(work.name, self._manifest.entries[work.name].dtype)
 
     def _tried(self, work: Work) -> str:
         return self._pick(self._kind(work))

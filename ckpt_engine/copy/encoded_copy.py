@@ -123,10 +123,7 @@ def _put_parts(files: Files, source: Repository, target: Repository, pick: Pick,
 
 
 def _takes_differences(manifest: Manifest, pick: Pick) -> bool:
-    kinds = {
-        class_of(chunk_of(name, entry, piece)) for name, entry in manifest.entries.items() for piece in entry.pieces
-    }
-    return any(pick(kind) == DELTA for kind in kinds)
+    return any(pick(class_of(name, entry.dtype)) == DELTA for name, entry in manifest.entries.items() if entry.pieces)
 
 
 class Encoded(Plain):
@@ -444,8 +441,8 @@ class Encoding:
             return None
         sizes: Counter[str] = Counter()
         for name, entry in manifest.entries.items():
-            for piece in entry.pieces:
-                sizes[class_of(chunk_of(name, entry, piece))] += piece.raw_nbytes
+            if entry.pieces:
+                sizes[class_of(name, entry.dtype)] += entry.nbytes
         due = codec.due(self._known, list(sizes), TRIED, self._number)
         with reading_source():
             self._learn(_measured(source, manifest, due))
@@ -479,8 +476,8 @@ def _measured(source: Repository, manifest: Manifest, due: Iterable[tuple[str, s
         _, entry_name, start, piece = max(
             (piece.raw_nbytes, entry_name, start, piece)
             for entry_name, entry in manifest.entries.items()
+            if class_of(entry_name, entry.dtype) == kind
             for start, piece in entry.placed()
-            if class_of(chunk_of(entry_name, entry, piece)) == kind
         )
         data = memoryview(bytearray(piece.raw_nbytes))
         decoder.read(entry_name, start, piece, data)

@@ -18,7 +18,7 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
-from ckpt_engine.store.repository import Damaged, Repository
+from ckpt_engine.store.repository import Damaged, Repository, lacking
 from ckpt_engine.store.retention import (
     OTHER_LINE,
     SLACK_BYTES,
@@ -435,10 +435,7 @@ def _is_whole(repository: Repository, snapshot: str) -> bool:
         manifest = repository.read(snapshot)
     except (FormatError, StorageMissingError):
         return False
-    sizes: dict[str, int] = {}
-    for file in manifest.files:
-        sizes.update((item.name, item.nbytes) for item in repository.storage.list(file.name))
-    return all(sizes.get(file.name) == file.nbytes for file in manifest.files)
+    return not lacking(repository.storage, manifest.files)
 
 
 ROOMY_BYTES = 256 << 20

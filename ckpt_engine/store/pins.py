@@ -21,7 +21,7 @@ from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageEx
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.storage.base import Storage
 
 _NOTE_CHARACTERS = 100_000
@@ -117,10 +117,7 @@ def orphans(repository: Repository) -> list[Orphan]:
     pinned = pinned_ids(storage)
     missing = sorted(pinned - {parsed.id for parsed in repository.ids()}) if pinned else []
     found = [orphan for snapshot in missing if (orphan := _orphan(storage, snapshot))]
-    if not found:
-        return []
-    there = {item.name: item.nbytes for item in storage.list(names.DATA)}
-    return [one for one in found if all(there.get(file.name) == file.nbytes for file in one.manifest.files)]
+    return [one for one in found if not lacking(storage, one.manifest.files)]
 
 
 def put_back(repository: Repository, found: Sequence[Orphan]) -> frozenset[str]:

@@ -13,7 +13,6 @@ from ckpt_engine.store.codecs.codec import (
     LEAST_GAIN,
     MOST_RESTORE,
     RETRY_SNAPSHOTS,
-    Chunk,
     EncodingLimits,
     Knowledge,
     Speed,
@@ -161,6 +160,6 @@ def test_a_codec_that_was_switched_off_gets_another_chance() -> None:
 
 def test_classes_tell_moments_from_weights() -> None:
     """A class is a role and a dtype."""
-    assert class_of(Chunk("float32", (2,), "optimizer/state/0/exp_avg_sq")) == "exp_avg_sq/float32"
-    assert class_of(Chunk("float32", (2,), "optimizer/state/0/exp_avg")) == "exp_avg/float32"
-    assert class_of(Chunk("bfloat16", (2,), "model/layer/weight")) == "values/bfloat16"
+    assert class_of("optimizer/state/0/exp_avg_sq", "float32") == "exp_avg_sq/float32"
+    assert class_of("optimizer/state/0/exp_avg", "float32") == "exp_avg/float32"
+    assert class_of("model/layer/weight", "bfloat16") == "values/bfloat16"

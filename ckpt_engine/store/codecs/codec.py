@@ -221,10 +221,10 @@ class _Step:
         return self.nbytes / self.seconds if self.seconds > 0 else float("inf")
 
 
-def class_of(chunk: Chunk) -> str:
+def class_of(name: str, dtype: str) -> str:
     """The class of a tensor: its role in the optimizer, as its name tells, and its dtype."""
-    role = next((moment for moment in _MOMENTS if chunk.name.endswith(moment)), "values")
-    return f"{role}/{chunk.dtype}"
+    role = next((moment for moment in _MOMENTS if name.endswith(moment)), "values")
+    return f"{role}/{dtype}"
 
 
 def learn(known: Knowledge, measured: Mapping[tuple[str, str], Speed], snapshot: int) -> Knowledge:

@@ -303,8 +303,8 @@ def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> li
     return [Candidate(one.manifest.info, one.manifest, one.sources(), tuple(notes)) for one in usable]
 
 
-def none_usable(where: Sequence[Repository], search: Search, step: int | None) -> ResumeError | None:
-    """The error for "there are snapshots and none can be used", or None if there were none at all."""
+def require_none(where: Sequence[Repository], search: Search, step: int | None) -> None:
+    """Where no snapshot was chosen: that there were none at all. Raises as `choose` otherwise."""
     named = [place.storage.url for place in where if place.storage.url != URL] or [URL]
     urls = ", ".join(named)
     away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in search.away)
@@ -313,19 +313,18 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
         instead = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
             instead = f"remove {named[0]} on every node to start a new run"
-        return NoUsableSnapshotError(
+        raise NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
             hint=f"look closer with `ckpt verify {named[0]}`, or {instead}",
         )
     if away:
         missing = " and ".join(one.url for one in search.away)
-        return NoUsableSnapshotError(
+        raise NoUsableSnapshotError(
             f"there is no snapshot in {urls} that is visible, but not every place answers:\n{away}",
             hint=f"start it again when {missing} answers; to begin a new run without it, remove it from `tiers`",
         )
     if step is not None:
-        return ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
-    return None
+        raise ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,25 +413,29 @@ def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[st
 
 
 def choose(
-    where: Sequence[Repository], step: int | None = None, check: Check | None = None, only: str | None = None
+    where: Sequence[Repository],
+    step: int | None = None,
+    check: Check | None = None,
+    *,
+    only: str | None = None,
+    search: Search | None = None,
+    refused: Mapping[str, CkptError] = MappingProxyType({}),
 ) -> Candidate | None:
     """The snapshot `load` would try first, or None if there are none at all.
 
     Args:
-        where: all places of the run, nearest first.
-        only: no other snapshot than this one.
+        where, only, refused: as of `candidates`.
+        search: takes what was passed over.
 
     Raises:
         NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
         ResumeError: no snapshot of `step`.
     """
-    search = Search()
-    for candidate in candidates(where, search, step=step, check=check, only=only):
-        return candidate
-    error = none_usable(where, search, step)
-    if error is not None:
-        raise error
-    return None
+    search = search or Search()
+    found = next(candidates(where, search, step=step, check=check, only=only, refused=refused), None)
+    if found is None:
+        require_none(where, search, step)
+    return found
 
 
 MAX_TOLD = 20

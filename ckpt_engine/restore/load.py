@@ -44,8 +44,8 @@ from ckpt_engine.restore.choose import (
     Search,
     candidates,
     choose,
-    none_usable,
     notes_about,
+    require_none,
 )
 from ckpt_engine.restore.load_in_place import copy_into, fill, live_targets, read_regions
 from ckpt_engine.restore.node_roots import Gathered
@@ -202,9 +202,7 @@ def load(
             unverified_bytes=unverified_bytes,
             newest_seq=search.newest_seq,
         )
-    error = none_usable(where, search, step)
-    if error is not None:
-        raise error
+    require_none(where, search, step)
     return None
 
 
@@ -311,11 +309,7 @@ def _load(
         search = Search()
 
         def look() -> _Choice | None:
-            found = candidates(where(), search, step=step, check=seen, refused=refused)  # noqa: B023
-            one = next(found, None)
-            if one is None and (error := none_usable(where(), search, step)) is not None:  # noqa: B023
-                raise error
-            return _chosen(one, gathered)
+            return _chosen(choose(where(), step, seen, search=search, refused=refused), gathered)  # noqa: B023
 
         agreed = session.agree(look, LOAD_SECONDS)
         if agreed is None:

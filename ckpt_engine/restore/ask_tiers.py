@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -166,25 +166,18 @@ def ask(
     return answers
 
 
+@dataclass(slots=True)
 class _Round(Generic[T]):
     """One question to several places, each asked on a thread of its own, a daemon: it may hang for ever."""
 
-    def __init__(
-        self,
-        answers: Sequence[PlaceAnswer[T]],
-        question: Callable[[Repository], T],
-        patience: Patience[T],
-        say: Callable[[str], object],
-        silence: float,
-    ) -> None:
-        self._silence = silence
-        self._answers = answers
-        self._question = question
-        self._patience = patience
-        self._say = say
-        self._changed = threading.Condition()
-        self._open: dict[int, threading.Thread] = {}
-        self._broken: BaseException | None = None
+    _answers: Sequence[PlaceAnswer[T]]
+    _question: Callable[[Repository], T]
+    _patience: Patience[T]
+    _say: Callable[[str], object]
+    _silence: float
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _open: dict[int, threading.Thread] = field(default_factory=dict)
+    _broken: BaseException | None = None
 
     def wait(self) -> None:
         """Ask, and wait for as long as it makes sense. Afterwards each answer has a value or an error.

@@ -192,19 +192,19 @@ def _moves(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[Move
     return moves
 
 
+@dataclass
 class _Filler:
     """Reads pieces of one snapshot into where they belong, verified. Several threads at once.
 
     Args:
-        fresh, landing: as for `stream_into`.
+        _fresh, _landing: as for `stream_into`.
     """
 
-    def __init__(self, sources: Sources, manifest: Manifest, fresh: bool, landing: Landing | None) -> None:
-        self._sources = sources
-        self._manifest = manifest
-        self._fresh = fresh
-        self._landing = landing
-        self._buffers = threading.local()
+    _sources: Sources
+    _manifest: Manifest
+    _fresh: bool
+    _landing: Landing | None
+    _buffers: threading.local = field(default_factory=threading.local)
 
     @cached_property
     def _decoder(self) -> Decoder:

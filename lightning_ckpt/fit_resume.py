@@ -172,7 +172,7 @@ class FitResume:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
             return
         if own is None:
-            self._resume_imported(state, loaded)
+            self._resume_imported(loaded)
             return
         self._weights = state.get("current_model_state", state["state_dict"])
         if calls_the_users(self._trainer, self._module, TRAIN_START, restart.HOOK):
@@ -221,13 +221,9 @@ class FitResume:
                 self.report.not_restored.append(NotRestored("running means", why))
         return {**own, **changed}
 
-    def _resume_imported(self, state: Mapping[str, Any], loaded: Loaded) -> None:
+    def _resume_imported(self, loaded: Loaded) -> None:
         """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
-        imported = loaded.manifest.notes.get("imported")
-        if imported is None or "loops" not in state:
-            raise ResumeError(
-                f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
-            )
+        imported = loaded.manifest.notes.get("imported", {"from": "a state that was saved by hand"})
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
         self.report = ReportDraft(self._engine.root_url, loaded)
         self.report.notes.append(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
@@ -237,6 +233,10 @@ class FitResume:
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
         module = self._module
+        if not {"state_dict", *(["loops"] if self._loaders is not None else [])} <= manifest.tree.keys():
+            raise ResumeError(
+                f"snapshot {manifest.info.id} was not taken in a Lightning run", hint="give this run its own folder"
+            )
         if self._loaders is not None:
             require_ranks(manifest, self._trainer.world_size, self._engine.config.rng)
             sharded.require_layout(manifest, self._trainer)

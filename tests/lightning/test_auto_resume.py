@@ -206,6 +206,14 @@ def test_another_model_is_named_before_data_is_read(tmp_path: Path) -> None:
     assert "net.4.weight: [1, 8] saved, [2, 8] here" in text
 
 
+def test_a_folder_of_another_trainer_is_named_as_such(tmp_path: Path) -> None:
+    """Not as one of another model: no weight of a plain loop's snapshot has the place that Lightning gives it."""
+    with checkpointer.Checkpointer(str(tmp_path), writer="thread") as plain:
+        plain.save({"model": nn.Linear(2, 1).state_dict()}, step=1).wait(60)
+    with pytest.raises(ResumeError, match="was not taken in a Lightning run"):
+        fit(Case(), [resumer(tmp_path)], ckpt_path="auto", max_epochs=1)
+
+
 def test_a_run_that_was_not_closed_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell whose fit failed, and whose callbacks failed with it, is run again: it goes on at once."""
     monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.0)

@@ -27,6 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -280,7 +281,8 @@ _BUDDY = Path("/proc/buddyinfo")
 def advise(memory: mmap.mmap) -> None:
     """Ask for huge pages for as much of `memory`, from its start on, as half of those that are free have room for."""
     if len(memory) >= HUGE_BYTES and (nbytes := min(len(memory), free_huge_bytes() // 2)) >= HUGE_BYTES:
-        memory.madvise(mmap.MADV_HUGEPAGE, 0, nbytes)
+        with suppress(OSError):  # a kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE, 0, nbytes)
 
 
 def free_huge_bytes(buddy: Path = _BUDDY) -> int:

@@ -56,7 +56,7 @@ def test_other_steps_are_refused(lives_in: Callable[..., Lives]) -> None:
     """With twice as many ranks an epoch would have half the steps; the message says what to change."""
     lives = lives_in("lives")
     killed(lives, 1, 3, **of(8))  # a snapshot of step 2, and of no other
-    life = lives.start(2, **of(8))
+    life = lives.start(2, lets_end=True, **of(8))
     assert any(lives.join()), life.log()
     assert "transformers would train 2 more batches of the epoch, the snapshot leaves 3" in life.exit(0), life.log()
     assert "gradient_accumulation_steps, so that each step has as many samples as before" in life.exit(0)
@@ -69,7 +69,7 @@ def test_a_run_that_would_end_at_once_is_refused(lives_in: Callable[..., Lives])
     """In its last epoch, with so many ranks that transformers takes it for complete."""
     lives = lives_in("lives", options={"every_n_steps": 14})
     killed(lives, 1, 16, **of(8))
-    life = lives.start(2, **of(8))
+    life = lives.start(2, lets_end=True, **of(8))
     assert any(lives.join()), life.log()
     found = re.search(r"resumes in epoch 3, the snapshot is of epoch 1: the samples of a step", life.exit(0))
     assert found, life.log()
@@ -82,7 +82,7 @@ def test_a_dispatched_epoch_is_not_divided(lives_in: Callable[..., Lives]) -> No
     lives = lives_in("lives")
     dispatched = {"accelerator_config": {"dispatch_batches": True}}
     killed(lives, 1, 3, **of(8, **dispatched))
-    life = lives.start(2, **of(4, **dispatched))
+    life = lives.start(2, lets_end=True, **of(4, **dispatched))
     assert any(lives.join()), life.log()
     assert "one process fetches the batches of all (dispatch_batches)" in life.exit(0), life.log()
     assert "resume with 1 rank to the end of the epoch" in life.exit(0)

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK
 from typing import Self
@@ -329,7 +329,8 @@ def _bounce() -> mmap.mmap:
     room: mmap.mmap | None = getattr(_rooms, "kept", None)
     if room is None:
         room = _rooms.kept = mmap.mmap(-1, BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        room.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel that was built without them
+            room.madvise(mmap.MADV_HUGEPAGE)
     return room
 
 

@@ -30,6 +30,7 @@ from ckpt_engine.loop.components import (
     NamedParts,
     Shapes,
     Surroundings,
+    owner_in,
     put_back,
     state_of,
     weight_shapes,
@@ -246,6 +247,9 @@ class AcceleratedParts:
                 files = _read(Path(folder))
         state = {_name(index): value for index, value in enumerate(weights)} | self._others.state()
         return state | ({FILES: files} if files else {})
+
+    def owner(self, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
+        return owner_in(self, path)
 
     def shapes(self) -> dict[str, Shapes]:
         """Shapes of the weights; none where hooks decide what is saved."""

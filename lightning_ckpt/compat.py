@@ -64,6 +64,11 @@ def callbacks_of(trainer: Any) -> list[Callback]:
     return found
 
 
+def is_lightnings(what: Any) -> bool:
+    """Whether a class or function is Lightning's or ours."""
+    return str(what.__module__).startswith(("lightning.", "lightning_ckpt."))
+
+
 class LightningInternals(DataInternals):
     """Typed, narrow access to the insides of one trainer.
 

@@ -24,26 +24,29 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.errors import MismatchError, ResumeError
 from ckpt_engine.loop import components
-from ckpt_engine.loop.capture import Elastic, elastic_of, merged, require_ranks, require_whole_gradients, unpack
-from ckpt_engine.loop.components import OWN_KEY, into_own_memory, own_copy, own_extra_state, saved_shapes
-from ckpt_engine.loop.distributed_models import not_restored
+from ckpt_engine.loop.capture import (
+    Elastic,
+    require_ranks,
+    require_whole_gradients,
+)
+from ckpt_engine.loop.components import into_own_memory, own_copy, own_extra_state, saved_shapes
+from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.loop.diverging import Rollbacks
-from ckpt_engine.loop.resume import ReportDraft, publish
-from ckpt_engine.observe.events import announce
+from ckpt_engine.loop.resume import ReportDraft, Resume
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.observe.units import count, place
+from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord
 from ckpt_engine.restore.load import Loaded
-from ckpt_engine.state.compatibility import require_match, size_of
+from ckpt_engine.state.compatibility import require_match
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
-from lightning_ckpt.run_state import OWN_VERSION, BoundaryKind
+from lightning_ckpt.run_state import BoundaryKind
 from lightning_ckpt.sharded import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
@@ -56,7 +59,7 @@ _NOT_IN_A_FILE = {
 }
 
 
-class FitResume:
+class FitResume(Resume):
     """One resolution of `ckpt_path`, and the rest of the restore if it found a snapshot.
 
     Args:
@@ -82,13 +85,11 @@ class FitResume:
         self._internals = internals
         self._trainer = trainer
         self._module = module
-        self._engine = engine
+        super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
         self._loaders = loaders
         self._rollbacks = rollbacks
         self._audit = audit
         self._rollback: RollbackRecord | None = None
-        self._own: Mapping[str, Any] = {}
-        self._elastic: Elastic | None = None
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: restart.Dtypes = {}
         self.to_restore: dict[str, Any] | None = None
@@ -97,7 +98,6 @@ class FitResume:
         self._kept: Kept | None = None
         self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
         self.fresh = Fresh(trainer, module, engine)
-        self.report: ReportDraft | None = None
         self.pending = False
         self.loggers: FitLoggers | None = None
 
@@ -135,8 +135,7 @@ class FitResume:
                     hint="train first, or pass the path of a checkpoint",
                 )
             fresh = f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}"
-            if self._trainer.is_global_zero:
-                announce(_log, fresh)
+            self._announce(fresh)
             original(None, *args, **kwargs)
         else:
             if self._rollbacks is not None:
@@ -152,15 +151,8 @@ class FitResume:
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
-        own = state.pop(OWN_KEY, None)
-        if own is not None and own["version"] > OWN_VERSION:
-            raise NewerFormatError(
-                f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
-            )
-        packed, notes = ({}, []) if own is None or self._loaders is None else unpack(own["packed"])
-        values = packed.pop("values", {}) if size_of(loaded.manifest) == self._trainer.world_size else {}
-        differing = merged(state, values)
-        components.grow(self._module, packed.get("metrics", {}))
+        _, own = self._open(state, loaded)
+        components.grow(self._module, {} if own is None else own.get("metrics", {}))
         if live is not None:
             sharded.restore(self._trainer, state)
         for key in ("state_dict", "current_model_state"):
@@ -178,24 +170,21 @@ class FitResume:
         if calls_the_users(self._trainer, self._module, TRAIN_START, restart.HOOK):
             self._callbacks = own_copy(state.get("callbacks", {}))  # they may keep, and change, what they are given
         self._loaded_as = {} if sharded.is_flat(self._trainer) else restart.dtypes_of(self._module)
-        ranks = (self._trainer.global_rank, self._trainer.world_size)
-        self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._engine.config.rng)
+        self._own = own
         if self._elastic is not None:
             self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
         if self._audit is not None and self._elastic is None:
-            self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
-        self._own = own = {**own, **packed}
-        del own["packed"]
-        self.report = ReportDraft(self._engine.root_url, loaded, not_restored=differing)
-        self.report.notes += [_where(own), *notes]
+            self._audit.expect(own.get("audit", {}), own["hidden"])
+        self.note(_where(own))
         if back is not None:
-            self.report.notes.append(back.text())
-            if self._trainer.is_global_zero:
+            self.note(back.text())
+            if self._rank == 0:
                 _log.warning("%s; training goes on at step %d", back.text(), back.step)
             if self._internals.user_fetches:
-                self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
+                self.add([], [NotRestored("skipped batches", "training_step fetches itself")])
         self.pending = True
-        self.report.notes += self._internals.skip_searches(lambda: self.pending)
+        for text in self._internals.skip_searches(lambda: self.pending):
+            self.note(text)
         if self.loggers is not None:
             self.loggers.wait(loaded.manifest.notes)
         self._trainer.should_stop = self._should_stop()
@@ -207,28 +196,24 @@ class FitResume:
 
     def _for_other_ranks(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
         """What the adapter keeps, for another number of ranks."""
-        assert self.report is not None
         changed: dict[str, Any] = {"rng": elastic.streams}
-        if own["gradients"] is not None:
+        if own["gradients"]:
             require_whole_gradients([sharded.model_of(self._trainer, self._module)], elastic.saved_size)
             saved = [one["gradients"] or {} for one in elastic.own]
             changed["gradients"], missing = elastic.gradients(saved, self._module)
-            self.report.not_restored += missing if elastic.rank == 0 else []
+            self.add([], missing if elastic.rank == 0 else [])
         if elastic.rank == 0:
-            self.report.not_restored += elastic.not_restored()
-            if own["results"] or own["metrics"]:
-                why = f"each rank has those of saved rank r mod {elastic.saved_size}, not of all batches so far"
-                self.report.not_restored.append(NotRestored("running means", why))
+            means = "running means" if own["results"] or own["metrics"] else ""
+            self.add([], elastic.not_restored(means))
         return {**own, **changed}
 
     def _resume_imported(self, loaded: Loaded) -> None:
         """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
         imported = loaded.manifest.notes.get("imported", {"from": "a state that was saved by hand"})
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
-        self.report = ReportDraft(self._engine.root_url, loaded)
-        self.report.notes.append(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
-        self.report.restored += [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
-        self.report.not_restored += [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()]
+        self.note(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
+        restored = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
+        self.add(restored, [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()])
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
@@ -279,11 +264,15 @@ class FitResume:
             and self._own["stopped_early"]
         ):
             return True
-        assert self.report is not None
-        self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
+        self.note("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
         return False
 
     # ---- restoring
+
+    @property
+    def is_to_be_published(self) -> bool:
+        """The report is not out yet."""
+        return self._draft is not None
 
     @property
     def cadence_state(self) -> Mapping[str, Any] | None:
@@ -323,9 +312,8 @@ class FitResume:
             original(checkpoint)  # of a callback that trains before the run, as one that looks for a learning rate
             return
         self.to_restore = None
-        assert self.report is not None
         optimizers = run_state.named_optimizers(self._trainer)
-        self.report.not_restored += components.made_otherwise(self._own.get("made"), optimizers)
+        self.add([], components.made_otherwise(self._own.get("made"), optimizers))
         states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
         self._regrouped = run_state.restore_groups(self._trainer, self._module, states, saved)
         try:
@@ -338,10 +326,10 @@ class FitResume:
 
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
-        assert self.report is not None
         self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
         if self._rollback is None:
-            info = self.report.loaded.info
+            assert self._engine.loaded is not None
+            info = self._engine.loaded.info
             run_state.write_again(self._trainer, self._engine.root_url, info, self._internals.wrap)
 
     def before_epoch(self) -> None:
@@ -350,9 +338,8 @@ class FitResume:
             into_own_memory(self._trainer.optimizers)
             return
         assert self._loaders is not None
-        assert self.report is not None
         if self._kept is not None:
-            self.report.not_restored += self._kept.put_back()
+            self.add([], self._kept.put_back())
             self._kept = None
         self._loaders.settle()
         self._restore_precisely()
@@ -364,8 +351,8 @@ class FitResume:
         restart.begin_averaging(self._trainer, self._module)
         if self._loaders.epoch_restarts:
             self._restart_epoch()
-        if self._elastic is not None and self.report is not None:
-            self.report.notes += self._elastic.notes(self._loaders.dealt())
+        for text in () if self._elastic is None else self._elastic.notes(self._loaders.dealt()):
+            self.note(text)
         if self.finished:
             self._internals.clear_restart()
             self._internals.clear_resuming()
@@ -378,7 +365,6 @@ class FitResume:
 
     def _restart_epoch(self) -> None:
         """The epoch of the snapshot begins again: nothing counts that belongs to its batches."""
-        assert self.report is not None
         self._internals.begin_epoch_again()
         none = {name: self._internals.progress["batch"][name] for name in ("current", "is_last_batch")}
         progress = {**self._own["progress"], "batch": {**self._own["progress"]["batch"], **none}}
@@ -386,7 +372,7 @@ class FitResume:
         gradients = None if self._module.automatic_optimization else self._own["gradients"]
         of_the_epoch: dict[str, Any] = {"results": {}, "metrics": {}, "combined": None, "gradients": gradients}
         self._own = {**self._own, **of_the_epoch, "tables": tables, "progress": progress}
-        self.report.notes.append(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
+        self.note(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
 
     def _restore_precisely(self) -> None:
         if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
@@ -397,10 +383,8 @@ class FitResume:
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
-        assert self.report is not None
-        self.report.not_restored += restart.replay(
-            self._internals, self._trainer, self._module, self._callbacks, self._regrouped
-        )
+        missing = restart.replay(self._internals, self._trainer, self._module, self._callbacks, self._regrouped)
+        self.add([], missing)
 
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
@@ -417,8 +401,8 @@ class FitResume:
         return {} if self.loggers is None else self.loggers.note()
 
     def _continue_curves(self) -> None:
-        if self.loggers is not None and self.report is not None:
-            self.report.not_restored += self.loggers.go_on()
+        if self.loggers is not None and self.is_to_be_published:
+            self.add([], self.loggers.go_on())
 
     def _let_go(self) -> None:
         self._continue_curves()
@@ -427,17 +411,16 @@ class FitResume:
         self.pending = False
 
     def _put_back(self) -> None:
-        own, module, internals, report = self._own, self._module, self._internals, self.report
-        assert report is not None
-        order = sharded.gradient_order(self._trainer)
-        order.restore_syncs(own.get("buffer_syncs", []))
-        why, _ = order.restore(own.get("gradient_order", []), self._engine, report.loaded.info.step, last=True)
-        missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
-        missing += order.lost() if self._trainer.global_rank == 0 else []
+        own, module, internals = self._own, self._module, self._internals
+        restored = _parts(own, self._trainer, exact=self._elastic is None)
+        order = GradientOrder(sharded.wrappers_of(self._trainer))
+        assert self._engine.loaded is not None
+        step, same = self._engine.loaded.info.step, self._elastic is None
+        missing, _ = order.put_back(own, self._engine, step, last=True, same=same)
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
         run_state.restore_tables(internals, module.device, own["tables"])
-        if own["gradients"] is not None:
+        if own["gradients"]:
             missing += components.put_back_gradients(module, own["gradients"])
         if own["flags"] != own["flags_at_start"]:
             if components.dump_flags(module) == own["flags_at_start"]:
@@ -445,29 +428,22 @@ class FitResume:
             elif components.dump_flags(module) != own["flags"]:
                 missing.append(NotRestored("frozen parameters and eval modes", "the script sets others now"))
         if self._audit is not None:
-            restored, unseen = self._audit.restore("start" if self.finished else "batch")
-            report.restored += restored
-            missing += unseen
+            seen, unseen = self._audit.restore("start" if self.finished else "batch")
+            restored, missing = [*seen, *restored], missing + unseen
         missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
-        report.not_restored += missing + internals.lost_tickets(module)
-        report.restored += _parts(own, self._trainer, exact=self._elastic is None)
-        report.notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
+        self.add(restored, missing + internals.lost_tickets(module))
+        for path, why in own["left_out"].items():
+            self.note(f"{path} was not stored: {why}")
 
-    def publish(self) -> None:
-        """Log and write the report, once the first batch was fetched or training turned out to be over."""
-        if self.report is None or self._loaders is None:
-            return
+    def _conclude(self, draft: ReportDraft) -> None:
+        assert self._loaders is not None
         if self.pending:
-            self.report.notes.append("training was complete already: nothing was done")
+            draft.notes.append("training was complete already: nothing was done")
         else:
-            self.report.not_restored += self._loaders.problems()
-            self.report.notes += self._loaders.notes()
-        url = place(self._engine.root_url)
-        folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
-        report, self.report = self.report.finish(self._engine.rhythm), None
-        publish(report, Path(folder), _log, self._trainer.global_rank)
+            draft.not_restored += self._loaders.problems()
+            draft.notes += self._loaders.notes()
 
 
 def _where(own: Mapping[str, Any]) -> str:

@@ -10,11 +10,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data.exactness import Level, OnChange
+from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import ResumeError, StateError
 from ckpt_engine.loop.capture import Elastic
+from ckpt_engine.loop.resume import inexact
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt.compat import LightningInternals
@@ -188,10 +189,10 @@ class FitLoaders:
             if position is None:
                 found.append(NotRestored(name, "not a torch DataLoader: it starts again at its beginning"))
             else:
-                found += _inexact(name, position)
+                found += inexact(name, position.restoration)
         for index, position in enumerate(self._validation):
             if position is not None:
-                found += _inexact(f"validation loader {index}", position)
+                found += inexact(f"validation loader {index}", position.restoration)
         return found
 
     def notes(self) -> list[str]:
@@ -238,10 +239,3 @@ class FitLoaders:
             if self._elastic is not None:
                 saved = self._elastic.position(position, [own["validation"][index] for own in self._elastic.own])
             position.load_state(saved, on_change=self._on_change)
-
-
-def _inexact(name: str, position: LoaderPosition) -> list[NotRestored]:
-    found = position.restoration
-    if found is None or found.exactness.level is Level.EXACT:
-        return []
-    return [NotRestored(name, f"{found.exactness.level}: {'; '.join(found.exactness.reasons)}")]

@@ -35,7 +35,7 @@ from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.names import RECORD
-from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
 from lightning_ckpt.run_state import Groups
 
 _log = logging.getLogger("lightning_ckpt")
@@ -136,9 +136,6 @@ def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
         if cli is not None and isinstance(callback, cli.SaveConfigCallback):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
             callback.overwrite = callback.overwrite or asked or bool(engine.snapshots(nearest=True))
-
-
-_LIGHTNING = ("lightning.", "lightning_ckpt.")
 
 
 class Kept:
@@ -245,11 +242,6 @@ def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str
         )
         for hook in hooks
     )
-
-
-def is_lightnings(what: Any) -> bool:
-    """Whether a class or function is Lightning's or ours."""
-    return str(what.__module__).startswith(_LIGHTNING)
 
 
 @dataclass(frozen=True, slots=True)

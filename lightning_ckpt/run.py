@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from signal import SIGTERM
 from typing import Any
 
@@ -20,8 +21,9 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, losses_of
+from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
-from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
+from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, Undo
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
 from ckpt_engine.snapshot.arguments import numbers_among
@@ -29,12 +31,12 @@ from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
-from lightning_ckpt.failing_fit import FailingFit, FenceGuard, FitStepStart, StopWatch, finish_again
 from lightning_ckpt.fit_resume import FitResume
+from lightning_ckpt.guard import FenceGuard, StopWatch, finish_again
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import Telemetry
-from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, audited, kind_of
-from lightning_ckpt.sharded import ranks_of, replicas_of
+from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
+from lightning_ckpt.sharded import ranks_of, replicas_of, wrappers_of
 
 _log = logging.getLogger("lightning_ckpt")
 _MOST_METRICS = 64
@@ -60,7 +62,7 @@ class FitRun:
         self._owner = owner
         self._internals = LightningInternals(trainer)
         self._internals.probe()
-        ranks = ranks_of(trainer, module)
+        ranks = ranks_of(trainer)
         self.engine = Engine(config, ranks=ranks)
         self.engine.live = live
         require_alike(self.engine)
@@ -72,7 +74,12 @@ class FitRun:
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
         self._begun = self._validated = self._announced_optimizers = self._end_taken = False
         self._skip_batches = 0
-        self._capture = FitCapture(self._internals, trainer, module, ranks, self._audit)
+        self._parts = FitParts(self._internals, trainer, module)
+        self._capture = Capture(self._parts, self._audit, ranks, lambda: wrappers_of(trainer))
+        self._groups_at_start: list[list[int]] = []
+        """`run_state.group_sizes` before training."""
+        self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
+        """`components.dump_flags` when training started."""
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._losses = losses_of(config)
@@ -94,10 +101,9 @@ class FitRun:
         self._step_fence = StepFence(self.fence)
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
-        self._failing = FailingFit(
-            trainer, module, self._internals, self._loaders, config.overhead, self._audit, self._kind
-        )
-        self._not_saved = ""
+        self._failing = FailingRun(self._parts, self._audit, self._run)
+        self._recorded_at = 0
+        """Batches of the epoch at the last boundary."""
 
     # ---- connecting
 
@@ -145,8 +151,8 @@ class FitRun:
 
     def optimizers_made(self) -> None:
         """Nothing of the run has changed them yet."""
-        self._capture.groups_at_start = run_state.group_sizes(self._trainer)
-        self._capture.made = components.made_by_script(run_state.named_optimizers(self._trainer))
+        self._groups_at_start = run_state.group_sizes(self._trainer)
+        self._capture.made = components.made_by_script(self._parts.optimizers)
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
@@ -154,7 +160,7 @@ class FitRun:
         self.engine.start()
         self.engine.tenure.release = self.disconnect
         self.resume.fresh.go_on_beside()
-        self._capture.flags_at_start = components.dump_flags(self._module)
+        self._flags_at_start = components.dump_flags(self._module)
         self._audit.begin("start")
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
@@ -213,8 +219,6 @@ class FitRun:
             _log.error("while handling %s: %s", type(exception).__name__, err)
         finally:
             self.disconnect()
-        if self._not_saved:
-            _log.warning("%s: %s; %s", type(exception).__name__, self.stopping.watch.durable(), self._not_saved)
         if isinstance(exception, SIGTERMException) and exception.code is None:
             # It came before training began: Lightning ends with 0, which says that the job is complete.
             exception.code = EXIT_CODE_OF_NOTICES
@@ -231,7 +235,7 @@ class FitRun:
 
     def _before_epoch(self) -> None:
         self._internals.reset_epoch_length()
-        if self.resume.pending or (self.resume.report is not None and not self.guard.waits_for_batch):
+        if self.resume.pending or (self.resume.is_to_be_published and not self.guard.waits_for_batch):
             self.resume.before_epoch()
             self.guard.first_batch(self.resume.publish)
 
@@ -257,7 +261,11 @@ class FitRun:
             self._skip_batches -= self._internals.skip_batches(self._skip_batches)
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
-        self._failing.reached(step)
+        # In the middle of an accumulation ranks may be at different batches of one step.
+        if self._trainer.world_size == 1 or (self._module.automatic_optimization and not self._internals.accumulating):
+            self._failing.reached(step, self._record)
+        else:
+            self._failing.missed(step, "ranks may be at different batches of one step")
 
     # ---- boundary.Here
 
@@ -321,18 +329,12 @@ class FitRun:
             finish_again(self._trainer, self._module)
 
     def failed(self, exception: BaseException) -> None:
-        if isinstance(exception, CkptError | SIGTERMException) or self._halt.over or not self._active:
-            return
-        self._not_saved = save_last(self._failing.step, self._last_boundary, self._run)
+        if self._active and not isinstance(exception, SIGTERMException):
+            internals = self._internals
+            self._failing.waits = internals.batches_in_epoch == self._recorded_at and not internals.user_fetches
+            self._failing.end(exception)
 
     # ---- taking
-
-    def _last_boundary(self) -> Callable[[], SaveHandle | None]:
-        """What takes what the last finished step has left, if nothing else is in it."""
-        before = self._failing.before()
-        if self.stopping.suspicious():
-            raise ImpossibleError(f"the loss of step {before.step} is far above the usual ones")
-        return lambda: self._run.take(self._instant(before.kind, before), "exception")
 
     def _take_at_end(self, kind: BoundaryKind) -> None:
         self._end_taken = True
@@ -357,43 +359,89 @@ class FitRun:
             return None
         return self.take(reason, durable=True)
 
-    def _instant(self, kind: BoundaryKind, before: FitStepStart | None = None) -> RunInstant:
-        batch = self._internals.batches_in_epoch if before is None else before.packed["batch"]
+    def _instant(self, kind: BoundaryKind) -> RunInstant:
+        batch = self._internals.batches_in_epoch
         return RunInstant(
-            step=self.step if before is None else before.step,
+            step=self.step,
             epoch=self._trainer.current_epoch,
-            state=lambda: self._state(kind, before),
-            metrics=numbers_among(self._internals.metric_tables["callback"], _MOST_METRICS),
-            notes=lambda: {
-                "kind": kind.value,
-                "batch": batch,
-                **sharded.notes(self._trainer),
-                **self.resume.curves(),
-            },
+            state=lambda: self._state(kind),
+            metrics=self._numbers(),
+            notes=lambda: {"batch": batch, **self._notes(kind)},
         )
 
-    def _state(self, kind: BoundaryKind, before: FitStepStart | None = None) -> dict[str, Any]:
-        trainer, internals = self._trainer, self._internals
-        accumulating = internals.accumulating if before is None else before.kind is BoundaryKind.ACCUMULATING
+    def _numbers(self) -> dict[str, float]:
+        return numbers_among(self._internals.metric_tables["callback"], _MOST_METRICS)
+
+    def _notes(self, kind: BoundaryKind) -> dict[str, Any]:
+        return {"kind": kind.value, **sharded.notes(self._trainer), **self.resume.curves()}
+
+    def _record(self) -> BoundaryRecord:
+        internals, kind = self._internals, self._kind()
+        obstacle = "it has gradients of earlier batches" if self._gradients_wait(kind) else self._parts.unknown
+        own: dict[str, Any] = {
+            "loaders": self._loaders.states(epoch_is_over=False),
+            "combined": internals.combined_position,
+            "progress": internals.progress,
+            "buffer_syncs": self._capture.buffer_syncs(),
+            "should_stop": bool(self._trainer.should_stop),
+            "epoch": self._trainer.current_epoch,
+            "batch": internals.batches_in_epoch,
+        }
+        if not obstacle:
+            own |= {"results": run_state.results_now(internals), "tables": run_state.dump_tables(internals)}
+        self._recorded_at = own["batch"]
+        return BoundaryRecord(
+            own, partial(self._state_before, kind), self._numbers, partial(self._notes, kind), obstacle
+        )
+
+    def _state_before(self, kind: BoundaryKind, own: dict[str, Any], undo: Undo | None) -> dict[str, Any]:
+        """Of the boundary with these entries."""
+        own["flags"] = own["flags"][MODEL]
+        if "results" in own:
+            own["results"] = own["results"]()
+        if undo is not None:
+            own["metrics"] = own.pop("metric_states").get(MODEL, {})
+        return self._state(kind, own, undo)
+
+    def _gradients_wait(self, kind: BoundaryKind) -> bool:
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        gradients = accumulating or internals.skips_backward or not self._module.automatic_optimization
-        extras: dict[str, Any] = {
+        waits = self._internals.skips_backward or not self._module.automatic_optimization
+        return waits or kind is BoundaryKind.ACCUMULATING
+
+    def _state(
+        self, kind: BoundaryKind, before: Mapping[str, Any] | None = None, undo: Undo | None = None
+    ) -> dict[str, Any]:
+        """As it is now, or with the entries of the boundary `before`."""
+        trainer, module, internals = self._trainer, self._module, self._internals
+        tables = run_state.dump_tables(internals)
+        if kind is BoundaryKind.STOPPED:
+            # The logger connector already knows that the epoch is over, which a longer run would not be.
+            tables["first_batch"] = internals.batches_in_epoch == 1
+        own: dict[str, Any] = {
+            "kind": kind.value,
             "epoch": trainer.current_epoch,
             "batch": internals.batches_in_epoch,
             "cadence": self.cadence.state(),
             "stopped_early": self._stop.by_early_stopping,
+            "should_stop": bool(trainer.should_stop),
+            "loaders": self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED),
             "validation": self._loaders.validation_states(),
+            "combined": internals.combined_position,
+            "progress": internals.progress,
+            "results": run_state.dump_results(internals),
+            "metrics": components.dump(module),
+            "tables": tables,
+            "flags": components.dump_flags(module),
+            "flags_at_start": self._flags_at_start,
+            "reload_epoch": internals.reload_epoch,
+            "validation_reload_epoch": internals.validation_reload_epoch,
+            "left_out": self._parts.left_out,
+            "groups": run_state.dump_groups(trainer, module, self._groups_at_start),
+            **(before or {}),
         }
-        if before is None:
-            extras["loaders"] = self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED)
-        else:
-            extras |= {**before.packed, **before.moved}
-        return self._capture.state(
-            kind,
-            extras,
-            gradients=gradients and kind is not BoundaryKind.FINISHED,
-            undo=None if before is None else before.undo,
-        )
+        waits = self._gradients_wait(kind) or (before is None and internals.accumulating)
+        gradients = components.gradients_of(module) if waits and kind is not BoundaryKind.FINISHED else {}
+        return self._capture.state(own, gradients, partial(as_of, kind, own["progress"], undo))
 
     def _announce(self) -> None:
         """Make the arena ready in the background; again once the optimizers have their state."""

@@ -16,184 +16,149 @@ this run from after the snapshot instead of appending `-v1`. Each file says of w
 from __future__ import annotations
 
 import builtins
+import copy
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
-from ckpt_engine.audit.audit import Audit
 from ckpt_engine.audit.roots import roots_of_loader
-from ckpt_engine.data import rng
 from ckpt_engine.loop import components
-from ckpt_engine.loop.capture import Packer, own_values
-from ckpt_engine.loop.components import OWN_KEY, managed
-from ckpt_engine.loop.distributed_models import GradientOrder
+from ckpt_engine.loop.distributed_models import FlatModels
+from ckpt_engine.loop.failing_loop import Undo
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.plugins import of_framework
-from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.state import sharding
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import SnapshotInfo
-from lightning_ckpt.compat import LightningInternals, callbacks_of, metric_progress, set_metric_progress
-from lightning_ckpt.sharded import gradient_order, live_states
+from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress
+from lightning_ckpt.sharded import flat_of, live_states
 
-OWN_VERSION = 1
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HPARAMS_TYPES = ("hparams_type", "datamodule_hparams_type")
+MODEL = "model"
+"""The LightningModule among the components."""
+_WEIGHTS = ("current_model_state", "state_dict")
+"""Keys of a checkpoint under which are the weights that are trained: the first of them that is there."""
 
 
-class FitCapture:
-    """Makes the state tree of one run; also the predicate that says which of its leaves may be copied lazily.
+class FitParts:
+    """What a snapshot of a Lightning run consists of: what Lightning puts into a checkpoint of its own.
 
     Args:
         internals: of the trainer.
         trainer: whose state it is.
         module: the LightningModule.
-        ranks: of the run; None: it is one process.
-        audit: what it finds is part of the state.
+
+    Attributes:
+        left_out: paths of hyper-parameters that no snapshot has, and why.
     """
 
-    def __init__(
-        self,
-        internals: LightningInternals,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        ranks: Ranks | None,
-        audit: Audit,
-    ) -> None:
+    def __init__(self, internals: LightningInternals, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._internals = internals
-        self._ranks, self._audit = ranks, audit
-        self.groups_at_start: list[list[int]] = []
-        """`run_state.group_sizes` before training."""
-        self.made = ""
-        """`components.made_by_script` then."""
-        self.flags_at_start: Mapping[str, list[str]] = {"frozen": [], "eval": []}
-        """`components.dump_flags` when training started."""
         self._trainer = trainer
-        self._module = module
-        self._packer = Packer(OWN_KEY)
-        self._left_out: dict[str, str] | None = None
-        self._weights: Mapping[str, Any] = {}
-        self._managed: frozenset[int] | None = None
-        self._gradient_order: GradientOrder | None = None
+        self.modules: Mapping[str, torch.nn.Module] = {MODEL: module}
+        self.left_out: dict[str, str] = {}
+        self._looked = False
+        self._callbacks: list[Callback] = []
+        self._stateful: dict[str, Callback] = {}
 
-    def state(
-        self,
-        kind: BoundaryKind,
-        extras: Mapping[str, Any],
-        *,
-        gradients: bool,
-        undo: Callable[[dict[str, Any]], None] | None,
-    ) -> dict[str, Any]:
-        """The whole state, with references to live tensors; draws nothing from any global random stream.
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        return named_optimizers(self._trainer)
 
-        Args:
-            kind: of the boundary.
-            extras: more of our own entries, or others in their place.
-            gradients: include accumulated gradients.
-            undo: takes out of Lightning's part what was done since; None: nothing was.
-        """
-        streams = rng.capture()
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        schedulers = {f"scheduler {n}": one.scheduler for n, one in enumerate(self._trainer.lr_scheduler_configs)}
+        callbacks = callbacks_of(self._trainer)
+        if callbacks != self._callbacks:
+            self._callbacks = list(callbacks)
+            stateful = (one for one in enumerate(callbacks) if is_overridden("state_dict", one[1], parent=Callback))
+            self._stateful = {f"callback {n}, a {type(one).__name__},": one for n, one in stateful}
+        return {**self.modules, **self.optimizers, **schedulers, **self._stateful}
+
+    @property
+    def flat(self) -> FlatModels | None:
+        return flat_of(self._trainer)
+
+    @cached_property
+    def unknown(self) -> str:
+        """What of the state only the user's code knows: a step that has its batch cannot be undone. Or ""."""
+        data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
+        what = ""
+        if is_overridden("on_save_checkpoint", self.modules[MODEL]):
+            what = "the model's on_save_checkpoint"
+        elif data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):
+            what = "the data module's state"
+        for callback in callbacks_of(self._trainer):
+            if is_overridden("on_save_checkpoint", callback, parent=Callback) and not is_lightnings(type(callback)):
+                what = what or f"{type(callback).__name__}'s on_save_checkpoint"
+        return what and f"it is not known what of {what} the step has changed"
+
+    def owner(self, path: tuple[Any, ...]) -> torch.nn.Module | torch.optim.Optimizer | None:
+        """See `Components.owner`."""
+        if path[0] == "optimizer_states":
+            return self._trainer.optimizers[path[1]] if path[2:3] == ("state",) else None
+        return self.modules[MODEL] if path[0] in _WEIGHTS and len(path) == 2 else None
+
+    def state(self) -> dict[str, Any]:
+        """A checkpoint, with references to live tensors."""
         with live_states(self._trainer):
             state = self._internals.dump_checkpoint()
-        if rng.capture() != streams:
-            # Hooks such as on_save_checkpoint may draw; the run must not notice that it is captured.
-            rng.restore(streams)
         state.pop(MARK, None)  # for Lightning's own files
-        fit_loop = state["loops"]["fit_loop"]
         # Lightning would restore a loader that has its own state a second time, after we did.
-        fit_loop["state_dict"].pop("combined_loader", None)
-        if undo is not None:
-            undo(state)
-        _canonicalise(fit_loop, kind)
+        state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._drop_unstorable(state)
-        hidden, large = self._audit.state()
-        values = own_values(state, self._ranks)
-        state[OWN_KEY] = {
-            "version": OWN_VERSION,
-            "kind": kind.value,
-            "gradients": dump_gradients(self._module) if gradients else None,
-            "hidden": large,
-            "packed": self._packer.pack(
-                {
-                    "rng": streams,
-                    "audit": hidden,
-                    "combined": self._internals.combined_position,
-                    "progress": self._internals.progress,
-                    "results": dump_results(self._internals),
-                    "metrics": components.dump(self._module),
-                    "tables": self._tables(kind),
-                    "flags": components.dump_flags(self._module),
-                    "flags_at_start": dict(self.flags_at_start),
-                    "should_stop": bool(self._trainer.should_stop),
-                    "reload_epoch": self._internals.reload_epoch,
-                    "validation_reload_epoch": self._internals.validation_reload_epoch,
-                    "gradient_order": self._order().state(),
-                    "buffer_syncs": self._order().syncs(),
-                    "left_out": self._left_out or {},
-                    "values": values,
-                    "made": self.made,
-                    "groups": dump_groups(self._trainer, self._module, self.groups_at_start),
-                    **extras,
-                }
-            ),
-        }
-        self._weights = {key: state[key] for key in ("state_dict", "current_model_state") if key in state}
-        self._managed = None
         return state
-
-    def is_lazy(self, path: tuple[Any, ...]) -> bool:
-        """Whether this leaf changes in an optimizer step only: an optimizer's parameter or state.
-
-        Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever
-        their owner likes (momentum encoders do it in forward), so these are not lazy.
-        """
-        if path[0] == "optimizer_states":
-            return len(path) > 2 and path[2] == "state"
-        weights = self._weights.get(path[0])
-        if weights is None or len(path) != 2:
-            return False
-        if self._managed is None:
-            self._managed = frozenset(sharding.here(one).data_ptr() for one in managed(self._trainer.optimizers))
-        live = sharding.here(weights[path[1]])
-        return live.numel() > 0 and live.data_ptr() in self._managed
-
-    def _order(self) -> GradientOrder:
-        """Lightning wraps the model after this object was made."""
-        if self._gradient_order is None:
-            self._gradient_order = gradient_order(self._trainer)
-        return self._gradient_order
-
-    def _tables(self, kind: BoundaryKind) -> dict[str, Any]:
-        tables = dump_tables(self._internals)
-        if kind is BoundaryKind.STOPPED:
-            # The logger connector already knows that the epoch is over, which a longer run would not be.
-            tables["first_batch"] = self._internals.batches_in_epoch == 1
-        return tables
 
     def _drop_unstorable(self, state: dict[str, Any]) -> None:
         """Hyper-parameters may hold any object; Lightning does not need them to resume, so those are left out."""
         for key in _HPARAMS_TYPES:
             state.pop(key, None)
-        if self._left_out is None:
+        if not self._looked:
+            self._looked = True
             flattener = Flattener()
             found = {
                 f"{key}/{name}": problems(value, (key, name), flattener)
                 for key in _HPARAMS
                 for name, value in dict(state.get(key) or {}).items()
             }
-            self._left_out = {path: problem for path, problem in found.items() if problem}
+            self.left_out.update({path: problem for path, problem in found.items() if problem})
         for key in _HPARAMS:
-            if any(path.startswith(f"{key}/") for path in self._left_out):
-                state[key] = {n: v for n, v in dict(state[key]).items() if f"{key}/{n}" not in self._left_out}
+            if any(path.startswith(f"{key}/") for path in self.left_out):
+                state[key] = {n: v for n, v in dict(state[key]).items() if f"{key}/{n}" not in self.left_out}
+
+
+def as_of(kind: BoundaryKind, progress: Mapping[str, Any], undo: Undo | None, state: dict[str, Any]) -> dict[str, Any]:
+    """Make of a checkpoint, as it is now, one of a boundary that Lightning itself resumes exactly from.
+
+    Args:
+        kind: of the boundary.
+        progress: at the boundary.
+        undo: takes out of the model what a step has done since; None: nothing was done.
+    """
+    fit_loop = state["loops"]["fit_loop"]
+    if undo is not None:
+        fit_loop["epoch_loop.batch_progress"] = copy.deepcopy(progress["batch"])
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = progress["stepped"]
+        step = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        for span in ("total", "current"):
+            done = step["step"][span]["completed"]
+            step["step"][span]["ready"] = done
+            step["zero_grad"][span].update(dict.fromkeys(("ready", "started", "completed"), done))
+        key = next(key for key in _WEIGHTS if key in state)
+        state[key] = undo({MODEL: state[key]})[MODEL]
+    _canonicalise(fit_loop, kind)
+    return state
 
 
 def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind) -> None:
@@ -341,17 +306,12 @@ def restore_tables(internals: LightningInternals, device: torch.device, saved: M
     internals.log_position = (saved["first_batch"], saved["fx"])
 
 
-def dump_gradients(module: torch.nn.Module) -> dict[str, Any]:
-    """The gradients accumulated so far, by parameter name; of DTensors what this rank has."""
-    return {name: components.stored(p.grad) for name, p in module.named_parameters() if p.grad is not None}
-
-
-Groups = list[dict[str, Any]]
-
-
 def named_optimizers(trainer: pl.Trainer) -> dict[str, torch.optim.Optimizer]:
     """By the names that reports give them."""
     return {f"optimizers[{number}]": optimizer for number, optimizer in enumerate(trainer.optimizers)}
+
+
+Groups = list[dict[str, Any]]
 
 
 def group_sizes(trainer: pl.Trainer) -> list[list[int]]:

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import (
 from ckpt_engine.data.rng import Teams
 from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.loop.components import OWN_KEY, Shapes, weight_shapes
-from ckpt_engine.loop.distributed_models import FlatModels, GradientOrder, flat_models
+from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.state.compatibility import size_of
@@ -40,23 +40,23 @@ def is_sharded(trainer: pl.Trainer) -> bool:
 
 def is_flat(trainer: pl.Trainer) -> bool:
     """Whether FSDP1 divides the model: its `state_dict` would gather all of it."""
-    return _flat(trainer) is not None
+    return flat_of(trainer) is not None
 
 
 def require_trained(trainer: pl.Trainer) -> None:
     """As `FlatModels.require_trained`, for all optimizers."""
-    if (flat := _flat(trainer)) is not None:
+    if (flat := flat_of(trainer)) is not None:
         for optimizer in trainer.optimizers:
             flat.require_trained(_plain(optimizer))
 
 
 def shapes(trainer: pl.Trainer, module: pl.LightningModule) -> Shapes:
     """Shapes of the weights, as a snapshot has them."""
-    flat = _flat(trainer)
+    flat = flat_of(trainer)
     return weight_shapes(module) if flat is None else weight_shapes(_wrapped(trainer), flat)
 
 
-def _flat(trainer: pl.Trainer) -> FlatModels | None:
+def flat_of(trainer: pl.Trainer) -> FlatModels | None:
     """What FSDP1 divides; the root that it wraps is not the LightningModule but around it."""
     return flat_models([_wrapped(trainer)]) if isinstance(trainer.strategy, FSDPStrategy) else None
 
@@ -94,10 +94,10 @@ def teams_of(manifest: Manifest, trainer: pl.Trainer) -> Teams:
     return Teams.of_sizes(size_of(manifest), before, trainer.global_rank, _tensor_parallel(trainer))
 
 
-def gradient_order(trainer: pl.Trainer) -> GradientOrder:
-    """In which order DDP adds up gradients."""
+def wrappers_of(trainer: pl.Trainer) -> list[torch.nn.Module]:
+    """The model with what DDP wraps around it, once it trains."""
     model = trainer.strategy.model
-    return GradientOrder([] if model is None else [model])
+    return [] if model is None else [model]
 
 
 def model_of(trainer: pl.Trainer, module: pl.LightningModule) -> torch.nn.Module:
@@ -117,7 +117,7 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
     if not is_sharded(trainer):
         yield
         return
-    strategy, flat = trainer.strategy, _flat(trainer)
+    strategy, flat = trainer.strategy, flat_of(trainer)
     live: Any = strategy
     if flat is None:
         live.lightning_module_state_dict = trainer.lightning_module.state_dict
@@ -146,7 +146,7 @@ def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manife
     if not is_sharded(trainer):
         return None
 
-    flat = _flat(trainer)
+    flat = flat_of(trainer)
 
     def live(manifest: Manifest) -> Any:
         nodes = manifest.tree.get("optimizer_states", [])
@@ -162,7 +162,7 @@ def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manife
 
 def restore(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     """Give model and optimizers what Lightning will not: their strategies do that where they read a file."""
-    flat = _flat(trainer)
+    flat = flat_of(trainer)
     if flat is not None:
         flat.load(_wrapped(trainer), state["state_dict"])
     for optimizer, saved in zip(trainer.optimizers, state.get("optimizer_states", []), strict=False):
@@ -177,7 +177,7 @@ _HINTS = {
 }
 
 
-def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
+def ranks_of(trainer: pl.Trainer) -> Ranks | None:
     """All ranks of `trainer`; None: it is one process.
 
     Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
@@ -197,14 +197,7 @@ def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
             f"{type(strategy).__name__}",
             hint=_HINTS.get(type(strategy).__name__, "use strategy='ddp', 'ddp_spawn' or 'ddp_fork'"),
         )
-    parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-
-    def alike(path: tuple[Any, ...]) -> bool:
-        if path[0] in ("state_dict", "current_model_state"):
-            return len(path) == 2 and path[1] in parameters
-        return path[0] == "optimizer_states" and len(path) > 2 and path[2] == "state"
-
-    return ProcessGroupRanks(own={OWN_KEY}, divides=alike)
+    return ProcessGroupRanks(own={OWN_KEY})
 
 
 def replicas_of(trainer: pl.Trainer) -> int:

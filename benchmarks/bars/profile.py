@@ -22,14 +22,13 @@ from benchmarks.lightning_loop import Fit, Module, seeded_data
 from benchmarks.measure import interleave
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series
-from ckpt_engine.loop.capture import LoopCapture
+from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.stage import Staging
 from ckpt_engine.state.layout import Planner
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.run import FitRun
-from lightning_ckpt.run_state import FitCapture
 
 TITLE = "Profile: where the time of a save goes in each adapter"
 UNEXPLAINED_LIMIT = 0.25
@@ -37,8 +36,7 @@ _BOUNDARY, _SAVE = "boundary", "save"
 _CALLS: tuple[tuple[str, type, str], ...] = (
     (_BOUNDARY, Tracker, "_boundary"),
     (_BOUNDARY, FitRun, "_boundary"),
-    ("capture", LoopCapture, "state"),
-    ("capture", FitCapture, "state"),
+    ("capture", Capture, "state"),
     (_SAVE, Pipeline, "save"),
     ("flatten", Planner, "capture"),
     ("stage", Staging, "begin"),

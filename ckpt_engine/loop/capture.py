@@ -1,6 +1,6 @@
-"""The state of a loop at one instant, as the tree that the engine stores.
+"""The state of a run at one instant, as the tree that the engine stores.
 
-`LoopCapture` makes the tree. `Packer` puts what changes its structure from step to step (positions, metrics, logged
+`Capture` makes the tree. `Packer` puts what changes its structure from step to step (positions, metrics, logged
 values) into one array of constant shape, because the engine reuses the plan of a snapshot while the structure stays
 the same.
 
@@ -28,10 +28,9 @@ from ckpt_engine.data import rng, sample_assignment
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat
 from ckpt_engine.data.sample_assignment import Dealing
-from ckpt_engine.errors import CorruptError, ResumeError
-from ckpt_engine.loop import components
-from ckpt_engine.loop.components import OWN_KEY, Components, managed, state_of, stored
-from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_flat, wrappers_of
+from ckpt_engine.errors import CorruptError, NewerFormatError, ResumeError
+from ckpt_engine.loop.components import OWN_KEY, Components, made_by_script, managed, state_of
+from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_flat
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
@@ -49,22 +48,31 @@ from ckpt_engine.store.tree import check
 OWN_VERSION = 1
 
 
-class LoopCapture:
+class Capture:
     """Makes the state tree of one run; also the predicate that says which of its leaves may be copied lazily.
 
     Args:
         parts: the components.
+        audit: what it finds is part of the state.
         ranks: this one is one of them.
+        wrappers: finds the models as DDP wraps them.
+
+    Attributes:
+        made: `components.made_by_script` of the optimizers.
     """
 
-    def __init__(self, parts: Components, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, parts: Components, audit: Audit, ranks: Ranks | None, wrappers: Callable[[], Iterable[nn.Module]]
+    ) -> None:
         self._parts = parts
+        self._audit = audit
+        self._wrappers = wrappers
         self._ranks = ranks
-        self._made = components.made_by_script(parts.optimizers)
+        self.made = made_by_script(parts.optimizers)
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
-        self._state: Mapping[str, Any] = {}
+        self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
         self._order: GradientOrder | None = None
 
@@ -72,25 +80,23 @@ class LoopCapture:
         self,
         own: Mapping[str, Any],
         gradients: Mapping[str, Any],
-        audit: Audit,
         before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream.
 
         Args:
             own: small values that an exact resume needs besides the components; with `before`, what a step changes too.
-            gradients: of optimizers that wait for more, by component and parameter name.
-            audit: what it finds is part of the state.
+            gradients: those that wait for an optimizer step.
             before: makes of the components those of an earlier moment.
         """
-        hidden, large = audit.state()
+        hidden, large = self._audit.state()
         streams = rng.capture()
         state = self._parts.state()
         if rng.capture() != streams:
             rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
         if before is not None:
             state = before(state)
-        self._state, self._managed = state, None
+        self._weights, self._managed = {key: one for key, one in state.items() if self._parts.owner((key, ""))}, None
         return state | {
             OWN_KEY: {
                 "version": OWN_VERSION,
@@ -99,10 +105,9 @@ class LoopCapture:
                 "packed": self._packer.pack(
                     {
                         "rng": streams,
-                        "metric_states": components.dump_all(self._parts.objects),
                         "buffer_syncs": self.buffer_syncs(),
                         **own,
-                        "made": self._made,
+                        "made": self.made,
                         "audit": hidden,
                         "gradient_order": self._gradient_order().state(),
                         "values": own_values(state, self._ranks),
@@ -116,47 +121,24 @@ class LoopCapture:
         return self._gradient_order().syncs()
 
     def _gradient_order(self) -> GradientOrder:
-        if self._order is None:
-            self._order = GradientOrder(wrappers_of(self._parts.modules.values()))
+        if self._order is None:  # models may be wrapped after this object was made
+            self._order = GradientOrder(self._wrappers())
         return self._order
-
-    def gradients(self, stepped: set[int]) -> dict[str, dict[str, Any]]:
-        """Gradients that wait for an optimizer step.
-
-        Args:
-            stepped: ids of optimizers that have used up theirs.
-        """
-        waiting = [optimizer for optimizer in self._parts.optimizers.values() if id(optimizer) not in stepped]
-        if not waiting:
-            return {}
-        ids = {id(parameter) for parameter in managed(waiting) if parameter.grad is not None}
-        return {
-            name: found
-            for name, module in self._parts.modules.items()
-            if (
-                found := {
-                    key: stored(p.grad) for key, p in module.named_parameters() if id(p) in ids and p.grad is not None
-                }
-            )
-        }
 
     def is_lazy(self, path: tuple[Any, ...]) -> bool:
         """Whether this leaf changes in an optimizer step only: an optimizer's parameter or state.
 
         Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever
-        their owner likes (averaged weights), so these are not lazy.
+        their owner likes (averaged weights, momentum encoders), so these are not lazy.
         """
-        if len(path) < 2:
-            return False
-        if path[0] in self._parts.optimizers:
-            return bool(path[1] == "state")
-        if path[0] not in self._parts.modules or len(path) != 2:
-            return False
-        tensor = self._state[path[0]][path[1]]
-        if self._managed is None:
-            self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
+        owner = self._parts.owner(path)
+        if not isinstance(owner, nn.Module):
+            return owner is not None
+        tensor = self._weights[path[0]][path[1]]
         if not isinstance(tensor, torch.Tensor | FlatPart):
             return False
+        if self._managed is None:
+            self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
         live = here(tensor)
         return live.numel() > 0 and live.data_ptr() in self._managed
 
@@ -177,9 +159,9 @@ class StepsMade(set[int]):
         """It steps."""
         self.add(id(optimizer))
         if self._several:
-            graded = [(p, p.grad) for p in managed([optimizer]) if p.grad is not None]
-            marked = (*graded[:1], *graded[-1:])
-            self.marks[id(optimizer)] = [(p, weakref.ref(grad), here(grad)._version) for p, grad in marked]
+            parameters = list(managed([optimizer]))
+            ends = ((p, p.grad) for one in (parameters, parameters[::-1]) if (p := _with_gradient(one)) is not None)
+            self.marks[id(optimizer)] = [(p, weakref.ref(g), here(g)._version) for p, g in ends if g is not None]
 
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
@@ -188,6 +170,10 @@ class StepsMade(set[int]):
             if any(grad is not then or here(grad)._version != seen for grad, then, seen in now):
                 self.discard(one)
         self.marks.clear()
+
+
+def _with_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    return next((one for one in parameters if one.grad is not None), None)
 
 
 _SMALLEST_BYTES = 16 << 10
@@ -339,20 +325,18 @@ def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
 
 
 def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
-    """Which arrays of a loop's components are the same on all ranks: parameters, and what optimizers know of them.
+    """Which arrays of a run's components are the same on all ranks: parameters, and what optimizers know of them.
 
     All else, buffers too, may differ.
     """
 
     @cache
-    def parameters(component: str) -> frozenset[str]:
-        named = parts.modules[component].named_parameters(remove_duplicate=False)
-        return frozenset(clean_name(name) for name, _ in named)
+    def parameters(module: nn.Module) -> frozenset[str]:
+        return frozenset(clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False))
 
     def is_alike(path: tuple[Any, ...]) -> bool:
-        if path[0] in parts.optimizers:
-            return len(path) > 1 and path[1] == "state"
-        return len(path) == 2 and path[0] in parts.modules and path[1] in parameters(path[0])
+        owner = parts.owner(path)
+        return path[1] in parameters(owner) if isinstance(owner, nn.Module) else owner is not None
 
     return is_alike
 
@@ -514,32 +498,63 @@ class Elastic:
             said.append("rng: derive: rank 0 has its random streams, those of other ranks are made from them")
         return [resumed_by_others(self.saved_size, self.size), *said]
 
-    def not_restored(self) -> list[NotRestored]:
-        """What is not as it was, apart from what `notes` says."""
+    def not_restored(self, metrics: str) -> list[NotRestored]:
+        """What is not as it was, apart from what `notes` says.
+
+        Args:
+            metrics: what of them there is, or "".
+        """
+        of_others = f"each rank has those of saved rank r mod {self.saved_size}"
+        rows = [NotRestored(metrics, f"{of_others}, not of all batches so far")] if metrics else []
         if self.policy == DERIVE:
-            return []
+            return rows
         twins = f"; with more than {self.saved_size} several draw the same" if self.size > self.saved_size else ""
-        why = f"rng: {self.policy}: each rank has those of saved rank r mod {self.saved_size}{twins}"
-        return [NotRestored("random streams", why)]
+        return [NotRestored("random streams", f"rng: {self.policy}: {of_others}{twins}"), *rows]
 
 
-def elastic_of(loaded: Loaded, own: Mapping[str, Any], key: str, ranks: tuple[int, int], policy: str) -> Elastic | None:
-    """How these ranks go on; None: they are as many as took the snapshot.
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """What a snapshot has besides the components.
 
     Args:
-        own: of this rank, as it was loaded.
-        key: component that each rank has of its own.
+        own: our own entries.
+        notes: about them, for the report.
+        elastic: another number of ranks goes on with them.
+        differing: what is that of rank 0 now, although it was not.
+    """
+
+    own: dict[str, Any]
+    notes: list[str]
+    elastic: Elastic | None
+    differing: list[NotRestored]
+
+
+def own_part(state: dict[str, Any], loaded: Loaded, ranks: tuple[int, int], policy: str) -> OwnPart | None:
+    """Take it out of the state of a snapshot, and put this rank's values into the rest; None: others have made that.
+
+    Args:
         ranks: number of this rank, and how many there are.
         policy: the option `rng`.
 
     Raises:
+        NewerFormatError: this version cannot read it.
         CorruptError, FormatError: as `capture.unpack`.
     """
-    rank, size = ranks
-    if size_of(loaded.manifest) == size:
+    own = state.pop(OWN_KEY, None)
+    if own is None:
         return None
-    found = [loaded.own[number][key] for number in sorted(loaded.own)] if loaded.own else [own]
-    return Elastic(rank, size, [{**one, **unpack(one["packed"])[0]} for one in found], policy)
+    if own["version"] > OWN_VERSION:
+        raise NewerFormatError(
+            f"snapshot {loaded.info.id} was written by a later version of ckpt-engine", hint="update ckpt-engine"
+        )
+    packed, notes = unpack(own["packed"])
+    values = packed.pop("values", {})
+    whole = {"hidden": {}, **own, **packed}
+    if size_of(loaded.manifest) == ranks[1]:
+        return OwnPart(whole, notes, None, merged(state, values))
+    saved = [loaded.own[number][OWN_KEY] for number in sorted(loaded.own)] or [own]
+    elastic = Elastic(*ranks, [{**one, **unpack(one["packed"])[0]} for one in saved], policy)
+    return OwnPart(whole, notes, elastic, [])
 
 
 def require_ranks(manifest: Manifest, size: int, policy: str) -> None:

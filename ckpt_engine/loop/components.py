@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +33,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Components(Protocol):
-    """What a snapshot of a loop consists of, besides the loop's position."""
+    """What a snapshot of a run consists of, besides the run's position."""
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -53,6 +53,16 @@ class Components(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The components, with references to live tensors."""
+
+    def owner(self, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
+        """The model whose weight or buffer this leaf of `state` is by its name, or the optimizer whose `state` has it.
+
+        Such a leaf of an optimizer changes in its steps only.
+        """
+
+
+class LoopComponents(Components, Protocol):
+    """Of a loop, which does not put them back itself."""
 
     def shapes(self) -> Mapping[str, Shapes]:
         """Shapes of the weights that a snapshot must have to fit, by component."""
@@ -111,6 +121,9 @@ class NamedParts:
     def state(self) -> dict[str, Any]:
         return {name: state_of(value, self.flat) for name, value in self.objects.items()}
 
+    def owner(self, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
+        return owner_in(self, path)
+
     def shapes(self) -> dict[str, Shapes]:
         return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
 
@@ -127,6 +140,13 @@ class NamedParts:
         gone = [name for name in saved if name not in self.objects]
         missing += [NotRestored(name, "nothing of that name is tracked now") for name in gone]
         return restored, missing
+
+
+def owner_in(parts: Components, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
+    """`Components.owner` where each model and optimizer is a component of its own."""
+    if path[0] in parts.optimizers:
+        return parts.optimizers[path[0]] if path[1:2] == ("state",) else None
+    return parts.modules.get(path[0]) if len(path) == 2 else None
 
 
 def state_of(value: Any, flat: FlatModels | None) -> Any:
@@ -527,6 +547,25 @@ def stored(gradient: torch.Tensor) -> Any:
     # Values of the same place are not added up here: that would round in another order. torch documents these two
     # methods for tensors that are not coalesced.
     return {"indices": tensor._indices(), "values": tensor._values(), "coalesced": tensor.is_coalesced()}
+
+
+def gradients_of(module: nn.Module, parameters: Container[int] | None = None) -> dict[str, Any]:
+    """The gradients there are, by the name of their parameter; `parameters`: only of those of these ids."""
+    named = module.named_parameters()
+    kept = ((name, p.grad) for name, p in named if parameters is None or id(p) in parameters)
+    return {name: stored(grad) for name, grad in kept if grad is not None}
+
+
+def waiting_gradients(parts: Components, stepped: Container[int]) -> dict[str, dict[str, Any]]:
+    """Gradients that wait for an optimizer step, by component.
+
+    Args:
+        stepped: ids of optimizers that have used up theirs.
+    """
+    waiting = [optimizer for optimizer in parts.optimizers.values() if id(optimizer) not in stepped]
+    ids = {id(parameter) for parameter in managed(waiting) if parameter.grad is not None}
+    found = {name: gradients_of(module, ids) for name, module in parts.modules.items()} if ids else {}
+    return {name: one for name, one in found.items() if one}
 
 
 def put_back_gradients(module: nn.Module | None, saved: Mapping[str, Any]) -> list[NotRestored]:

@@ -401,11 +401,6 @@ class _Agreed(TypedDict):
     later: bool
 
 
-def not_restored(why: str) -> list[NotRestored]:
-    """The line of the resume report."""
-    return [NotRestored("order of sums of gradients", f"the first step may differ in its last bits: {why}")]
-
-
 class GradientOrder:
     """Of the models of one run that are wrapped by DDP.
 
@@ -437,6 +432,23 @@ class GradientOrder:
         DDP does so but after a pass without gradients, as in a validation, or without their sum (`no_sync`).
         """
         return [bool(model.require_forward_param_sync) for model in self._models]
+
+    def put_back(
+        self, own: Mapping[str, Any], engine: Engine, step: int, *, last: bool, same: bool
+    ) -> tuple[list[NotRestored], bool]:
+        """As `restore`, with `syncs`: what rank 0 reports of all that is not as it was.
+
+        Args:
+            own: what a snapshot has besides the components.
+            same: as many ranks have taken it.
+        """
+        self.restore_syncs(own.get("buffer_syncs", []))
+        why, later = self.restore(own.get("gradient_order", []), engine, step, last=last)
+        missing = self.lost()
+        if why and same:
+            why = f"the first step may differ in its last bits: {why}"
+            missing.append(NotRestored("order of sums of gradients", why))
+        return [] if engine.ranks is not None and engine.ranks.rank else missing, later
 
     def restore_syncs(self, saved: Sequence[bool]) -> None:
         """What `syncs` was: a new DDP object would put the buffers of rank 0 in place of those that a rank got back."""

@@ -7,6 +7,7 @@ Where a change cannot be seen, nothing is saved and the reason is said.
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +24,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun
-from ckpt_engine.loop.capture import LoopCapture
-from ckpt_engine.loop.components import Components, Counters, Surroundings, managed
+from ckpt_engine.loop.components import Components, managed
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.plugins import of_framework
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -33,16 +33,38 @@ from ckpt_engine.state.sharding import here
 _EACH_ELEMENTS = 16
 
 
+Undo = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes of components, as they are now, those of the boundary."""
+
+
 @dataclass(frozen=True, slots=True)
-class StepStart:
-    """A boundary, as far as a step changes it before its optimizers do.
+class BoundaryRecord:
+    """What an adapter knows of a boundary, as far as a step changes it before its optimizers do.
 
     Args:
-        own: our own entries of a snapshot.
+        own: our own entries of a snapshot, those of each trainer (epoch, batch) among them.
+        state: makes the state tree of these entries and more; no `Undo`: only the loader has run since.
+        metrics: numbers that retention may rank snapshots by.
+        notes: for the manifest, besides the batch.
+        obstacle: why nothing can be saved once a batch is there, or "".
+    """
+
+    own: Mapping[str, Any]
+    state: Callable[[dict[str, Any], Undo | None], dict[str, Any]]
+    metrics: Callable[[], Mapping[str, float]]
+    notes: Callable[[], dict[str, Any]]
+    obstacle: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """A boundary: what the adapter knows of it, and what all trainers have.
+
+    Args:
+        known: by the adapter.
         streams: the random streams.
-        counters: of the surroundings.
-        stepped: optimizers that have used up their gradients.
         modes: of modules, and which parameters are trained.
+        metrics: states of metric objects, by component.
         tensors: that change in forward.
         versions: of the weights.
         seen: what is compared, by component.
@@ -50,11 +72,10 @@ class StepStart:
         attributes: those that training had changed, as values that compare.
     """
 
-    own: Mapping[str, Any]
+    known: BoundaryRecord
     streams: Callable[[], rng.RngState]
-    counters: Counters
-    stepped: frozenset[int]
     modes: tuple[list[bool], list[bool]]
+    metrics: Mapping[str, Any]
     tensors: list[torch.Tensor]
     versions: list[tuple[int, int]]
     seen: Mapping[str, Any]
@@ -111,43 +132,38 @@ def _outcome(handle: SaveHandle, run: TrainingRun) -> str:
     return f"step {step} is saved once the parts of all ranks are there"
 
 
-class FailingLoop:
+class FailingRun:
     """Training thread only.
 
     Args:
         parts: the components of a snapshot.
-        capture: makes the state tree.
         audit: of the run.
-        surroundings: what runs the loop.
         run: takes the snapshot.
+
+    Attributes:
+        waits: the loop waits for the first batch after the boundary: no code but the loader's has run since.
     """
 
-    def __init__(
-        self, parts: Components, capture: LoopCapture, audit: Audit, surroundings: Surroundings, run: TrainingRun
-    ) -> None:
-        self._parts, self._capture = parts, capture
-        self._audit, self._surroundings, self._run = audit, surroundings, run
+    def __init__(self, parts: Components, audit: Audit, run: TrainingRun) -> None:
+        self._parts, self._audit, self._run = parts, audit, run
         self.last: LastBoundary[StepStart] = LastBoundary(self._make, run.config.overhead)
         self._step = 0
         self._around = sys.exception()
         """Being handled while all of this trains: it does not end the loop."""
-        self._ended = False
-        self.waits = False
-        """The loop waits for the first batch after the boundary: no code but the loader's has run since."""
-        self._now: tuple[Callable[[], Mapping[str, Any]], set[int]]
+        self._ended = self.waits = False
+        self._know: Callable[[], BoundaryRecord]
         self._tensors: _Tensors
         self._left: list[list[float]] | None = None
         self._count = 0
 
-    def reached(self, step: int, own: Callable[[], Mapping[str, Any]], stepped: set[int]) -> None:
+    def reached(self, step: int, know: Callable[[], BoundaryRecord]) -> None:
         """A boundary where a snapshot can be taken; the next step begins when this returns.
 
         Args:
             step: of the run; the same on all ranks that are at the same boundary.
-            own: makes our own entries of a snapshot. Raises ImpossibleError where there can be none after all.
-            stepped: optimizers that have used up their gradients.
+            know: makes the adapter's record. Raises ImpossibleError where there can be no snapshot after all.
         """
-        self._step, self._now, self._left, self.waits = step, (own, stepped), None, False
+        self._step, self._know, self._left, self.waits = step, know, None, False
         self.last.reached()
 
     def missed(self, step: int, why: str) -> None:
@@ -178,17 +194,6 @@ class FailingLoop:
 
     def _find(self) -> Callable[[], SaveHandle | None]:
         """Raises ImpossibleError where the last boundary cannot be had."""
-        before = self._before()
-        instant = RunInstant(
-            step=int(before.own["step"]),
-            epoch=before.own["epoch"],
-            state=lambda: self._state(before),
-            metrics=before.own["metrics"],
-            notes=lambda: {"batch": before.own["batch"], **before.counters.notes()},
-        )
-        return lambda: self._run.take(instant, "exception")
-
-    def _before(self) -> StepStart:
         before, tensors = self.last.record(), self._tensors
         require_unmoved(before.attributes, self._audit.frozen())
         if not tensors.are_those_of(self._parts):
@@ -198,50 +203,44 @@ class FailingLoop:
         if not self.waits:
             if before.obstacle:
                 raise ImpossibleError(before.obstacle)
-            require_unmoved(before.seen, self._seen())
+            require_unmoved(before.seen, self._seen(self._others()))
         require_finite(self._parts.optimizers.values())
-        return before
-
-    def _state(self, before: StepStart) -> dict[str, Any]:
-        own = {
-            **before.own,
-            "cadence": self._run.cadence.state(),
-            "rng": before.streams(),
-            "surroundings": before.counters.dump(),
-            "flags": self._tensors.flags(before.modes),
-        }
-        undo = None if self.waits else partial(self._tensors.put, before.tensors)
-        return self._capture.state(own, self._capture.gradients(set(before.stepped)), self._audit, undo)
+        if self._run.stopping.suspicious():
+            raise ImpossibleError(f"the loss of step {self._step} is far above the usual ones")
+        known, undo = before.known, None if self.waits else partial(tensors.put, before.tensors)
+        own = {**known.own, "rng": before.streams(), "flags": tensors.flags(before.modes)}
+        if undo is not None:
+            own["metric_states"] = before.metrics
+        instant = RunInstant(
+            step=self._step,
+            epoch=own["epoch"],
+            state=lambda: known.state(own, undo),
+            metrics=known.metrics(),
+            notes=lambda: {"batch": own["batch"], **known.notes()},
+        )
+        return lambda: self._run.take(instant, "exception")
 
     # ---- at every boundary
 
     def _make(self) -> StepStart:
-        make, stepped = self._now
-        own = make()
-        self._count += 1
-        if self._count % AGAIN == 1:
+        known = self._know()
+        if self._count % AGAIN == 0:
             self._tensors = _Tensors(self._parts)
+        self._count += 1
         streams = rng.capture_later()
-        obstacle, compared = self._tensors.obstacle, {}
-        if not obstacle and self._capture.gradients(stepped):
-            obstacle = "it has gradients of earlier batches"
+        obstacle, compared, others = self._tensors.obstacle or known.obstacle, {}, self._others()
         if not obstacle:
             try:
-                compared = self._seen()
+                compared = self._seen(others)
             except ImpossibleError as err:
                 obstacle = str(err)
-        if not all(of_framework(type(one)) for one in self._others().values()) and rng.capture() != (now := streams()):
+        if not all(of_framework(type(one)) for one in others.values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
         return StepStart(
-            own={
-                **own,
-                "metric_states": self._tensors.metric_states(),
-                "buffer_syncs": self._capture.buffer_syncs(),
-            },
+            known=known,
             streams=streams,
-            counters=self._surroundings.now(),
-            stepped=frozenset(stepped),
             modes=self._tensors.modes(),
+            metrics={} if obstacle else self._tensors.metric_states(),
             tensors=[] if obstacle else self._tensors.copies(),
             versions=self._tensors.versions(),
             seen=compared,
@@ -250,15 +249,15 @@ class FailingLoop:
         )
 
     def _others(self) -> dict[str, Any]:
-        parts = self._parts
-        return {k: v for k, v in parts.objects.items() if k not in parts.modules and k not in parts.optimizers}
+        models, optimizers = self._parts.modules, self._parts.optimizers
+        return {k: v for k, v in self._parts.objects.items() if k not in models and k not in optimizers}
 
-    def _seen(self) -> dict[str, Any]:
+    def _seen(self, others: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, optimizer in self._parts.optimizers.items():
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             found[name] = seen(name, groups)
-        for name, value in self._others().items():
+        for name, value in others.items():
             if isinstance(value, torch.amp.GradScaler):  # its state_dict waits for the device
                 tensors = (one for one in vars(value).values() if isinstance(one, torch.Tensor))
                 found[name] = [(id(one), one._version) for one in tensors]
@@ -336,13 +335,13 @@ class _Tensors:
         """
         new = dict(state)
         for name, module in self._models.items():
-            new[name] = dict(state.get(name, {}))
+            new[name] = copy.copy(state.get(name, {}))
             if new[name].keys() != {one.key for one, _ in keys_of(module)}:
                 raise ImpossibleError(f"only the state_dict of {name} knows what of it the step has changed")
-        for (name, one), copy in zip(self._loose, copies, strict=True):
+        for (name, one), saved in zip(self._loose, copies, strict=True):
             if new[name][one.key].data_ptr() != one.tensor.data_ptr():
                 raise ImpossibleError(f"only the state_dict of {name} knows what of {one.key} the step has changed")
-            new[name][one.key] = copy
+            new[name][one.key] = saved
         return new
 
 

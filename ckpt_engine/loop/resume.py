@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,29 @@ import torch
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.data.changed_loader import require_between_epochs
-from ckpt_engine.data.exactness import Level, OnChange
+from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.rng import Teams
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.errors import MismatchError, ResumeError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import (
-    OWN_VERSION,
     Elastic,
     any_sharded,
-    elastic_of,
     live_of,
-    merged,
     numbers_of,
+    own_part,
     require_ranks,
     require_whole_gradients,
-    unpack,
 )
-from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
-from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
+from ckpt_engine.loop.components import (
+    OWN_KEY,
+    LoopComponents,
+    Surroundings,
+    put_back_gradients,
+    saved_shapes,
+    with_tied,
+)
+from ckpt_engine.loop.distributed_models import GradientOrder, wrappers_of
 from ckpt_engine.loop.failing_loop import buffers_of
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.observe.events import announce
@@ -64,8 +68,80 @@ _NOT_FROM_OTHERS = {
 }
 
 
-class LoopResume:
-    """What one process takes over from an earlier one.
+class Resume:
+    """What one process takes over from an earlier one, and the report of it, of any trainer.
+
+    Args:
+        engine: opens the run's folder.
+        log: of the adapter.
+        folder: where the report is written if the run's own place is not a local folder.
+    """
+
+    def __init__(self, engine: Engine, log: logging.Logger, folder: Callable[[], str | Path]) -> None:
+        self._engine, self._log, self._folder = engine, log, folder
+        self._own: Mapping[str, Any] = {}
+        self._elastic: Elastic | None = None
+        self._draft: ReportDraft | None = None
+        self._report: ResumeReport | None = None
+
+    def _open(self, state: dict[str, Any], loaded: Loaded) -> tuple[ReportDraft, dict[str, Any] | None]:
+        """Begin the report, and take our own entries out of the state of a snapshot; None: others have made it."""
+        self._draft = draft = ReportDraft(self._engine.root_url, loaded)
+        found = own_part(state, loaded, numbers_of(self._engine.ranks), self._engine.config.rng)
+        if found is None:
+            return draft, None
+        self._elastic = found.elastic
+        draft.notes += found.notes
+        draft.not_restored += found.differing
+        return draft, found.own
+
+    def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
+        """More for the report, published or not."""
+        if self._draft is not None:
+            self._draft.restored += restored
+            self._draft.not_restored += missing
+            return
+        for row in missing:
+            self._log.warning("not restored: %s: %s", row.name, row.why)
+        if self._report is not None and (restored or missing):
+            both = (*self._report.restored, *restored), (*self._report.not_restored, *missing)
+            self._report = replace(self._report, restored=both[0], not_restored=both[1])
+            write(self._report, self._report_folder, self._log, self._rank)
+
+    def note(self, text: str) -> None:
+        """One more sentence for the report."""
+        if self._draft is not None:
+            self._draft.notes.append(text)
+
+    def publish(self) -> None:
+        """Log and write the report, once."""
+        if self._draft is None:
+            return
+        draft, self._draft = self._draft, None
+        self._conclude(draft)
+        self._report = draft.finish(self._engine.rhythm)
+        publish(self._report, self._report_folder, self._log, rank=self._rank)
+
+    def _conclude(self, draft: ReportDraft) -> None:
+        """Add what is known last."""
+        raise NotImplementedError
+
+    @property
+    def _report_folder(self) -> Path:
+        url = place(self._engine.root_url)
+        return Path(url if "://" not in url else self._folder())
+
+    @property
+    def _rank(self) -> int:
+        return numbers_of(self._engine.ranks)[0]
+
+    def _announce(self, text: str) -> None:
+        if self._rank == 0:
+            announce(self._log, text)
+
+
+class LoopResume(Resume):
+    """Of a tracked loop.
 
     Args:
         engine: opens the run's folder.
@@ -81,7 +157,7 @@ class LoopResume:
     def __init__(
         self,
         engine: Engine,
-        parts: Components,
+        parts: LoopComponents,
         feeds: Sequence[Feed],
         surroundings: Surroundings,
         folder: Path,
@@ -89,20 +165,15 @@ class LoopResume:
         audit: Audit,
         begins_at: int | None = None,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, log, lambda: folder)
         self._begins_at = begins_at
         self._parts = parts
         self._feeds = feeds
         self._surroundings = surroundings
-        self._folder = folder
-        self._log = log
         self._audit = audit
-        self._own: Mapping[str, Any] = {}
         self._flags: dict[str, dict[str, list[str]]] = {}
         self._options: dict[str, float] = {}
-        self._draft: ReportDraft | None = None
-        self._report: ResumeReport | None = None
-        self._elastic = self._order_later = False
+        self._order_later = False
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         """As they were put back, where the models may be wrapped later."""
         self._loaded_step = 0
@@ -133,29 +204,18 @@ class LoopResume:
             self._announce(f"no snapshot in {url} yet, starting fresh; {self._engine.rhythm}")
             return None
         assert state is not None
-        own = state.pop(OWN_KEY, None)
+        draft, own = self._open(state, loaded)
         if own is None:
-            return self._load_imported(state, loaded)
-        if own["version"] > OWN_VERSION:
-            raise NewerFormatError(
-                f"snapshot {loaded.info.id} was written by a later version of ckpt-engine", hint="update ckpt-engine"
-            )
-        packed, notes = unpack(own["packed"])
-        elastic = elastic_of(loaded, own, OWN_KEY, numbers_of(self._engine.ranks), self._engine.config.rng)
-        self._own = {**packed, "gradients": own["gradients"], "hidden": own.get("hidden", {})}
-        missing: list[NotRestored] = []
+            return self._load_imported(state, loaded, draft)
+        elastic, missing = self._elastic, list[NotRestored]()
         if elastic is not None:
-            self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
-        own = self._own
-        self._draft = draft = ReportDraft(url, loaded)
+            own, missing = self._resplit(own, elastic)  # first of all: this may be impossible
+        self._own = own
         self._loaded_step = loaded.info.step
-        differing = merged(state, own.get("values", {})) if elastic is None else []
         self._load_parts(draft, state)
         self._options = components.options_of(self._parts.optimizers)
-        draft.not_restored += differing
         draft.not_restored += missing if self._rank == 0 else []
-        draft.notes += [_where(own), *([_OVER] if own["finished"] else []), *notes]
-        self._elastic = elastic is not None
+        draft.notes = [_where(own), *([_OVER] if own["finished"] else []), *draft.notes]
         self._load_feeds()
         draft.not_restored += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
         # A loop that asks no loader has no later moment.
@@ -164,13 +224,11 @@ class LoopResume:
             draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
         else:
             draft.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
-            draft.not_restored += elastic.not_restored() if self._rank == 0 else []
-            if self._rank == 0 and own.get("metric_states"):
-                why = f"each rank has those of saved rank r mod {elastic.saved_size}, not of all batches so far"
-                draft.not_restored.append(NotRestored("metric objects", why))
+            metrics = "metric objects" if own.get("metric_states") else ""
+            draft.not_restored += elastic.not_restored(metrics) if self._rank == 0 else []
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
-            self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
+            self._audit.expect(own.get("audit", {}), own["hidden"])
         if (own["training"] is None and not self._begins_later) or own["finished"]:
             self._restore_hidden("start")
         if own["training"] is None:
@@ -180,9 +238,8 @@ class LoopResume:
             self.publish()
         return own
 
-    def _load_imported(self, state: dict[str, Any], loaded: Loaded) -> Mapping[str, Any]:
+    def _load_imported(self, state: dict[str, Any], loaded: Loaded, draft: ReportDraft) -> Mapping[str, Any]:
         """A checkpoint of another program: what has a component of its name is put back, and the loop starts there."""
-        self._draft = draft = ReportDraft(self._engine.root_url, loaded)
         adopted, missing = self._surroundings.adopt(state)
         for name in _NOT_OF_OBJECTS:
             state.pop(name, None)
@@ -214,8 +271,7 @@ class LoopResume:
             self._restore_metrics()  # a script that resets them when an epoch starts has just done so
             missing += self._put_back_flags() + components.options_set(self._options, self._parts.optimizers)
             self._restore_hidden("batch")
-        if self._draft is not None:
-            self._draft.not_restored += missing
+        self.add([], missing)
 
     def end(self, step: int) -> None:
         """The run ends at this step. If it had ended there before, what is drawn from now on is what was drawn then."""
@@ -239,25 +295,12 @@ class LoopResume:
         """The loop does not go on as it would have."""
         self.add([], [NotRestored("the loop", problem)])
 
-    def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
-        """More for the report, published or not."""
-        if self._draft is not None:
-            self._draft.restored += restored
-            self._draft.not_restored += missing
-            return
-        for row in missing:
-            self._log.warning("not restored: %s: %s", row.name, row.why)
-        if self._report is not None and (restored or missing):
-            both = (*self._report.restored, *restored), (*self._report.not_restored, *missing)
-            self._report = replace(self._report, restored=both[0], not_restored=both[1])
-            write(self._report, self._report_folder, self._log, self._rank)
-
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
         state = self.waiting.pop(feed.name, None)
         if state is not None:
             feed.load(state, None, OnChange(self._engine.config.data))
-        for problem in _problems(feed):
+        for problem in _inexact_of(feed):
             self._log.warning("not restored: %s: %s", problem.name, problem.why)
 
     def again(self, feed: Feed) -> None:
@@ -267,32 +310,8 @@ class LoopResume:
             on_change = OnChange(self._engine.config.data)
             feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
 
-    def note(self, text: str) -> None:
-        """One more sentence for the report."""
-        if self._draft is not None:
-            self._draft.notes.append(text)
-
-    def publish(self) -> None:
-        """Log and write the report, once."""
-        if self._draft is None:
-            return
-        draft, self._draft = self._draft, None
-        draft.not_restored += [problem for feed in self._feeds for problem in _problems(feed)]
-        self._report = draft.finish(self._engine.rhythm)
-        publish(self._report, self._report_folder, self._log, rank=self._rank)
-
-    @property
-    def _report_folder(self) -> Path:
-        url = place(self._engine.root_url)
-        return Path(url) if "://" not in url else self._folder
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._engine.ranks is None else self._engine.ranks.rank
-
-    def _announce(self, text: str) -> None:
-        if self._rank == 0:
-            announce(self._log, text)
+    def _conclude(self, draft: ReportDraft) -> None:
+        draft.not_restored += [problem for feed in self._feeds for problem in _inexact_of(feed)]
 
     def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients, and whose buffers come next.
@@ -304,14 +323,11 @@ class LoopResume:
             for at in live.keys() & self._buffers.keys():
                 live[at].copy_(self._buffers[at])
         order = GradientOrder(wrappers_of(self._parts.modules.values()))
-        order.restore_syncs(self._own.get("buffer_syncs", []))
-        why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)
+        missing, self._order_later = order.put_back(self._own, self._engine, step, last=last, same=not self._elastic)
         self._buffers = {at: one.clone() for at, one in live.items()} if self._order_later else {}
-        if self._rank:
-            return []
-        return order.lost() + (not_restored(why) if why and not self._elastic else [])
+        return missing
 
-    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:
+    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[dict[str, Any], list[NotRestored]]:
         """What the loop saved about itself, for another number of ranks."""
         elastic = replace(elastic, teams=self._teams(own, elastic))
         streams, feeds = elastic.streams, dict(own["feeds"])
@@ -373,11 +389,10 @@ class LoopResume:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
         changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers)
-        draft.restored, draft.not_restored = self._parts.load(state)
-        draft.not_restored += changed
+        restored, missing = self._parts.load(state)
         without = self._restore_metrics()
-        draft.restored = [one for one in draft.restored if one.name not in without]
-        draft.not_restored += [problem for problems in without.values() for problem in problems]
+        draft.restored += [one for one in restored if one.name not in without]
+        draft.not_restored += missing + changed + [problem for problems in without.values() for problem in problems]
 
     def _restore_metrics(self) -> dict[str, list[NotRestored]]:
         """What could not be, by component."""
@@ -425,13 +440,16 @@ class LoopResume:
             require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)
 
 
-def _problems(feed: Feed) -> list[NotRestored]:
-    restoration = feed.restoration
+def _inexact_of(feed: Feed) -> list[NotRestored]:
+    return inexact(f"position of {feed.name!r}, a {feed.kind}", feed.restoration)
+
+
+def inexact(name: str, restoration: Restoration | None) -> list[NotRestored]:
+    """What is not exact about the position of a loader."""
     if restoration is None or restoration.exactness.level is Level.EXACT:
         return []
     exactness = restoration.exactness
-    why = f"{exactness.level}: {'; '.join(exactness.reasons)}"
-    return [NotRestored(f"position of {feed.name!r}, a {feed.kind}", why)]
+    return [NotRestored(name, f"{exactness.level}: {'; '.join(exactness.reasons)}")]
 
 
 def _where(own: Mapping[str, Any]) -> str:

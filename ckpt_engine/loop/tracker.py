@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
-from ckpt_engine.loop.capture import LoopCapture, StepsMade
-from ckpt_engine.loop.components import Components, GradientWatch, Surroundings, device_of
-from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError
+from ckpt_engine.loop.capture import Capture, StepsMade
+from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
+from ckpt_engine.loop.distributed_models import wrappers_of
+from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
@@ -60,7 +61,7 @@ class Tracker(LoopProgress):
     def __init__(
         self,
         engine: Engine,
-        parts: Components,
+        parts: LoopComponents,
         sources: Mapping[str, LoaderSource],
         surroundings: Surroundings,
         *,
@@ -73,12 +74,12 @@ class Tracker(LoopProgress):
         self._surroundings = surroundings
         self._log = logging.getLogger(f"ckpt_engine.{trainer}")
         self.metrics = {}
-        self._capture = LoopCapture(parts, engine.ranks)
-        self._run = TrainingRun(engine, trainer, device_of(parts), self._capture.is_lazy, self._log)
-        self._stopping = self._run.stopping
         self._outside = calls_now()
         self._audit = Audit(engine.config.hidden, self._audited, self._log, ahead=self._ahead)
-        self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, self._run)
+        self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
+        self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log)
+        self._stopping = self._run.stopping
+        self._failing = FailingRun(parts, self._audit, self._run)
         self._steps, self._boundaries_missed = begins_at or 0, 0
         self._counted = self._dirty = False
         self._announced = self._prepared = False
@@ -163,12 +164,8 @@ class Tracker(LoopProgress):
             if complete is None:
                 done = self._announced if self._training is None else self._training.finished
                 complete = done and not self._dirty and error is None
-            if (
-                0 < self._boundaries_missed < _UNSEEN_STEPS
-                and not self._announced
-                and self._training is None
-                and error is None
-            ):
+            unseen = 0 < self._boundaries_missed < _UNSEEN_STEPS and not self._announced
+            if unseen and self._training is None and error is None:
                 self._say_what_is_unseen()
             if self._restoring and self._training is not None and self._training.asked_at:
                 self._log.error(
@@ -213,7 +210,7 @@ class Tracker(LoopProgress):
         return {f"ckpt/{name}": value for name, value in self._run.metrics.numbers().items()}
 
     def failed_with(self, error: BaseException | None) -> None:
-        """See `FailingLoop.end`. Never raises."""
+        """See `FailingRun.end`. Never raises."""
         self._failing.end(error)
 
     def abandon_resume(self) -> None:
@@ -313,11 +310,7 @@ class Tracker(LoopProgress):
 
     def _say_what_is_unseen(self) -> None:
         self._stopping.watch.unseen = True
-        self._log.warning(
-            "%s, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
-            "call step() at the end of the loop's body, or iterate the tracked loader",
-            count(self._boundaries_missed, "optimizer step"),
-        )
+        self._loops.say_unseen(self._boundaries_missed)
 
     # ---- boundaries
 
@@ -334,7 +327,7 @@ class Tracker(LoopProgress):
             self._stepped.look()
         self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
         if obstacle is None:
-            self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped)
+            self._failing.reached(self._steps, lambda: self._record(feed))
         else:
             self._failing.missed(self._steps, obstacle)
         self._dirty = False
@@ -362,10 +355,11 @@ class Tracker(LoopProgress):
     def _instant(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> RunInstant:
         self._prepared = True
         batch = 0 if feed is None else feed.trained_on
+        own = partial(self._own, feed, states, finished=finished)
         return RunInstant(
             step=self._steps,
             epoch=self.epoch,
-            state=lambda: self._state(feed, states, finished=finished),
+            state=lambda: self._state(self._surroundings.now(), self._stepped, own()),
             metrics=self.metrics,
             notes=lambda: {"batch": batch, **self._surroundings.now().notes()},
         )
@@ -382,14 +376,18 @@ class Tracker(LoopProgress):
     def _positions(self) -> dict[str, Any]:
         return self._resume.waiting | self._loops.positions()
 
-    def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
-        own = self._own(feed, states, finished=finished) | {
-            "cadence": self._run.cadence.state(),
-            "surroundings": self._surroundings.now().dump(),
+    def _state(
+        self, counters: Counters, stepped: Container[int], own: Mapping[str, Any], undo: Undo | None = None
+    ) -> dict[str, Any]:
+        own = {
             "flags": {name: components.dump_flags(module) for name, module in self._parts.modules.items()},
+            "metric_states": components.dump_all(self._parts.objects),
+            **own,
+            "surroundings": counters.dump(),
+            "cadence": self._run.cadence.state(),
         }
-        gradients = {} if finished else self._capture.gradients(self._stepped)
-        return self._capture.state(own, gradients, self._audit)
+        gradients = {} if own["finished"] else components.waiting_gradients(self._parts, stepped)
+        return self._capture.state(own, gradients, undo)
 
     def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         there = None if feed is None else states[feed.name]
@@ -404,12 +402,15 @@ class Tracker(LoopProgress):
             "loop": {} if finished else self._loops.state(feed),
         }
 
-    def _own_here(self, feed: Feed | None) -> dict[str, Any]:
+    def _record(self, feed: Feed | None) -> BoundaryRecord:
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
         states = self._positions()
         if feed is not None and is_at_end(states[feed.name]):
             raise ImpossibleError("no snapshot can be taken there: end of an epoch")
-        return self._own(feed, states)
+        own = self._own(feed, states) | {"buffer_syncs": self._capture.buffer_syncs()}
+        stepped, counters = frozenset(self._stepped), self._surroundings.now()
+        why = "it has gradients of earlier batches" if components.waiting_gradients(self._parts, stepped) else ""
+        return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
 
     def _audited(self) -> dict[str, Any]:
         """What takes part in training, by name."""
@@ -424,9 +425,7 @@ class Tracker(LoopProgress):
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""
-        self._prepared = True
-        state = self._state(feed, self._positions())
-        self._run.prepare(state)
+        self._run.prepare(self._instant(feed, self._positions()).state())
 
     # ---- resuming
 

@@ -138,4 +138,4 @@ def test_a_strategy_of_one_device_is_one_process(tmp_path: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
     trainer.strategy.world_size = 2  # type: ignore[attr-defined]
     assert trainer.world_size == 2
-    assert ranks_of(trainer, pl.LightningModule()) is None
+    assert ranks_of(trainer) is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +97,29 @@ def test_a_call_that_gets_on_may_take_as_long_as_it_likes() -> None:
         return 3
 
     lane.progress = CallProgress(clock)
+    assert lane.call(work) == 3
+
+
+def test_the_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGSTOP and SIGCONT, or in a container that was frozen, a call has as long as it had before."""
+    lane, ahead, looked = Lane("file:///x"), [0.0], threading.Event()
+
+    def clock() -> float:
+        if threading.current_thread() is threading.main_thread():
+            looked.set()
+        return time.monotonic() + ahead[0]
+
+    def work() -> int:
+        for seconds in (10 * watchdog.STALL_SECONDS, 0.0, 0.0):
+            looked.clear()
+            while not looked.wait(0.01):  # it must have had the occasion to give up
+                lane.look()
+            with lane._changed:  # it waits
+                ahead[0] += seconds
+        return 3
+
+    lane.progress = CallProgress(clock)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock, time=time.time))
     assert lane.call(work) == 3
 
 

@@ -50,6 +50,10 @@ class CallProgress:
         """It got on, and may now rest for so long before its time begins to count."""
         self._deadline = self._clock() + rest_seconds + STALL_SECONDS
 
+    def stopped(self, seconds: float) -> None:
+        """The whole process stood still for so long, as by SIGSTOP or in a frozen container: that is no call's time."""
+        self._deadline += seconds
+
     def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
         """The answer to a request, which may take so long without a sign."""
         self._deadline = self._clock() + rest_seconds + STALL_SECONDS
@@ -217,7 +221,11 @@ class Lane:
                     return
                 left = self.progress.left()
                 if left > 0:
-                    self._changed.wait(min(left, STALL_SECONDS))  # a rest may end earlier than was announced
+                    began, seconds = time.monotonic(), min(left, _LOOK_SECONDS)
+                    self._changed.wait(seconds)
+                    late = time.monotonic() - began - seconds
+                    if late > _LOOK_SECONDS:
+                        self.progress.stopped(late)
                     continue
             error = self._error(call)
             if give_up(error):  # without the lock: it may emit events

@@ -11,7 +11,7 @@ every `{"$": "v", "i": n}` stands for `values[n]` of the job.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,7 @@ class PersistJob:
         snapshot: the id that all ranks have given it; None: the writer gives one.
         rank: of the trainer.
         common: where nodes have roots of their own: the newest snapshot that all of them are known to have.
+        lacked: newer ones that some node is known to lack for good, as far as earlier jobs have not said so.
         line: of history, that of the trainer: retention is about the snapshots of this line.
         pace: of the trainer's cadence, as `Cadence.pace`; empty: nothing is decided.
     """
@@ -115,6 +116,7 @@ class PersistJob:
     snapshot: str | None = None
     rank: int = 0
     common: str | None = None
+    lacked: Sequence[str] = ()
     line: Line = UNNAMED
     pace: Mapping[str, Any] = field(default_factory=dict)
 

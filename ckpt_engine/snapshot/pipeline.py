@@ -348,6 +348,8 @@ class Pipeline:
                 self._emit(message)
                 if isinstance(message, WriterLost):
                     self._lose_writer()
+                elif isinstance(message, SnapshotFailed) and self._shared is not None and message.snapshot:
+                    self._shared.lacks(message.snapshot)
 
     def _lose_writer(self) -> None:
         """It will not become known when the slots of its hanging calls are free: others take their place."""

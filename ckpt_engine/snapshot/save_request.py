@@ -175,7 +175,7 @@ _MISSED = "missed"
 _ASKED = 8
 """The newest snapshots of this node that are asked for; all older ones failed somewhere."""
 _KEPT = 64
-"""Numbers in the store that rank 0 leaves: more than leaders can be behind it."""
+"""Keys that a rank leaves in the store: more than leaders can be behind each other."""
 
 
 class SharedSnapshots:
@@ -197,7 +197,7 @@ class SharedSnapshots:
         self._since = 0.0
         self._newest: str | None = None
         self._unsure: deque[str] = deque(maxlen=_ASKED)
-        self._counted: deque[str] = deque()
+        self._left: deque[str] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -231,6 +231,7 @@ class SharedSnapshots:
         session = self._session
         if durable:
             self._cancel(snapshot, why)
+            self.lacks(snapshot)
         elif session.replicates and not session.coordinates:
             with suppress(RanksError):  # rank 0 is gone: it does not wait
                 session.ranks.store.set(_MISSED, snapshot)
@@ -253,7 +254,7 @@ class SharedSnapshots:
         session = self._session
         if session.replicates and session.coordinates:  # that one is to be mirrored by all ranks
             self._waits_for, self._since = _age(snapshot), time.monotonic()
-        return {"snapshot": snapshot, "rank": session.ranks.rank, "common": self._on_all_nodes(parent)}
+        return {"snapshot": snapshot, "rank": session.ranks.rank, **self._on_all_nodes(parent)}
 
     def mirrored(self, snapshot: str) -> None:
         """All partners have it. Where they are slow a newer one takes the place of one that waits."""
@@ -269,15 +270,25 @@ class SharedSnapshots:
         with suppress(RanksError):  # the ranks are gone: then nothing is removed any more
             session.ranks.store.add(_key(snapshot))
             if session.coordinates:
-                self._counted.append(snapshot)
-                while len(self._counted) > _KEPT:
-                    session.ranks.store.remove(_key(self._counted.popleft()))
+                self._leave(_key(snapshot))
 
-    def _on_all_nodes(self, parent: str | None) -> str | None:
-        """The newest snapshot that all nodes have, or that all ranks began with; None: not known, or of no use."""
-        session = self._session
+    def lacks(self, snapshot: str) -> None:
+        """This node does not have it, and never will: others need not keep it for its sake."""
+        if self._session.led_places:
+            with suppress(RanksError):
+                self._session.ranks.store.set(_lack(snapshot), "")
+                self._leave(_lack(snapshot))
+
+    def _leave(self, key: str) -> None:
+        self._left.append(key)
+        while len(self._left) > _KEPT:
+            self._session.ranks.store.remove(self._left.popleft())
+
+    def _on_all_nodes(self, parent: str | None) -> dict[str, Any]:
+        """What a job says of it, see `PersistJob`: what all ranks began with is on all nodes, too."""
+        session, lacked = self._session, list[str]()
         if not session.led_places:
-            return None
+            return {}
         with suppress(RanksError):
             for snapshot in reversed(self._unsure):
                 if session.ranks.store.get(_key(snapshot)) == str(session.led_places):
@@ -285,11 +296,19 @@ class SharedSnapshots:
                     while self._unsure.popleft() != snapshot:
                         pass
                     break
-        return max(filter(None, (self._newest, parent)), key=_age, default=None)
+            # The newest stays anyway, so that a healthy run asks for nothing more.
+            lacked += [one for one in tuple(self._unsure)[:-1] if session.ranks.store.get(_lack(one)) is not None]
+        for one in lacked:
+            self._unsure.remove(one)
+        return {"common": max(filter(None, (self._newest, parent)), key=_age, default=None), "lacked": lacked}
 
 
 def _key(snapshot: str) -> str:
     return f"committed/{snapshot}"
+
+
+def _lack(snapshot: str) -> str:
+    return f"lacked/{snapshot}"
 
 
 def _age(snapshot: str) -> int:

@@ -379,7 +379,7 @@ class Persister:
         return True
 
     def _learn(self, job: PersistJob) -> None:
-        self._primary.learn(job.line, job.common)
+        self._primary.learn(job.line, job.common, job.lacked)
         if self._attempts is not None and job.pace:
             self._attempts.paced(job.pace)
         if self._secondary is not None:

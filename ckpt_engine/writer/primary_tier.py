@@ -125,6 +125,7 @@ class PrimaryTier:
         self._shares: dict[str, Manifest] = {}
         self.settle_at(repository)
         self._common_seq = 0
+        self._lacked: set[str] = set()
         self._line: Line | None = None
         self._finish: Callable[[], Finish] = lambda: ALONE
         if ranks is not None and lease is None:
@@ -147,11 +148,12 @@ class PrimaryTier:
         self._known = DedupBaseline(repository, self._aside if self._ranks is None else None)
         self._room = self._make_rooms(self._lease) if self._lease is not None else None
 
-    def learn(self, line: Line, common: str | None) -> None:
+    def learn(self, line: Line, common: str | None, lacked: Sequence[str]) -> None:
         """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost
-        common one would be missed for.
+        common one would be missed for, and what some node lacks is not either.
         """
         self._line = line
+        self._lacked.update(lacked)
         parsed = names.parse_id(common) if common is not None else None
         self._common_seq = max(self._common_seq, parsed.seq if parsed is not None else 0)
 
@@ -160,7 +162,9 @@ class PrimaryTier:
         if self._ranks is None or not self._ranks.places:
             return {}
         ids = self._repository.ids()
-        return {one.id: "nothing newer is known to be on all nodes" for one in ids if one.seq >= self._common_seq}
+        self._lacked.intersection_update([one.id for one in ids])
+        unsure = [one for one in ids if one.seq >= self._common_seq and one.id not in self._lacked]
+        return {one.id: "nothing newer is known to be on all nodes" for one in unsure}
 
     def check_lease(self) -> None:
         """Raises `LeaseHeldError` if the tier is not ours any more."""

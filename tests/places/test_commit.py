@@ -78,18 +78,45 @@ def test_no_node_removes_the_newest_that_all_have(tmp_path: Path) -> None:
     """Retention goes on once something newer is known to be on all nodes; quotas and full disks have to wait, too."""
     nodes = Nodes(tmp_path, (0, 1), keep={"last": 1})
     nodes.save(1)
-    for step in (2, 3, 4):  # rank 1 skips: its node has none of them
-        nodes.ranks[1].engine.miss(step, "busy")
+    for step in (2, 3, 4):  # the node of rank 1 does not say what becomes of them there
         nodes.ranks[0].save(state_of(step, 0), step=step).wait(60)
     settle(nodes)
     assert nodes.steps(0) == [1, 2, 3, 4]
     assert nodes.steps(1) == [1]
+    for step in (2, 3, 4):  # as late as that
+        nodes.ranks[1].save(state_of(step, 1), step=step).wait(60)
     nodes.save(5)
     settle(nodes)
-    assert nodes.steps(0) == [1, 2, 3, 4, 5]
+    assert nodes.steps(0) == nodes.steps(1) == [4, 5]
     nodes.save(6)
     nodes.close()
     assert nodes.steps(0) == nodes.steps(1) == [5, 6]
+    for node in (0, 1):
+        only_needed(nodes, node)
+
+
+@pytest.mark.parametrize("how", ["skipped", "failed"])
+def test_what_a_node_lacks_for_good_the_others_do_not_keep(tmp_path: Path, how: str) -> None:
+    """However long it is busy, or its disk full: they keep the newest of all nodes, and one more than they would."""
+    nodes = Nodes(tmp_path, (0, 1), keep={"last": 1}, on_error="warn")
+    nodes.save(1)
+    (nodes.root(1) / "data").rename(nodes.root(1) / "away")
+    (nodes.root(1) / "data").write_text("in the way")
+    for step in range(2, 14):
+        if how == "skipped":
+            nodes.ranks[1].engine.miss(step, "busy")
+        else:
+            with pytest.raises(SnapshotFailedError):
+                nodes.ranks[1].save(state_of(step, 1), step=step).wait(60)
+        nodes.ranks[0].save(state_of(step, 0), step=step).wait(60)
+    settle(nodes)
+    assert nodes.steps(0) == [1, 12, 13]
+    (nodes.root(1) / "data").unlink()
+    (nodes.root(1) / "away").rename(nodes.root(1) / "data")
+    nodes.save(14)
+    nodes.save(15)
+    nodes.close()
+    assert nodes.steps(0) == nodes.steps(1) == [14, 15]
     for node in (0, 1):
         only_needed(nodes, node)
 
@@ -109,8 +136,7 @@ def test_room_for_the_next_is_not_made_of_the_newest_that_all_have(tmp_path: Pat
     nodes.save(2)
     settle(nodes)
     handle = None
-    for step in range(3, 12):
-        nodes.ranks[1].engine.miss(step, "busy")
+    for step in range(3, 12):  # the node of rank 1 says nothing
         handle = nodes.ranks[0].save(state_of(step, 0), step=step)
         try:
             handle.wait(60)

@@ -451,6 +451,11 @@ class LightningInternals(DataInternals):
         """True on steps on which the trainer logs."""
         return bool(self._trainer._logger_connector.should_update_logs)
 
+    @property
+    def reduces(self) -> bool:
+        """Whether `sync_dist` of `self.log` has an effect: else it counts as False, whatever the script says."""
+        return bool(self._trainer._accelerator_connector.is_distributed)
+
     def result_types(self) -> tuple[Any, Any, Any]:
         """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""
         module = importlib.import_module(_RESULT_MODULE)
@@ -458,6 +463,7 @@ class LightningInternals(DataInternals):
 
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("trainer", "_accelerator_connector", "running means of self.log"),
     PrivateName("trainer", "_checkpoint_connector", "ckpt_path='auto'"),
     PrivateName("trainer", "_logger_connector", "running means of self.log"),
     PrivateName("trainer", "_signal_connector", "finishing the step after a SIGTERM"),

@@ -194,13 +194,13 @@ _REDUCTIONS = {
 
 def dump_results(internals: LightningInternals) -> dict[str, Any]:
     """The accumulators behind `self.log`, with everything needed to make them again before the first batch."""
-    return {key: _described(result, _values(result)) for key, result in internals.results.items()}
+    return {key: _described(result, _values(result), internals.reduces) for key, result in internals.results.items()}
 
 
 def results_now(internals: LightningInternals) -> Callable[[], dict[str, Any]]:
     """What makes later what `dump_results` would give now: what describes an accumulator never changes."""
     rows = [(key, result, components.copied(_values(result))) for key, result in internals.results.items()]
-    return lambda: {key: _described(result, values) for key, result, values in rows}
+    return lambda: {key: _described(result, values, internals.reduces) for key, result, values in rows}
 
 
 def _values(result: Any) -> dict[str, Any]:
@@ -218,12 +218,17 @@ def _values(result: Any) -> dict[str, Any]:
     return state
 
 
-def _described(result: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _described(result: Any, values: Mapping[str, Any], reduces: bool) -> dict[str, Any]:
     meta, sync = result.meta, result.meta.sync
     return {
         "meta": {field: getattr(meta, field) for field in _META_FIELDS},
         "reduce": next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None),
-        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
+        "sync": {
+            "should": sync.should,
+            "rank_zero_only": sync.rank_zero_only,
+            "grouped": sync.group is not None,
+            "known": reduces,
+        },
         "state": values,
     }
 
@@ -239,6 +244,14 @@ def restore_results(
         meta = entry["meta"]
         if entry["sync"]["grouped"] or entry["reduce"] is None:
             missing.append(NotRestored(f"running value of {meta['name']!r}", "it was logged with a process group"))
+            continue
+        if internals.reduces and not entry["sync"].get("known", True):
+            if entry["state"]["is_tensor"] and meta["on_epoch"]:
+                missing.append(
+                    NotRestored(
+                        f"running value of {meta['name']!r}", "of one process, which does not know whether to reduce it"
+                    )
+                )
             continue
         metric = None if entry["state"]["is_tensor"] else metrics.get(meta["metric_attribute"])
         if not entry["state"]["is_tensor"] and metric is None:
@@ -258,7 +271,7 @@ def _make_result(
     meta = meta_type(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduce"]])
     # `self.log` compares the whole metadata with its own, including the strategy's reduce function.
     meta.sync = sync_type(
-        _should=entry["sync"]["should"],
+        _should=entry["sync"]["should"] and internals.reduces,
         fn=trainer.strategy.reduce,
         rank_zero_only=entry["sync"]["rank_zero_only"],
     )

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torchmetrics.wrappers import MetricTracker
 
@@ -45,7 +46,14 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, make: Callable[[], Any], seed: int, kill: int | None) -> list[Any]:
+def fit(
+    folder: Path,
+    make: Callable[[], Any],
+    seed: int,
+    kill: int | None,
+    kind: Callable[[Any, list[Any], int | None], pl.LightningModule] = Net,
+    strategy: Any = "auto",
+) -> list[Any]:
     """One process."""
     seed_everything(seed)
     rows: list[Any] = []
@@ -57,9 +65,11 @@ def fit(folder: Path, make: Callable[[], Any], seed: int, kill: int | None) -> l
         enable_progress_bar=False,
         enable_model_summary=False,
         accelerator="cpu",
+        strategy=strategy,
+        use_distributed_sampler=False,
     )
     with contextlib.suppress(KilledError):
-        trainer.fit(Net(make(), rows, kill), data(), ckpt_path="auto")
+        trainer.fit(kind(make(), rows, kill), data(), ckpt_path="auto")
     return rows
 
 
@@ -78,3 +88,33 @@ def test_a_metric_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
         assert rows == whole[first : first + len(rows)]
     report = json.loads((tmp_path / "parts" / "resume-report.json").read_text())
     assert report["not_restored"] == []
+
+
+class Reducing(SingleDeviceStrategy):
+    """`self.log` takes it for one of several processes."""
+
+    is_distributed = True
+
+
+class Logging(Net):
+    """Logs its loss, to be reduced where there are several processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.count() == self.kill:
+            raise KilledError
+        loss = nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+        self.write(loss.item())
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_mean_to_be_reduced_goes_on_with_another_number_of_processes(reduced: bool, tmp_path: Path) -> None:
+    """One process has the mean of several; of what one has logged it is not known whether several reduce it."""
+    kinds = [Reducing("cpu"), SingleDeviceStrategy("cpu")]
+    first, second = kinds if reduced else kinds[::-1]
+    fit(tmp_path, lambda: None, 1, 3, kind=Logging, strategy=first)
+    assert fit(tmp_path, lambda: None, 1, None, kind=Logging, strategy=second)
+    report = json.loads((tmp_path / "resume-report.json").read_text())
+    assert [one["name"] for one in report["not_restored"]] == ([] if reduced else ["running value of 'loss'"])

@@ -11,7 +11,7 @@ every `{"$": "v", "i": n}` stands for `values[n]` of the job.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,7 @@ class PersistJob:
     snapshot: str | None = None
     rank: int = 0
     common: str | None = None
-    lacked: Sequence[str] = ()
+    lacked: tuple[str, ...] = ()
     line: Line = UNNAMED
     pace: Mapping[str, Any] = field(default_factory=dict)
 
@@ -345,7 +345,7 @@ def job_to_json(job: PersistJob) -> dict[str, Any]:
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    return PersistJob(**{**data, "line": line_from_json(data["line"])})
+    return PersistJob(**{**data, "lacked": tuple(data["lacked"]), "line": line_from_json(data["line"])})
 
 
 def done_from_json(data: Mapping[str, Any]) -> JobDone:

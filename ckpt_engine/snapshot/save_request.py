@@ -300,7 +300,7 @@ class SharedSnapshots:
             lacked += [one for one in tuple(self._unsure)[:-1] if session.ranks.store.get(_lack(one)) is not None]
         for one in lacked:
             self._unsure.remove(one)
-        return {"common": max(filter(None, (self._newest, parent)), key=_age, default=None), "lacked": lacked}
+        return {"common": max(filter(None, (self._newest, parent)), key=_age, default=None), "lacked": tuple(lacked)}
 
 
 def _key(snapshot: str) -> str:

@@ -341,15 +341,12 @@ class Pipeline:
             elif isinstance(message, SlotFreed):
                 self._slots.release(message.slot)
                 self._held.discard(message.slot)
-            elif isinstance(message, Mirrored):
-                if self._shared is not None:
-                    self._shared.mirrored(message.snapshot)
-            else:
+            elif not isinstance(message, Mirrored):
                 self._emit(message)
                 if isinstance(message, WriterLost):
                     self._lose_writer()
-                elif isinstance(message, SnapshotFailed) and self._shared is not None and message.snapshot:
-                    self._shared.lacks(message.snapshot)
+            if self._shared is not None:
+                self._shared.heard(message)
 
     def _lose_writer(self) -> None:
         """It will not become known when the slots of its hanging calls are free: others take their place."""

@@ -20,8 +20,9 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ckpt_engine.copy.job import PersistJob
+from ckpt_engine.copy.job import Mirrored, PersistJob
 from ckpt_engine.errors import CkptError, RanksError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
+from ckpt_engine.observe.events import SnapshotFailed
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.arguments import seconds
@@ -255,6 +256,13 @@ class SharedSnapshots:
         if session.replicates and session.coordinates:  # that one is to be mirrored by all ranks
             self._waits_for, self._since = _age(snapshot), time.monotonic()
         return {"snapshot": snapshot, "rank": session.ranks.rank, **self._on_all_nodes(parent)}
+
+    def heard(self, message: object) -> None:
+        """What the writer of this rank has said."""
+        if isinstance(message, Mirrored):
+            self.mirrored(message.snapshot)
+        elif isinstance(message, SnapshotFailed) and message.snapshot:
+            self.lacks(message.snapshot)
 
     def mirrored(self, snapshot: str) -> None:
         """All partners have it. Where they are slow a newer one takes the place of one that waits."""

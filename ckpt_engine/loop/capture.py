@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -146,34 +147,30 @@ class Capture:
 class StepsMade(set[int]):
     """The optimizers, by id, that have used up their gradients since the last boundary.
 
-    With several, a backward pass for one may go on through what another has just trained (a GAN's generator is trained
-    through its discriminator). What that leaves waits; the first and the last gradient stand for all.
+    A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
+    through another (a GAN's generator through its discriminator). The first and the last gradient stand for all.
     """
 
-    def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._several = len(optimizers) > 1
-        self.marks: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
+        self._marks: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
 
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
-        """It steps."""
-        self.add(id(optimizer))
-        if self._several:
-            parameters = list(managed([optimizer]))
-            ends = ((p, p.grad) for one in (parameters, parameters[::-1]) if (p := _with_gradient(one)) is not None)
-            self.marks[id(optimizer)] = [(p, weakref.ref(g), here(g)._version) for p, g in ends if g is not None]
+        """It has stepped. Without a gradient it has used up nothing."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        ways = chain.from_iterable(groups), chain.from_iterable(map(reversed, reversed(groups)))
+        graded = [next(((p, p.grad) for p in way if p.grad is not None), None) for way in ways]
+        found = [(p, weakref.ref(grad), here(grad)._version) for p, grad in filter(None, graded)]
+        self._marks[id(optimizer)] = found
+        (self.add if found else self.discard)(id(optimizer))
 
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
-        for one, marks in self.marks.items():
+        for one, marks in self._marks.items():
             now = ((p.grad, grad(), seen) for p, grad, seen in marks if p.grad is not None)
             if any(grad is not then or here(grad)._version != seen for grad, then, seen in now):
                 self.discard(one)
-        self.marks.clear()
-
-
-def _with_gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    return next((one for one in parameters if one.grad is not None), None)
+        self._marks.clear()
 
 
 _SMALLEST_BYTES = 16 << 10

@@ -84,7 +84,7 @@ class Tracker(LoopProgress):
         self._counted = self._dirty = False
         self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
-        self._stepped = StepsMade(parts.optimizers.values())
+        self._stepped = StepsMade()
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
@@ -323,8 +323,7 @@ class Tracker(LoopProgress):
             for one in self._due:
                 one.interior = one.delivered > 0
         self._audit.stepped()
-        if self._stepped.marks:
-            self._stepped.look()
+        self._stepped.look()
         self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
         if obstacle is None:
             self._failing.reached(self._steps, lambda: self._record(feed))

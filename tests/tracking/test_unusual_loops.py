@@ -196,6 +196,21 @@ def trains_one_model_through_another(options: Any, seed: int = 0) -> Outcome:
     return run.end()
 
 
+def steps_before_its_backward_pass(options: Any, seed: int = 0) -> Outcome:
+    """One optimizer: what a batch leaves goes into the step at the beginning of the next one."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            durable(run.ckpt)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            loss = ((run.model(x) - y) ** 2).mean()
+            loss.backward()
+            run.trace.append((epoch, tuple(ids.tolist()), loss.detach().item().hex()))
+    return run.end()
+
+
 def accumulates_beyond_the_epoch(options: Any, seed: int = 0) -> Outcome:
     """The last two batches of an epoch wait for the next one's."""
     run = Setting(options, seed=seed)
@@ -293,6 +308,7 @@ LOOPS = (
     draws_from_an_endless_iterator,
     trains_two_models_in_turn,
     trains_one_model_through_another,
+    steps_before_its_backward_pass,
     accumulates_beyond_the_epoch,
     scales_gradients,
     freezes_and_unfreezes,

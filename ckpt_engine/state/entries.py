@@ -243,16 +243,19 @@ def mine(drafts: Sequence[EntryDraft], ranks: Ranks) -> list[EntryDraft]:
 
 
 def structure_of(drafts: Sequence[EntryDraft]) -> str:
-    """Equal on ranks whose common arrays are the same: names, dtypes, shapes and how they are divided.
+    """Equal on ranks whose common arrays are the same: names, dtypes, shapes and how they are divided, in one order.
 
-    A line for each component, so that another rank's tells which differ.
+    A line for all of them, whose order says who writes what, and one for each component: so it is known which differ.
     """
+    rows: list[str] = []
     found: dict[str, list[str]] = {}
     for draft in drafts:
         if not _is_own(draft):
             form = draft.shape if draft.grid is None else draft.grid.signature
-            found.setdefault(str(draft.leaves[0].path[0]), []).append(f"{draft.name}\0{draft.dtype}\0{form}\n")
-    return "\n".join(f"{component} {digest(''.join(rows).encode())}" for component, rows in sorted(found.items()))
+            rows.append(f"{draft.name}\0{draft.dtype}\0{form}\n")
+            found.setdefault(str(draft.leaves[0].path[0]), []).append(rows[-1])
+    lines = [f"{component} {digest(''.join(some).encode())}" for component, some in sorted(found.items())]
+    return "\n".join([digest("".join(rows).encode()), *lines])
 
 
 def require_all(drafts: Sequence[EntryDraft], ranks: Ranks | None) -> None:

@@ -202,6 +202,17 @@ def test_states_that_differ_in_structure_are_no_snapshot(tmp_path: Path) -> None
     close_all(ranks)
 
 
+def test_components_in_another_order_are_no_snapshot(tmp_path: Path) -> None:
+    """By their order each rank knows what it writes: one with another order writes what others do, or too little."""
+    ranks = open_ranks(tmp_path / "run", 2)
+    state = {name: torch.full((size,), 1.0) for name, size in (("a", 1000), ("b", 3000), ("c", 7000))}
+    states = [state, dict(reversed(state.items()))]
+    handle = on_all(lambda rank: ranks[rank].save(states[rank], step=1), 2)[0]
+    with pytest.raises(SnapshotFailedError, match="ranks 0 and 1 differ in structure, and are not one snapshot"):
+        handle.wait(60)
+    close_all(ranks)
+
+
 def test_a_component_may_not_have_the_name_of_what_is_ours(tmp_path: Path) -> None:
     """`ranks` is where a manifest has what each rank has of its own."""
     ranks = open_ranks(tmp_path / "run", 2)
@@ -250,21 +261,29 @@ def test_what_another_rank_is_writing_is_not_collected(tmp_path: Path) -> None:
     assert_only_needed(root)
 
 
-def test_what_others_wrote_while_the_coordinators_writer_was_lost_is_committed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("further", [False, True])
+def test_what_others_wrote_while_the_coordinators_writer_was_lost_is_committed(tmp_path: Path, further: bool) -> None:
     """The next writer of rank 0 leaves alone the snapshot that rank 0 is about to save, and the one after it.
 
-    The other rank has written its shares of both before that writer starts.
+    The other rank has written its shares of both before that writer starts. A further tier may have higher numbers by
+    then, of a job that has gone on from it.
     """
-    root = tmp_path / "run"
+    root, far = tmp_path / "run", tmp_path / "far"
     store = SharedStore()
     ranks = [
-        Checkpointer(root, ranks=ThreadRanks(rank, 2, store, wait_seconds=10.0), writer=("process", "thread")[rank])
+        Checkpointer(
+            {"tiers": [str(root), *([str(far)] if further else [])]},
+            ranks=ThreadRanks(rank, 2, store, wait_seconds=10.0),
+            writer=("process", "thread")[rank],
+        )
         for rank in range(2)
     ]
     save_all(ranks, 1)
     (writer,) = writers_of(os.getpid())
     writer.kill()
     writer.wait(60)
+    if further:
+        LocalStorage(str(far)).put(names.manifest_name(names.snapshot_id(100, 1)), [memoryview(b"{}")])
     for step in (2, 3):
         ranks[1].save(state_of(step, 1), step=step).wait(60)
     handles = [ranks[0].save(state_of(step, 0), step=step) for step in (2, 3)]

@@ -2,6 +2,7 @@
 
 An adapter calls `TrainingRun.boundary` at each boundary, and says as an `RunInstant` what a snapshot of it is.
 `Stopping` is what others want of a run there: a stop, the end of a diverged one, a snapshot now, edited options.
+`StepsMade` says whose gradients have been used up since the boundary before.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import atexit
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +39,7 @@ from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import copies_lazily
 from ckpt_engine.state.flatten import LazyPredicate
+from ckpt_engine.state.sharding import here
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
@@ -525,3 +529,53 @@ class TrainingRun:
         if seconds := self.engine.before_update():
             self.cadence.fence(seconds)
             self.metrics.stalled(self.metrics.stall_seconds + seconds)
+
+
+class StepsMade(set[int]):
+    """The optimizers, by id, that have used up their gradients since the last boundary.
+
+    A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
+    through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
+    next backward pass, once it has stepped with them again. The first and the last gradient stand for all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: dict[int, list[_Mark]] = {}
+        self._left: dict[int, list[_Mark]] = {}
+        """The same of the last boundary, where the gradients were still there."""
+        self._reuse: set[int] = set()
+
+    def mark(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped. Without a gradient it has used up nothing."""
+        one = id(optimizer)
+        groups = [group["params"] for group in optimizer.param_groups]
+        ways = chain.from_iterable(groups), chain.from_iterable(map(reversed, reversed(groups)))
+        graded = [next(((p, p.grad) for p in way if p.grad is not None), None) for way in ways]
+        found = [(p, weakref.ref(grad), here(grad)._version) for p, grad in filter(None, graded)]
+        if any(_is_there(mark) and _is_changed(mark) for mark in self._left.pop(one, ())):
+            self._reuse.add(one)
+        self._marks[one] = found
+        (self.add if found else self.discard)(one)
+
+    def look(self) -> None:
+        """At a boundary: those whose gradients have changed since their step wait."""
+        for one, marks in self._marks.items():
+            there = [mark for mark in marks if mark[0].grad is not None]
+            if there and (one in self._reuse or any(map(_is_changed, there))):
+                self.discard(one)
+            else:
+                self._left[one] = there
+        self._marks.clear()
+
+
+_Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
+"""A parameter, its gradient, and the version of that."""
+
+
+def _is_there(mark: _Mark) -> bool:
+    return mark[0].grad is not None and mark[0].grad is mark[1]()
+
+
+def _is_changed(mark: _Mark) -> bool:
+    return not _is_there(mark) or here(mark[0].grad)._version != mark[2]

@@ -12,11 +12,9 @@ out: a digest shows at the resume whether it was different. `Elastic` is what an
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -142,35 +140,6 @@ class Capture:
             self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
         live = here(tensor)
         return live.numel() > 0 and live.data_ptr() in self._managed
-
-
-class StepsMade(set[int]):
-    """The optimizers, by id, that have used up their gradients since the last boundary.
-
-    A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
-    through another (a GAN's generator through its discriminator). The first and the last gradient stand for all.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._marks: dict[int, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
-
-    def mark(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped. Without a gradient it has used up nothing."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        ways = chain.from_iterable(groups), chain.from_iterable(map(reversed, reversed(groups)))
-        graded = [next(((p, p.grad) for p in way if p.grad is not None), None) for way in ways]
-        found = [(p, weakref.ref(grad), here(grad)._version) for p, grad in filter(None, graded)]
-        self._marks[id(optimizer)] = found
-        (self.add if found else self.discard)(id(optimizer))
-
-    def look(self) -> None:
-        """At a boundary: those whose gradients have changed since their step wait."""
-        for one, marks in self._marks.items():
-            now = ((p.grad, grad(), seen) for p, grad, seen in marks if p.grad is not None)
-            if any(grad is not then or here(grad)._version != seen for grad, then, seen in now):
-                self.discard(one)
-        self._marks.clear()
 
 
 _SMALLEST_BYTES = 16 << 10

@@ -21,8 +21,8 @@ from ckpt_engine.audit.roots import read_by_loading, roots_of_loader
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
-from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
-from ckpt_engine.loop.capture import Capture, StepsMade
+from ckpt_engine.loop.boundary import RunInstant, StepsMade, TrainingRun, uncaught
+from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo

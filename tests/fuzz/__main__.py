@@ -68,7 +68,8 @@ class Reader:
         if line:
             return list(json.loads(line))
         self._child.kill()
-        what = f"process ended with {self._child.wait(30)}" if ready else "hang"
+        with self._child as gone:
+            what = f"process ended with {gone.wait(30)}" if ready else "hang"
         self._child = None
         return [{"what": what, "reading": "?", "mutant": job, "detail": ""}]
 
@@ -85,7 +86,8 @@ class Reader:
         if self._child is not None:
             assert self._child.stdin is not None
             self._child.stdin.close()
-            self._child.wait(60)
+            with self._child as ended:
+                ended.wait(60)
 
 
 def campaign(mutants: int, seed: int, processes: int = 2, *, say: bool = False) -> list[dict[str, Any]]:

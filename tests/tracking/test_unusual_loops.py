@@ -211,6 +211,21 @@ def steps_before_its_backward_pass(options: Any, seed: int = 0) -> Outcome:
     return run.end()
 
 
+def steps_on_with_old_gradients(options: Any, seed: int = 0) -> Outcome:
+    """What a step has used stays for the next two, as they come on top."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for epoch in range(run.epoch, 3):
+        for batch, (x, y, ids) in enumerate(run.loader, run.done):
+            durable(run.ckpt)
+            ((run.model(x) - y) ** 2).mean().backward()
+            run.optimizer.step()
+            if batch % 3 == 2:
+                run.optimizer.zero_grad()
+            run.trace.append((epoch, batch, tuple(ids.tolist())))
+    return run.end()
+
+
 def accumulates_beyond_the_epoch(options: Any, seed: int = 0) -> Outcome:
     """The last two batches of an epoch wait for the next one's."""
     run = Setting(options, seed=seed)
@@ -309,6 +324,7 @@ LOOPS = (
     trains_two_models_in_turn,
     trains_one_model_through_another,
     steps_before_its_backward_pass,
+    steps_on_with_old_gradients,
     accumulates_beyond_the_epoch,
     scales_gradients,
     freezes_and_unfreezes,

@@ -491,9 +491,9 @@ class GradientOrder:
         return agreed["why"], agreed["later"]
 
     def _plan(self, saved: Sequence[bytes], size: int, step: int, *, last: bool) -> list[_Said]:
-        if not self._models:
-            why = "DistributedDataParallel is not around the tracked model" if any(saved) else ""
-            return [{"why": why, "later": bool(saved) and not last}]
+        if len(self._models) < len(saved):
+            why = "DistributedDataParallel is around fewer tracked models than it was" if any(saved) else ""
+            return [{"why": why, "later": not last}]
         orders = saved if len(saved) == len(self._models) else [b""] * len(self._models)
         return [_said(model, order, size, step) for model, order in zip(self._models, orders, strict=True)]
 

@@ -47,8 +47,9 @@ def _tried(case: str, rank: int, session: Any) -> dict[str, Any]:
     bare = case == "unwrapped" or (case == "one unwrapped" and rank == 1)
     order = GradientOrder([] if bare else [model])
     engine = cast(Any, SimpleNamespace(ranks=session.ranks, meet=lambda make, combine: session.meet(make, combine, 20)))
-    saved = [b""] if case == "unknown" else [BACKWARDS]
-    why, later = order.restore(saved, engine, 0 if case == "first" else 5, last=case != "one unwrapped")
+    saved = [b""] if case == "unknown" else [BACKWARDS] * (1 + ("second" in case))
+    last = case not in ("one unwrapped", "second later")
+    why, later = order.restore(saved, engine, 0 if case == "first" else 5, last=last)
     if case == "ahead":
         dist.all_reduce(torch.zeros(1)) if behind is None else behind.wait()
     gradients = []

@@ -202,9 +202,6 @@ class FitResume(Resume):
             saved = [one["gradients"] or {} for one in elastic.own]
             changed["gradients"], missing = elastic.gradients(saved, self._module)
             self.add([], missing if elastic.rank == 0 else [])
-        if elastic.rank == 0:
-            means = "running means" if own["results"] or own["metrics"] else ""
-            self.add([], elastic.not_restored(means))
         return {**own, **changed}
 
     def _resume_imported(self, loaded: Loaded) -> None:
@@ -419,6 +416,8 @@ class FitResume(Resume):
         missing, _ = order.put_back(own, self._engine, step, last=True, same=same)
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
+        if self._elastic is not None and self._elastic.rank == 0:
+            missing += self._elastic.not_restored("running means" if internals.results or own["metrics"] else "")
         run_state.restore_tables(internals, module.device, own["tables"])
         if own["gradients"]:
             missing += components.put_back_gradients(module, own["gradients"])

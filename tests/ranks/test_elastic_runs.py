@@ -126,3 +126,11 @@ def test_lightning_counts_the_batches_of_the_epoch(launcher: Launcher, tmp_path:
     assert validated == [len(epoch), len(epoch) + 1 + len(following)], "a validation at another place"
     (problem,) = lives.report()["not_restored"]
     assert problem["name"] == "running means"
+
+
+def test_lightning_says_of_a_logged_mean_one_thing(launcher: Launcher, tmp_path: Path) -> None:
+    """One process does not know whether several reduce it: it begins again, and no rank has it."""
+    lives = Lives(launcher, tmp_path, "lightning", logs=True)
+    generations(lives, [1, 2], [4])
+    (problem,) = lives.report()["not_restored"]
+    assert problem["name"] == "running value of 'loss'"

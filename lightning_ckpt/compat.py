@@ -18,11 +18,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelPruning
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.data import private_names as undocumented
@@ -111,6 +112,7 @@ class LightningInternals(DataInternals):
             "csv_logger": CSVLogger("."),
             "csv_writer": ExperimentWriter,
             "pruning": ModelPruning("l1_unstructured"),
+            "size_finder": BatchSizeFinder(),
         }
 
     def probe(self) -> None:
@@ -173,15 +175,28 @@ class LightningInternals(DataInternals):
 
         self.wrap(connector, "restore_training_state", restore_training_state)
 
-    def skip_searches(self, restoring: Callable[[], bool]) -> list[str]:
-        """While `restoring()`, a `fit` does not search for a learning rate: optimizers go on with theirs. Says so."""
-        found = [one for one in self._trainer.callbacks if isinstance(one, LearningRateFinder)]
-        for one in found:
-            self.wrap(one, "lr_find", lambda *of, search=one.lr_find: None if restoring() else search(*of))
-        return [
-            f"{type(one).__name__} does not search again: optimizers go on with theirs, the model may name another"
-            for one in found
-        ]
+    @property
+    def batch_sizes(self) -> dict[str, Any]:
+        """Those that are searched for, as they are now, by the attribute that has each."""
+        names = [one._batch_arg_name for one in self._trainer.callbacks if isinstance(one, BatchSizeFinder)]
+        return {name: lightning_getattr(self._trainer.lightning_module, name) for name in names}
+
+    def skip_searches(self, restoring: Callable[[], bool], sizes: Mapping[str, Any]) -> list[str]:
+        """While `restoring()`, a `fit` does not search: optimizers go on with their rates, loaders with `sizes`."""
+        notes = []
+        for one in self._trainer.callbacks:
+            if isinstance(one, LearningRateFinder):
+                name, goes_on = "lr_find", "optimizers go on with theirs, the model may name another"
+            elif isinstance(one, BatchSizeFinder) and one._batch_arg_name in sizes:
+                name, goes_on = "scale_batch_size", f"{one._batch_arg_name} is what it was"
+                one.optimal_batch_size = sizes[one._batch_arg_name]
+                lightning_setattr(self._trainer.lightning_module, one._batch_arg_name, one.optimal_batch_size)
+            else:
+                continue
+            search = getattr(one, name)
+            self.wrap(one, name, lambda *of, search=search: None if restoring() else search(*of))
+            notes.append(f"{type(one).__name__} does not search again: {goes_on}")
+        return notes
 
     def lost_tickets(self, module: torch.nn.Module) -> list[NotRestored]:
         """Of `ModelPruning` that has pruned: its first reset makes the weights that it keeps those of the model.
@@ -253,6 +268,11 @@ class LightningInternals(DataInternals):
             return after(original(dataloader))
 
         self.wrap(strategy, "process_dataloader", process_dataloader)
+
+    def wrap_validation_loaders(self, around: Callable[[Callable[[], None]], None]) -> None:
+        """`around(original)` runs instead of what makes the loaders of validation in a `fit`."""
+        val_loop = self._trainer.fit_loop.epoch_loop.val_loop
+        self.wrap(val_loop, "setup_data", lambda original=val_loop.setup_data: around(original))
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
         """See `compat.defer_sigterm`; `relays`: and `compat.relayed`, of several ranks."""
@@ -494,7 +514,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("epoch_loop", "automatic_optimization", "counting optimizer steps"),
     PrivateName("epoch_loop", "val_loop", "the loaders of validation"),
     PrivateName("val_loop", "_last_val_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
-    PrivateName("val_loop", "setup_data", "making the loaders of validation before the streams are put back"),
+    PrivateName("val_loop", "setup_data", "making the loaders of validation before the streams are put back (wrapped)"),
     PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),
     PrivateName("logger_connector", "_logged_metrics", "trainer.logged_metrics after a resume"),
     PrivateName("logger_connector", "_progress_bar_metrics", "the progress bar"),
@@ -510,6 +530,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("callback_connector", "_attach_model_logging_functions", "loggers, before they write"),
     PrivateName("csv_logger", "_version", "the version folder of a resumed run"),
     PrivateName("csv_logger", "_experiment", "going on in metrics.csv"),
+    PrivateName("size_finder", "_batch_arg_name", "a batch size that a search has found"),
     PrivateName("pruning", "_use_lottery_ticket_hypothesis", "saying what pruning resets weights to after a resume"),
     PrivateName("csv_writer", "_rewrite_with_new_header", "a metrics.csv that survives kills (in a class of ours)"),
     PrivateName("csv_writer", "_check_log_dir_exists", "going on in metrics.csv (replaced in a class of ours)"),

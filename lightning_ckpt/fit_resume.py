@@ -183,7 +183,7 @@ class FitResume(Resume):
             if self._internals.user_fetches:
                 self.add([], [NotRestored("skipped batches", "training_step fetches itself")])
         self.pending = True
-        for text in self._internals.skip_searches(lambda: self.pending):
+        for text in self._internals.skip_searches(lambda: self.pending, own.get("batch_sizes", {})):
             self.note(text)
         if self.loggers is not None:
             self.loggers.wait(loaded.manifest.notes)

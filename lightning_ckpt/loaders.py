@@ -46,15 +46,24 @@ class FitLoaders:
         self._waiting = 0
         self._before: object = self
         self._validation: list[LoaderPosition | None] = []
+        self._makes_validation = False
         self._validation_before: object = self
         self._saved_validation: Sequence[Any] = ()
 
+    def make_validation(self, original: Callable[[], None]) -> None:
+        """Runs where Lightning makes the loaders of validation: a search for a batch size does so while it trains."""
+        self._makes_validation = True
+        try:
+            original()
+        finally:
+            self._makes_validation = False
+
     def follow(self, loader: Any) -> Any:
         """Called with every loader the strategy has processed; returns it."""
-        if self._trainer.training and not self._trainer.sanity_checking:
-            self._follow_training(loader)
-        else:
+        if self._makes_validation:
             self._follow_validation(loader)
+        else:
+            self._follow_training(loader)
         return loader
 
     def _follow_training(self, loader: Any) -> None:

@@ -114,6 +114,7 @@ class FitRun:
         internals.wrap_optimizer_restore(self.resume.restore_optimizers)
         internals.wrap_training_restore(lambda: self.resume.to_restore)
         internals.wrap_process_dataloader(self._loaders.follow)
+        internals.wrap_validation_loaders(self._loaders.make_validation)
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
@@ -435,6 +436,7 @@ class FitRun:
             "flags_at_start": self._flags_at_start,
             "reload_epoch": internals.reload_epoch,
             "validation_reload_epoch": internals.validation_reload_epoch,
+            "batch_sizes": internals.batch_sizes,
             "left_out": self._parts.left_out,
             "groups": run_state.dump_groups(trainer, module, self._groups_at_start),
             **(before or {}),

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelPruning
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset
@@ -188,6 +188,7 @@ def find_and_fit(
     crash_at: int | None,
     kind: type[LearningRateFinder] = LearningRateFinder,
     model: type[Rated] = Rated,
+    *others: Callback,
 ) -> tuple[list[Any], float, int]:
     """One process: weights, the rate that it found, and what the class of its callback has counted."""
     seed_everything(seed)
@@ -196,7 +197,7 @@ def find_and_fit(
     finder = kind(num_training_steps=4, early_stop_threshold=None)
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
-        callbacks=[finder, Tally(), ckpt, Durable(ckpt)],
+        callbacks=[*others, finder, Tally(), ckpt, Durable(ckpt)],
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
@@ -267,6 +268,33 @@ def test_validation_loaders_that_a_search_has_dropped_do_not_end_the_run(tmp_pat
     whole = find_and_fit(tmp_path / "whole", 1, None, model=Validated)
     find_and_fit(tmp_path, 1, 5, model=Validated)
     assert find_and_fit(tmp_path, 3, None, model=Validated) == whole
+
+
+class Sized(Validated):
+    """How many samples a batch has is looked for before it trains."""
+
+    batch_size = 1
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(48.0).view(16, 3) / 48, batch_size=self.batch_size, shuffle=True)
+
+
+@pytest.mark.skipif(not HAS_AVERAGING, reason="a run of Lightning 2.5 that looks for a rate starts fresh, and says so")
+@pytest.mark.filterwarnings("ignore")
+def test_a_found_batch_size_goes_on(tmp_path: Path) -> None:
+    """The search makes loaders of validation while it trains, and a resumed fit has batches of the size it found."""
+
+    def run(folder: Path, seed: int, crash_at: int | None) -> Any:
+        finder = BatchSizeFinder(steps_per_trial=1, max_trials=2)
+        found = find_and_fit(folder, seed, crash_at, LearningRateFinder, Sized, finder)
+        assert finder.optimal_batch_size == 4
+        return found
+
+    whole = run(tmp_path / "whole", 1, None)
+    run(tmp_path, 1, 5)
+    assert run(tmp_path, 2, None) == whole
+    notes = report(tmp_path / "run")["notes"]
+    assert "BatchSizeFinder does not search again: batch_size is what it was" in notes
 
 
 class Renamed(Rated):

@@ -29,7 +29,6 @@ from ckpt_engine.errors import (
 from ckpt_engine.interop import safe_load
 from ckpt_engine.interop.safe_load import Advance, Imported, of_state, require_honest
 from ckpt_engine.interop.state_parts import is_optimizer
-from ckpt_engine.store.storage.disk import translated
 
 METADATA = ".metadata"
 MOST_READ = 4
@@ -90,9 +89,9 @@ class _Reader:
         # Each stored item is of one name: read again and again, a small folder would take for ever.
         self._left_bytes = MOST_READ * sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
-    def value(self, name: str) -> Any:
-        """A value that is no tensor."""
-        return safe_load.load_bytes(self._bytes(metadata.MetadataIndex(name)), f"{name} in {self._folder}")
+    def value(self, name: str, chunk: torch.Size | None = None) -> Any:
+        """A value that is no tensor, or the chunk of a tensor that begins there."""
+        return safe_load.load_bytes(self._bytes(metadata.MetadataIndex(name, chunk)), f"{name} in {self._folder}")
 
     def tensor(self, name: str, item: Any) -> torch.Tensor:
         """A tensor, put together of its chunks."""
@@ -103,7 +102,7 @@ class _Reader:
             raise CorruptError(f"{name} in {self._folder} is larger than what is stored of it")
         out = torch.empty(item.size, dtype=item.properties.dtype)
         for chunk in item.chunks:
-            found = safe_load.load_bytes(self._bytes(metadata.MetadataIndex(name, chunk.offsets)), name)
+            found = self.value(name, chunk.offsets)
             if not isinstance(found, torch.Tensor) or found.shape != chunk.sizes:
                 raise CorruptError(f"{name} in {self._folder} has a chunk of another form than described")
             part = out
@@ -132,8 +131,6 @@ class _Reader:
                 data = opened.read(item.length)
         except FileNotFoundError as err:
             raise StorageMissingError(f"{file}, a part of the checkpoint, is missing") from err
-        except OSError as err:
-            raise translated(err, "read", str(file)) from err
         if len(data) != item.length:
             raise CorruptError(f"{file} became shorter while it was read")
         self._advance(len(data))
@@ -173,8 +170,6 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
         found = _MetadataUnpickler(data).load()
     except FileNotFoundError as err:
         raise StorageMissingError(f"{file} does not exist") from err
-    except OSError as err:
-        raise translated(err, "read", str(file)) from err
     except (*safe_load.UNREADABLE, ImportError) as err:
         raise ForeignError(f"{file} does not describe a checkpoint: {type(err).__name__}: {err}") from err
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):

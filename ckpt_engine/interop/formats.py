@@ -17,6 +17,7 @@ from ckpt_engine.interop import dcp_import, safe_load, trainer_folders
 from ckpt_engine.interop.safe_load import Advance, Imported
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.storage.disk import translated
 
 Check = Callable[[Any, SnapshotInfo], None]
 """Raises MismatchError if a state cannot become this format; the tensors' values do not matter."""
@@ -106,7 +107,10 @@ def read(path: Path, form: str | None, advance: Advance) -> Imported:
     if form is not None and path.is_dir() == (form in _FILES):
         kind, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ForeignError(f"{path} is a {kind}; --as {form} reads a {wanted}")
-    return FORMATS[form or (_folder_form(path) if path.is_dir() else _file_form(path))](path, advance)
+    try:
+        return FORMATS[form or (_folder_form(path) if path.is_dir() else _file_form(path))](path, advance)
+    except OSError as err:
+        raise translated(err, "read", str(err.filename or path)) from err
 
 
 def nbytes(path: Path) -> int:
@@ -151,6 +155,6 @@ def _file_form(path: Path) -> str:
         )
     if not safe_load.is_zip(path):
         return "torch"  # of an old torch, or nothing: its reader tells
-    state = safe_load.load(path, lambda _: True).value
+    state = safe_load.load(path, may_lose=lambda _: True).value
     lightning = isinstance(state, dict) and safe_load.VERSION_KEY in state
     return "lightning" if lightning else "torch"

@@ -9,6 +9,7 @@ refuse what is larger than its file accounts for. `Imported` is what was read, b
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import pathlib
 import pickle
@@ -38,6 +39,9 @@ _UNPICKLER = re.compile(r"WeightsUnpickler error:(.*)")
 _ZIP_BEGIN = b"PK\x03\x04"
 _BEGIN_BYTES = 8
 _SHOWN = 5
+_CHUNK_BYTES = 1 << 20
+_FOLDER = 0x10
+"""torch reads nothing of what a zip file says to be one, and gives memory as it finds it."""
 UNREADABLE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -86,10 +90,14 @@ class Opened:
     left_out: Mapping[str, str]
 
 
-def load(path: Path, may_lose: MayLose | None = None) -> Opened:
+def load(path: Path, advance: Advance | None = None, may_lose: MayLose | None = None) -> Opened:
     """The content of a file of `torch.save`, on the CPU; its tensors stay in the file until they are used.
 
+    Args:
+        advance: follows what is read; without it only what is not in tensors is compared with the file's checksums.
+
     Raises:
+        CorruptError: it is damaged.
         UnstorableLeafError: it holds classes that are not loaded; names them and their leaves.
         MismatchError: it is far larger than its file, written out.
         ForeignError: it is not a file of `torch.save`.
@@ -100,13 +108,17 @@ def load(path: Path, may_lose: MayLose | None = None) -> Opened:
             file.read(1)
         zipped = is_zip(path)
         if zipped:
-            require_stored(path)
+            require_stored(path, path.stat().st_size, str(path), advance)
+        elif advance is not None:
+            advance(path.stat().st_size)
         return Opened(_load(path, mmap=zipped), {})
     except FileNotFoundError as err:
         raise StorageMissingError(
             f"{path} does not exist", hint="check the path: it is relative to the working directory"
         ) from err
     except OSError as err:
+        if err.errno == errno.EINVAL:
+            raise _foreign(path, err) from err  # of the place of a part
         raise translated(err, "read", str(path)) from err
     except UNREADABLE as err:
         return _second_look(path, zipped, err, may_lose)
@@ -131,6 +143,8 @@ def load_bytes(data: bytes, what: str) -> Any:
         UnstorableLeafError, ForeignError: as `load`.
     """
     try:
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            require_stored(io.BytesIO(data), len(data), what, lambda _: None)
         found = _load(io.BytesIO(data), mmap=False)
         require_bounded(found, len(data), what)
     except UNREADABLE as err:
@@ -309,21 +323,29 @@ def _nbytes(array: Any) -> int:
     return nbytes if nbytes > array.untyped_storage().nbytes() else 0
 
 
-def require_stored(path: Path) -> None:
-    """Refuse a zip file whose content is larger than the file: torch compresses nothing.
+def require_stored(file: Path | IO[bytes], size: int, what: str, advance: Advance | None = None) -> None:
+    """Refuse a zip file that is compressed, as torch compresses nothing, or damaged; without `advance` see `load`.
 
     Raises:
         CorruptError
     """
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as opened:
+    with zipfile.ZipFile(file) as opened:
         parts = opened.infolist()
         nbytes = sum(one.file_size for one in parts)
-        if nbytes > size:
-            raise CorruptError(f"{path} is compressed, or its parts overlap: {nbytes:,} bytes in a file of {size:,}")
-        for one in parts:
-            if one.filename.endswith("data.pkl"):
-                require_honest(opened.read(one), str(path))
+        if nbytes > size or any(one.compress_type or one.external_attr & _FOLDER for one in parts):
+            raise CorruptError(f"{what} is compressed, or its parts overlap: {nbytes:,} bytes in a file of {size:,}")
+        try:
+            for one in parts:
+                if one.CRC == 0:
+                    del one.CRC  # whoever called set_crc32_options(False) has written no checksums
+                if one.filename.endswith("data.pkl"):
+                    require_honest(opened.read(one), what)
+                elif advance is not None:
+                    with opened.open(one) as part:
+                        while data := part.read(_CHUNK_BYTES):
+                            advance(len(data))
+        except (zipfile.BadZipFile, EOFError) as err:
+            raise CorruptError(f"{what} is damaged: {err}", hint=_ANOTHER_COPY) from err
 
 
 def require_honest(pickle: bytes, what: str) -> None:
@@ -361,8 +383,7 @@ def read_torch_file(path: Path, advance: Advance) -> Imported:
     Raises:
         UnstorableLeafError, ForeignError, StorageError: as `safe_load.load`.
     """
-    value = load(path).value
-    advance(path.stat().st_size)
+    value = load(path, advance).value
     state = value if isinstance(value, dict) else {"state": value}
     return of_state("torch", state)
 
@@ -436,11 +457,10 @@ def read_lightning_file(path: Path, advance: Advance) -> Imported:
         ForeignError: not a Lightning checkpoint.
         StorageError: it cannot be read.
     """
-    opened = load(path, _is_hyper_parameter)
+    opened = load(path, advance, _is_hyper_parameter)
     state = opened.value
     if not isinstance(state, dict) or any(key not in state for key in _NEEDED):
         raise ForeignError(f"{path} is not a Lightning checkpoint", hint="--as torch imports any file of torch.save")
-    advance(path.stat().st_size)
     if not state.get("optimizer_states"):
         notes = ["it has weights only: fit(ckpt_path='auto') cannot resume from it"]
     else:

@@ -352,8 +352,7 @@ def read(folder: Path, name: str, torch_name: str, advance: Advance) -> dict[str
         if files:
             state_dict: dict[str, Any] = {}
             for file in files:
-                state_dict |= reader(file)
-                advance(file.stat().st_size)
+                state_dict |= reader(file, advance)
             return state_dict
     return None
 
@@ -375,18 +374,19 @@ def _parts(folder: Path, name: str) -> list[Path]:
     return files
 
 
-def _read_safetensors(file: Path) -> dict[str, Any]:
+def _read_safetensors(file: Path, advance: Advance) -> dict[str, Any]:
     try:
         with safe_open(file, "pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
             tied = opened.metadata() or {}
     except SafetensorError as err:
         raise CorruptError(f"{file} is not a whole safetensors file: {err}") from err
+    advance(file.stat().st_size)
     return tensors | {name: tensors[same] for name, same in tied.items() if same in tensors and name not in tensors}
 
 
-def _read_torch(file: Path) -> dict[str, Any]:
-    value = safe_load.load(file).value
+def _read_torch(file: Path, advance: Advance) -> dict[str, Any]:
+    value = safe_load.load(file, advance).value
     if not isinstance(value, dict):
         raise CorruptError(f"{file} holds a {type(value).__name__} instead of weights by name")
     return value

@@ -108,6 +108,8 @@ def read_accelerate(folder: Path, advance: Advance) -> Imported:
         ("scheduler", _each(lambda i: there(numbered(SCHEDULER, i)))),
     ):
         state |= {numbered(key, index): one for index, one in enumerate(found)}
+    if "optimizer" not in state:
+        notes.append("no optimizer in the folder")
     custom = _each(lambda i: there(CUSTOM.format(i)))
     state |= {f"{CUSTOM_KEY}{index}": one for index, one in enumerate(custom)}
     state[LOADERS] = _each(lambda i: there(numbered(LOADER, i)))
@@ -246,7 +248,7 @@ def read_transformers(folder: Path, advance: Advance) -> Imported:
     if (recorded := next((folder / name for name in names if (folder / name).exists()), None)) is None:
         notes.append("it has no random streams")
     else:
-        state[STREAMS_KEY] = _recorded(recorded, safe_load.load(recorded).value, _TRAINER_STREAMS)
+        state[STREAMS_KEY] = _recorded(recorded, safe_load.load(recorded, advance).value, _TRAINER_STREAMS)
         if recorded.name != TRAINER_STREAMS:
             notes.append("it is of several processes: the random streams of the first one are kept")
     state[TRAINER_STATE_KEY] = trainer_state
@@ -269,9 +271,7 @@ def _optional(folder: Path, advance: Advance, name: str) -> Any:
     file = folder / name
     if not file.exists():
         return None
-    value = safe_load.load(file).value
-    advance(file.stat().st_size)
-    return value
+    return safe_load.load(file, advance).value
 
 
 def _recorded(file: Path, recorded: Any, keys: tuple[str, str, str, str]) -> rng.RngState:

@@ -305,6 +305,54 @@ def test_damaged_folders_are_named(ckpt: Ckpt, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def _flipped(file: Path, value: torch.Tensor) -> None:
+    """One bit of the value, where it lies in the file, is another."""
+    data = bytearray(file.read_bytes())
+    data[data.index(value.numpy().tobytes()) + 5] ^= 16
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_of_a_tensor_is_no_state(ckpt: Ckpt, tmp_path: Path) -> None:
+    """torch reads it without a word; the checksum beside the tensor says that it is damaged."""
+    value = torch.arange(1000.0)
+    for folder in ("dcp", "accelerate"):
+        (tmp_path / folder).mkdir()
+    torch.save({"step": 1, "w": value}, tmp_path / "file.pt")
+    torch.save({"w": value}, tmp_path / "accelerate/pytorch_model.bin")
+    dcp.save({"w": value}, checkpoint_id=tmp_path / "dcp")
+    for source, file, named in (
+        ("file.pt", "file.pt", "file.pt"),
+        ("accelerate", "accelerate/pytorch_model.bin", "pytorch_model.bin"),
+        ("dcp", "dcp/__0_0.distcp", "w in "),
+    ):
+        assert ckpt("import", tmp_path / source, tmp_path / "run", "--step", 1, "--dry-run").code == 0
+        _flipped(tmp_path / file, value)
+        result = ckpt("import", tmp_path / source, tmp_path / "run", "--step", 1)
+        assert (result.code, (tmp_path / "run").exists()) == (2, False)
+        assert named in result.err
+        assert "is damaged: Bad CRC-32" in result.err
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="this torch always writes checksums")
+def test_a_file_without_checksums_is_imported(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Its writer has asked torch for none, and there is nothing to compare."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"step": 1, "w": torch.ones(9)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert ckpt("import", tmp_path / "a.pt", tmp_path / "run").code == 0
+
+
+def test_a_folder_in_place_of_a_file_is_named(ckpt: Ckpt, tmp_path: Path) -> None:
+    """As whatever else the system refuses to read."""
+    (tmp_path / "checkpoint-3/trainer_state.json").mkdir(parents=True)
+    torch.save({"w": torch.ones(1)}, tmp_path / "checkpoint-3/pytorch_model.bin")
+    result = ckpt("import", tmp_path / "checkpoint-3", tmp_path / "run")
+    assert result.code == 2
+    assert "checkpoint-3/trainer_state.json: Is a directory" in result.err
+
+
 def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> None:
     """Folders of several processes, adapters, weights alone, runs of ours, folders of checkpoints, nothing at all."""
     with Checkpointer(tmp_path / "ours", writer="thread") as checkpointer:

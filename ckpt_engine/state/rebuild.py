@@ -238,7 +238,13 @@ class Rebuilder:
                 f"{joined} was stored with pickle, which can run code",
                 hint=f"if you trust this snapshot, opt in with pickle: ['{joined}']",
             )
-        return pickle.loads(base64.b64decode(node["b64"]))  # noqa: S301 - explicit opt-in for this path
+        try:
+            return pickle.loads(base64.b64decode(node["b64"]))  # noqa: S301 - explicit opt-in for this path
+        except (ImportError, pickle.UnpicklingError, *_NONSENSE) as err:
+            raise FormatError(
+                f"{joined} was stored with pickle and cannot be made again: {type(err).__name__}: {err}",
+                hint="import its class under the name that it had when it was saved",
+            ) from err
 
 
 def _show(path: TreePath) -> str:

@@ -11,6 +11,7 @@ import enum
 import fractions
 import pathlib
 import random
+import sys
 import types
 import uuid
 from collections.abc import Iterator
@@ -308,6 +309,17 @@ def test_pickle_is_opt_in_per_path_on_both_ends() -> None:
     capture = Planner(Flattener(("extra/*",))).capture(state)
     with pytest.raises(FormatError, match="opt in"):
         Rebuilder({}).state(filled_tree(capture))
+
+
+def test_what_was_pickled_and_whose_module_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that has been taken apart since it saved has its classes elsewhere."""
+    there = types.ModuleType("there")
+    there.Kind = type("Kind", (), {"__module__": "there"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "there", there)
+    capture = Planner(Flattener(("kind",))).capture({"kind": there.Kind()})
+    monkeypatch.delitem(sys.modules, "there")
+    with pytest.raises(FormatError, match="kind was stored with pickle and cannot be made again: ModuleNotFoundError"):
+        Rebuilder({}, ("kind",)).state(filled_tree(capture))
 
 
 LEAVES = st.one_of(

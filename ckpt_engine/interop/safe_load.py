@@ -337,7 +337,7 @@ def require_stored(file: Path | IO[bytes], size: int, what: str, advance: Advanc
         try:
             for one in parts:
                 if one.CRC == 0:
-                    del one.CRC  # whoever called set_crc32_options(False) has written no checksums
+                    del one.CRC  # torch writes none after set_crc32_options(False)
                 if one.filename.endswith("data.pkl"):
                     require_honest(opened.read(one), what)
                 elif advance is not None:

@@ -101,9 +101,13 @@ class DataInternals:
 
     @property
     def batches_given(self) -> int | None:
-        """Batches of the epoch that the combination of loaders has given; None before the first pass."""
-        iterator = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)
-        return None if iterator is None else int(iterator._idx)
+        """Batches of the epoch that were asked for and came, as a count that only grows; None before the first pass.
+
+        Without a length Lightning asks for one batch more: with the last one no other comes, and `done` is set.
+        """
+        fit_loop = self._trainer.fit_loop
+        iterator = getattr(fit_loop._combined_loader, "_iterator", None)
+        return None if iterator is None else int(iterator._idx) + bool(fit_loop._data_fetcher.done)
 
     @property
     def combined_position(self) -> dict[str, Any] | None:

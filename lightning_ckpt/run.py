@@ -102,8 +102,6 @@ class FitRun:
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
         self._failing = FailingRun(self._parts, self._audit, self._run)
-        self._recorded_at = 0
-        """Batches of the epoch at the last boundary."""
 
     # ---- connecting
 
@@ -289,11 +287,15 @@ class FitRun:
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
-        nothing_came = self._given is not None and self._given == self._internals.batches_given
-        still_there = nothing_came and self._loaders.one_with_workers
+        still_there = self._nothing_came and self._loaders.one_with_workers
         where = str(self._internals.batches_in_total) if still_there else None
         if (stop := self.stopping.no_batch(error, where)) is not None:
             raise self.stopping.end(stop, self._take_here) from error
+
+    @property
+    def _nothing_came(self) -> bool:
+        """No batch since the last boundary: no code but the loaders' has run, not even hooks that get the batch."""
+        return self._given is not None and self._given == self._internals.batches_given
 
     def _kind(self) -> BoundaryKind:
         return kind_of(self._internals, validated=self._validated)
@@ -331,8 +333,7 @@ class FitRun:
 
     def failed(self, exception: BaseException) -> None:
         if self._active and not isinstance(exception, SIGTERMException):
-            internals = self._internals
-            self._failing.waits = internals.batches_in_epoch == self._recorded_at and not internals.user_fetches
+            self._failing.waits = self._nothing_came and not self._internals.user_fetches
             self._failing.end(exception)
 
     # ---- taking
@@ -390,7 +391,6 @@ class FitRun:
         }
         if not obstacle:
             own |= {"results": run_state.results_now(internals), "tables": run_state.dump_tables(internals)}
-        self._recorded_at = own["batch"]
         return BoundaryRecord(
             own, partial(self._state_before, kind), self._numbers, partial(self._notes, kind), obstacle
         )

@@ -95,7 +95,8 @@ class Capture:
             rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
         if before is not None:
             state = before(state)
-        self._weights, self._managed = {key: one for key, one in state.items() if self._parts.owner((key, ""))}, None
+        self._weights = {key: one for key, one in state.items() if self._parts.owner((key, "")) is not None}
+        self._managed = None
         return state | {
             OWN_KEY: {
                 "version": OWN_VERSION,

@@ -165,6 +165,13 @@ def test_modes_are_those_of_the_boundary(tmp_path: Path) -> None:
     assert_exact(case, tmp_path)
 
 
+def test_what_a_hook_does_with_a_batch_before_it_counts_is_put_back(tmp_path: Path) -> None:
+    """Lightning counts a batch behind the hooks that move it."""
+    case = Case(model=Counts)
+    fails(case, tmp_path, "transfer")
+    assert_exact(case, tmp_path)
+
+
 @pytest.mark.parametrize("where", CHANGED)
 def test_a_step_that_may_have_changed_weights_is_not_saved(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -246,6 +253,20 @@ class Replaces(Fragile):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.level = 0.5 * self.level + batch[0].mean()
         return super().training_step(batch, batch_idx) + 0.1 * self.level * self.net(batch[0]).mean()
+
+
+class Counts(Fragile):
+    """Counts its batches before Lightning does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("batches", torch.zeros(1))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training:
+            self.batches += 1
+            BOMB.at("transfer", self.trainer)
+        return batch
 
 
 class Wide(Fragile):

@@ -434,6 +434,29 @@ def test_extra_state_that_grows_fits(tmp_path: Path) -> None:
     assert len(model.seen) == 19
 
 
+class Empty(nn.Module):
+    """Has a length, which is 0: such a model is false."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_model_may_be_false(tmp_path: Path) -> None:
+    """A snapshot has it all the same."""
+    model = Empty()
+    optimizer = torch.optim.Adam(model.parameters())
+    with Checkpointer(str(tmp_path), every_n_steps=1, writer="thread") as ckpt:
+        run = ckpt.track(model=model, optimizer=optimizer)
+        model.net(torch.ones(2)).backward()
+        optimizer.step()
+        run.step()
+    assert saved(tmp_path)
+
+
 def test_a_loop_without_a_loader_ends_with_its_last_step(tmp_path: Path) -> None:
     """What is left of it is saved at its end, and another start finds nothing to train."""
 

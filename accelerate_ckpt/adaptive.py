@@ -153,7 +153,7 @@ class AdaptiveCheckpoint(Tracker):
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
         feed = self._training
         waits = self._restoring and feed is not None and feed.resuming
-        if waits and not self._recent and not self._begun_again and self._loops.is_tracked(optimizer):
+        if waits and not self._recent and not self._begun_again and self._loops.tracked(optimizer) is not None:
             assert feed is not None
             raise ResumeError(
                 f"the resumed run trains on batches of a loader that is not followed: {feed.name!r}, whose next pass "

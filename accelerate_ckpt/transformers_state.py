@@ -163,7 +163,7 @@ class TrainerSurroundings(Surroundings):
             if isinstance(callback, ExportableState):
                 if found is not None:
                     left.remove(found)
-                    _set(callback, found[1])
+                    missing += _set(callback, found[1])
             elif not self._audits and callback in self._foreign:
                 why = "it has no state(): give the class `ExportableState` if what it remembers matters"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
@@ -318,13 +318,22 @@ def as_file(state: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in state.items() if name in known})
 
 
-def _set(callback: Any, state: Mapping[str, Any]) -> None:
-    values = dict(state["attributes"])
+def _set(callback: Any, state: Mapping[str, Any]) -> list[NotRestored]:
+    """Put the state of a callback back; its arguments are the script's, so those that differ are returned."""
+    values, saved = dict(state["attributes"]), dict(state.get("args", {}))
     if isinstance(callback, TrainerControl):
-        values |= state["args"]  # it has no attributes besides its arguments
+        values |= saved  # it has no attributes besides its arguments
+        saved.clear()
         values["should_training_stop"] = callback.should_training_stop  # a stop may have been for the restart only
     for name, value in values.items():
         setattr(callback, name, value)
+    now = callback.state()["args"] if saved else {}
+    texts = {name: (_text_of(value), _text_of(now.get(name))) for name, value in saved.items()}
+    return [
+        NotRestored(f"{name} of {type(callback).__name__}", f"it was {then}, and is {new} now, as the script made it")
+        for name, (then, new) in texts.items()
+        if then != new
+    ]
 
 
 def _is_foreign(callback: object) -> bool:

@@ -231,6 +231,8 @@ class Walk:
             self._hold(path, value.module, LiveView(value.assigned, value.read))
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
+        elif isinstance(value, torch.optim.Optimizer) and not of_framework(type(value)):
+            self._visit_derived(DerivedObject(value, torch.optim.Optimizer), path, depth)
         elif isinstance(value, dict):
             for key, item in itertools.islice(value.items(), MOST_ITEMS):
                 self.visit(item, f"{path}[{key!r}]", depth - 1)

@@ -28,7 +28,7 @@ from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import CorruptError, NewerFormatError, ResumeError
-from ckpt_engine.loop.components import OWN_KEY, Components, made_by_script, managed, state_of
+from ckpt_engine.loop.components import OWN_KEY, Components, GradientsBeside, made_by_script, managed, state_of
 from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_flat
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
@@ -71,6 +71,7 @@ class Capture:
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
+        self._beside = GradientsBeside(parts)
         self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
         self._order: GradientOrder | None = None
@@ -108,6 +109,7 @@ class Capture:
                         "buffer_syncs": self.buffer_syncs(),
                         **own,
                         "made": self.made,
+                        "gradients_beside": self._beside.look(),
                         "audit": hidden,
                         "gradient_order": self._gradient_order().state(),
                         "values": own_values(state, self._ranks),

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
@@ -21,7 +21,6 @@ from ckpt_engine.audit.source import follows
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.boundary import TrainingRun
-from ckpt_engine.loop.components import managed
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.loop_start import LoopStart
 from ckpt_engine.loop.shape import (
@@ -106,13 +105,13 @@ class Loops:
         self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
         return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask)
 
-    def is_tracked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step that this optimizer has made is one of the run; another one is looked at later."""
+    def tracked(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """The tracked optimizer whose step this one has made, which may have it inside; another is looked at later."""
         if id(optimizer) in self._ids:
-            return True
+            return optimizer
         if id(optimizer) not in self._untracked:
             self._beside[id(optimizer)] = weakref.ref(optimizer)
-        return False
+        return next((one for one in self._optimizers if any(each is optimizer for each in vars(one).values())), None)
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
@@ -163,13 +162,12 @@ class Loops:
     def _look_at(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Name an optimizer that is not tracked, if it takes a state of its own to the next step.
 
-        One that a wrapper has inside, or that changes the weights of one that is tracked, is part of that one.
+        One whose state that of a tracked one has, as of a wrapper that has it inside, is part of that one.
         """
         if optimizer is None or not optimizer.state:
             return
-        own = {id(parameter) for parameter in managed(self._optimizers)}
-        inside = any(one is optimizer for tracked in self._optimizers for one in vars(tracked).values())
-        if inside or any(id(parameter) in own for parameter in managed([optimizer])):
+        if any(_has_state_of(one, optimizer) for one in self._optimizers):
+            self._untracked[id(optimizer)] = ""
             return
         if (name := Ask(self._home).name_of(optimizer)) is None:
             return
@@ -232,7 +230,7 @@ class Loops:
             "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
             "says": [
                 *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
-                *self._untracked.values(),
+                *filter(None, self._untracked.values()),
             ],
         }
 
@@ -435,3 +433,18 @@ class LoopProgress:
         """Numbers that a loop may count along with the tracker."""
         delivered = 0 if feed is None else feed.delivered
         return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
+
+
+def _has_state_of(tracked: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether what `other` takes from step to step is in the state of a tracked one."""
+    return tracked.state is other.state or set(_tensors(list(other.state.values()))) <= set(
+        _tensors(tracked.state_dict())
+    )
+
+
+def _tensors(value: Any) -> Iterator[int]:
+    if isinstance(value, torch.Tensor):
+        yield id(value)
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)

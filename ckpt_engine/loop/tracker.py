@@ -287,8 +287,8 @@ class Tracker(LoopProgress):
         if (problem := self._loops.skips_again(ended=ended)) is not None:
             self._resume.say(problem)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._loops.is_tracked(optimizer):
+    def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
+        if (optimizer := self._loops.tracked(stepped)) is None:
             return
         if self._restoring and not self._begun_again and (problem := self._loops.elsewhere()) is not None:
             self._resume.say(problem)

@@ -113,7 +113,8 @@ def _fresh(manifest: Manifest, offsets: Mapping[str, int]) -> dict[str, torch.Te
         dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
         if not 0 < count * dtype.itemsize <= end - offset:
             raise CorruptError(f"{name!r} has {entry.nbytes} bytes, not those of {entry.dtype} of shape {entry.shape}")
-        found[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - base).view(entry.shape)
+        shaped = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - base).view(entry.shape)
+        found[name] = shaped.data  # no view for autograd: an object that keeps it may detach and resize it in place
     return found
 
 

@@ -112,14 +112,14 @@ def test_transformers_own_resume_is_left_to_it_and_followed(step: int, more: dic
 class Counting(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Counts the steps of all lives."""
 
-    def __init__(self) -> None:
-        self.steps = 0
+    def __init__(self, rate: float = 1.0) -> None:
+        self.steps, self.rate = 0, rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"steps": self.steps}}
+        return {"args": {"rate": self.rate}, "attributes": {"steps": self.steps}}
 
 
 def test_callbacks_and_counters_go_on_too(tmp_path: Path) -> None:
@@ -136,6 +136,20 @@ def test_callbacks_and_counters_go_on_too(tmp_path: Path) -> None:
     assert counting.steps == 6
     assert trainer.state.total_flos == first.state.total_flos / 4 * 6
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_argument_that_the_script_makes_otherwise_is_named(tmp_path: Path) -> None:
+    """What a callback is made with is the script's, also where training had changed it."""
+    for rate, steps in ((1.0, 4), (2.0, 6)):
+        trainer = tiny_trainer(tmp_path / "out", steps=steps)
+        ckpt = TransformersCallback(every_boundary(tmp_path / "run"))
+        for callback in (Counting(rate), ckpt):
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))
+    missing = [one for one in report(tmp_path / "run").not_restored if "Counting" in one.name]
+    assert [(one.name, one.why) for one in missing] == [
+        ("rate of Counting", "it was 1.0, and is 2.0 now, as the script made it")
+    ]
 
 
 def test_what_was_imported_from_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.tracking.runs import (
     durable,
     every_boundary,
     only,
+    report,
     resume_only,
     saved,
     seed_everything,
@@ -226,6 +227,78 @@ def steps_on_with_old_gradients(options: Any, seed: int = 0) -> Outcome:
     return run.end()
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Steps twice a batch, the second time through the optimizer that it has inside; its radius is an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+        self.inner, self.radius = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9), 0.05
+
+    @torch.no_grad()
+    def up(self) -> None:
+        for one in self.param_groups[0]["params"]:
+            self.state[one]["moved"] = one.grad * self.radius
+            one.add_(self.state[one]["moved"])
+        self.radius *= 0.9
+        self.zero_grad()
+
+    @torch.no_grad()
+    def down(self) -> None:
+        for one in self.param_groups[0]["params"]:
+            one.sub_(self.state[one]["moved"])
+        self.inner.step()
+        self.zero_grad()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.param_groups = self.param_groups
+
+
+def steps_through_an_inner_optimizer(options: Any, seed: int = 0, *, named: bool = True) -> Outcome:
+    """The optimizer that is tracked makes no step itself; that of the inner one is a step of it."""
+    run = Setting(options, seed=seed)
+    run.optimizer = outer = Sharpness(run.model.parameters())
+    run.track(**({"inner": outer.inner} if named else {}))
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            durable(run.ckpt)
+            for move in (outer.up, outer.down):
+                ((run.model(x) - y) ** 2).mean().backward()
+                move()
+            run.trace.append((epoch, tuple(ids.tolist())))
+    return run.end()
+
+
+class Ranged(nn.Module):
+    """Keeps the tensors that it loads, and changes their size in place, as observers of quantization do."""
+
+    low: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = torch.minimum(self.low, x.detach().min())
+        self.low.detach_().resize_(low.shape).copy_(low)
+        return x - self.low
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.low = state_dict[f"{prefix}low"]
+
+
+def loads_by_keeping(options: Any, seed: int = 0) -> Outcome:
+    """A module takes what it loads as it is."""
+    run = Setting(options, seed=seed)
+    run.model = nn.Sequential(Ranged(), nn.Linear(6, 1))  # type: ignore[assignment]
+    run.optimizer = torch.optim.Adam(run.model.parameters(), lr=1e-2)
+    run.track()
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            run.train(x, y, epoch, tuple(ids.tolist()))
+    return run.end()
+
+
 def accumulates_beyond_the_epoch(options: Any, seed: int = 0) -> Outcome:
     """The last two batches of an epoch wait for the next one's."""
     run = Setting(options, seed=seed)
@@ -325,6 +398,8 @@ LOOPS = (
     trains_one_model_through_another,
     steps_before_its_backward_pass,
     steps_on_with_old_gradients,
+    steps_through_an_inner_optimizer,
+    loads_by_keeping,
     accumulates_beyond_the_epoch,
     scales_gradients,
     freezes_and_unfreezes,
@@ -414,6 +489,36 @@ class Growing(Net):
 
     def set_extra_state(self, state: Any) -> None:
         self.seen = state
+
+
+def test_an_inner_optimizer_whose_state_no_snapshot_has_is_named(tmp_path: Path) -> None:
+    """The state of the outer one has nothing of it."""
+    steps_through_an_inner_optimizer(every_boundary(tmp_path / "run"), named=False)
+    snapshot = next(one for one in saved(tmp_path / "run") if one.step > 2)
+    folder = only(tmp_path / "run", snapshot, tmp_path / "one")
+    steps_through_an_inner_optimizer(resume_only(folder), seed=1, named=False)
+    why = [one.why for one in report(folder).not_restored]
+    assert len(why) == 1
+    assert ".inner (SGD) makes steps, and no snapshot has its state" in why[0]
+
+
+@pytest.mark.parametrize("clears", ["model", "optimizer"])
+def test_gradients_that_add_up_where_no_optimizer_uses_them_are_named(clears: str, tmp_path: Path) -> None:
+    """An optimizer clears those of its own parameters only; a loop that clears all of them loses none."""
+    for epochs in (1, 2):
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        loader = DataLoader(Augmented(20), batch_size=5)
+        with Checkpointer(tmp_path, every_n_steps=1) as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+            for _ in range(run.epoch, epochs):
+                for x, y, _ in loader:
+                    durable(ckpt)
+                    {"model": model, "optimizer": optimizer}[clears].zero_grad()
+                    ((model(x) - y) ** 2).mean().backward()
+                    optimizer.step()
+    names = [one.name for one in report(tmp_path).not_restored]
+    assert names == (["gradient of 'model.0.weight'"] if clears == "optimizer" else [])
 
 
 def test_extra_state_that_grows_fits(tmp_path: Path) -> None:

@@ -579,6 +579,14 @@ def put_back_gradients(module: nn.Module | None, saved: Mapping[str, Any]) -> li
     return [NotRestored(f"gradient of {name!r}", why) for name in saved if name not in live]
 
 
+def put_back_waiting(parts: Components, own: Mapping[str, Any]) -> list[NotRestored]:
+    """The inverse of `waiting_gradients`, with what `GradientsBeside` has found."""
+    rows, beside = own["gradients"].items(), own.get("gradients_beside")
+    missing = [one for name, saved in rows for one in put_back_gradients(parts.modules.get(name), saved)]
+    why = "no optimizer manages its parameter, and it adds up: freeze that, or clear it with model.zero_grad()"
+    return missing + ([NotRestored(f"gradient of {beside!r}", why)] if beside else [])
+
+
 def _put_back_gradient(parameter: torch.nn.Parameter, saved: Any) -> None:
     if isinstance(saved, Mapping):
         indices, values = (saved[name].to(parameter.device, copy=True) for name in ("indices", "values"))

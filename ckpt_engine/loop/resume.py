@@ -36,7 +36,7 @@ from ckpt_engine.loop.components import (
     OWN_KEY,
     LoopComponents,
     Surroundings,
-    put_back_gradients,
+    put_back_waiting,
     saved_shapes,
     with_tied,
 )
@@ -61,7 +61,6 @@ from ckpt_engine.store.manifest import Manifest
 IMPORTED = "imported"
 """The note of a snapshot that was made of a checkpoint of another program."""
 _OVER = "where nothing more is trained, the random streams are the uninterrupted run's from close() on, and not before"
-_BESIDE = "no optimizer manages its parameter, and it adds up: freeze that, or clear it with model.zero_grad()"
 _NOT_OF_OBJECTS = ("loaders", "rng")
 _NOT_FROM_OTHERS = {
     "random streams": "streams without a data position repeat nothing: they go on as this process has seeded them",
@@ -383,9 +382,7 @@ class LoopResume(Resume):
             draft.restored.append(Restored("data position", count(len(saved), "loader")))
 
     def _put_back_gradients(self) -> list[NotRestored]:
-        rows, beside = self._own["gradients"].items(), self._own.get("gradients_beside")
-        found = [one for name, saved in rows for one in put_back_gradients(self._parts.modules.get(name), saved)]
-        return found + ([NotRestored(f"gradient of {beside!r}", _BESIDE)] if beside else [])
+        return put_back_waiting(self._parts, self._own)
 
     def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):

@@ -88,6 +88,16 @@ def _connected(store: Any, prefix: str) -> PrefixStore:
     return PrefixStore(f"{prefix}/{chosen}", base)
 
 
+def _start() -> str:
+    """Which start of these ranks it is: torchrun's static rendezvous keeps one store, with old keys, for all restarts.
+
+    Only where one torchrun has all ranks: several of them count differently, and so would their ranks.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return ""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+
+
 class ProcessGroupRanks:
     """The default process group as `world.Ranks`. Every rank makes one for each checkpointer, in the same order.
 
@@ -113,7 +123,7 @@ class ProcessGroupRanks:
         self.own = frozenset(own)
         self.wait_seconds = wait_seconds
         self._divides = divides or _everything
-        self.store = GroupStore(distributed_c10d._get_default_store(), f"ckpt_engine/{next(_worlds)}")
+        self.store = GroupStore(distributed_c10d._get_default_store(), f"ckpt_engine{_start()}/{next(_worlds)}")
 
     @property
     def node(self) -> str:

@@ -224,7 +224,7 @@ class FailingRun:
 
     def _make(self) -> StepStart:
         known = self._know()
-        if self._count % AGAIN == 0:
+        if self._count % AGAIN == 0 or self._tensors.grouped != _grouped(self._parts):
             self._tensors = _Tensors(self._parts)
         self._count += 1
         streams = rng.capture_later()
@@ -270,11 +270,13 @@ class _Tensors:
     """The tensors of the models, and the modules they are in, found once for many boundaries.
 
     Attributes:
+        grouped: how many parameters each group of each optimizer has.
         obstacle: why what changes in forward cannot be copied, or "".
     """
 
     def __init__(self, parts: Components) -> None:
         self._models, optimizers = parts.modules, parts.optimizers.values()
+        self.grouped = _grouped(parts)
         self._weights = [one for one in managed(optimizers) if not torch.nn.parameter.is_lazy(one)]
         self._modules = [(name, path, one) for name, m in self._models.items() for path, one in m.named_modules()]
         self._parameters = [(name, path, p) for name, m in self._models.items() for path, p in m.named_parameters()]
@@ -336,13 +338,19 @@ class _Tensors:
         new = dict(state)
         for name, module in self._models.items():
             new[name] = copy.copy(state.get(name, {}))
-            if new[name].keys() != {one.key for one, _ in keys_of(module)}:
+            if not new[name].keys() <= {one.key for one, _ in keys_of(module)}:
                 raise ImpossibleError(f"only the state_dict of {name} knows what of it the step has changed")
         for (name, one), saved in zip(self._loose, copies, strict=True):
+            if one.key not in new[name]:
+                continue  # a state_dict may leave out what is frozen
             if new[name][one.key].data_ptr() != one.tensor.data_ptr():
                 raise ImpossibleError(f"only the state_dict of {name} knows what of {one.key} the step has changed")
             new[name][one.key] = saved
         return new
+
+
+def _grouped(parts: Components) -> list[int]:
+    return [len(group["params"]) for one in parts.optimizers.values() for group in one.param_groups]
 
 
 R = TypeVar("R")

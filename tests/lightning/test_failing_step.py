@@ -269,6 +269,37 @@ class Counts(Fragile):
         return batch
 
 
+class Unfreezes(Callback):
+    """Gives the optimizer the parameters of a layer late."""
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 1 and len(trainer.optimizers[0].param_groups) == 1:
+            trainer.optimizers[0].add_param_group({"params": list(trainer.model.late.parameters())})
+
+
+class Frozen(Fragile):
+    """Has a layer that no optimizer trains at first."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.late = torch.nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), 1e-2)
+
+
+class Adapted(Frozen):
+    """Saves what it trains only."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **options)
+        return {name: one for name, one in state.items() if not name.startswith("late")}
+
+
 class Wide(Fragile):
     """A buffer that is too large to be copied at every step."""
 
@@ -323,3 +354,14 @@ def test_a_step_that_a_snapshot_holds_already_is_not_saved_again(tmp_path: Path)
     """The newest snapshot is the one that was due at the last boundary, and no other one follows it."""
     fails(Case(model=Fragile), tmp_path, "after forward", every_n_steps=3)
     assert [(one.step, one.reason) for one in saved(tmp_path)][-1] == (9, "every_n_steps")
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks"), [(Frozen, lambda: [Unfreezes()]), (Adapted, list)], ids=["unfrozen late", "not saved"]
+)
+def test_what_an_optimizer_does_not_train_from_the_start_loses_nothing(
+    model: type[Model], callbacks: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    """The last boundary is saved, whatever the optimizer has got since and the `state_dict` leaves out."""
+    fails(Case(model=model), tmp_path, "after forward", callbacks, every_n_steps=1000)
+    assert [(one.step, one.reason) for one in saved(tmp_path)] == [(BOUNDARY, "exception")]

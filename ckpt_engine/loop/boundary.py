@@ -537,10 +537,14 @@ class StepsMade(set[int]):
     A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
     through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
     next backward pass, once it has stepped with them again. The first and the last gradient stand for all.
+
+    Args:
+        optimizers: by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         super().__init__()
+        self._optimizers = optimizers
         self._marks: dict[int, list[_Mark]] = {}
         self._left: dict[int, list[_Mark]] = {}
         """The same of the last boundary, where the gradients were still there."""
@@ -557,6 +561,14 @@ class StepsMade(set[int]):
             self._reuse.add(one)
         self._marks[one] = found
         (self.add if found else self.discard)(one)
+
+    def reused(self) -> list[str]:
+        """The optimizers whose gradients the loop does not clear before it adds to them."""
+        return [name for name, one in self._optimizers.items() if id(one) in self._reuse]
+
+    def expect(self, reused: Collection[str]) -> None:
+        """What `reused` was in a snapshot."""
+        self._reuse = {id(one) for name, one in self._optimizers.items() if name in reused}
 
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""

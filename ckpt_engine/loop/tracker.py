@@ -84,7 +84,7 @@ class Tracker(LoopProgress):
         self._counted = self._dirty = False
         self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
-        self._stepped = StepsMade()
+        self._stepped = StepsMade(parts.optimizers)
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
@@ -399,6 +399,7 @@ class Tracker(LoopProgress):
             "step": self._steps,
             "metrics": dict(self.metrics),
             "loop": {} if finished else self._loops.state(feed),
+            "reused": self._stepped.reused(),
         }
 
     def _record(self, feed: Feed | None) -> BoundaryRecord:
@@ -437,6 +438,7 @@ class Tracker(LoopProgress):
         assert loaded is not None
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
+        self._stepped.expect(own.get("reused", ()))
         if own["cadence"] is not None:
             self._run.resume(own["cadence"])
         if own["training"] is not None:

@@ -429,6 +429,18 @@ def test_the_loop_resumes_exactly(loop: Loop, tmp_path: Path) -> None:
         assert resumed.trace or snapshot is snapshots[-1]
 
 
+def test_a_resumed_loop_knows_that_it_steps_on_with_old_gradients(tmp_path: Path) -> None:
+    """The first snapshot of a resumed process has them: it does not find out a second time."""
+    reference = steps_on_with_old_gradients(None)
+    steps_on_with_old_gradients(every_boundary(tmp_path / "run"))
+    [third] = [one for one in saved(tmp_path / "run") if one.step == 3]
+    again = only(tmp_path / "run", third, tmp_path / "again")
+    steps_on_with_old_gradients(every_boundary(again))
+    [fourth] = [one for one in saved(again) if one.step == 4]
+    resumed = steps_on_with_old_gradients(resume_only(only(again, fourth, tmp_path / "last")), seed=7)
+    assert resumed.digest == reference.digest
+
+
 def test_a_loader_that_the_script_drops_lives_as_long_as_it_is_tracked(tmp_path: Path) -> None:
     """A loop in a function of its own, closed outside of it, still gets its final snapshot."""
     run = Setting(every_boundary(tmp_path))

@@ -74,6 +74,7 @@ class FitRun:
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
         self._begun = self._validated = self._announced_optimizers = self._end_taken = False
         self._skip_batches = 0
+        self._is_alone = trainer.world_size == 1
         self._parts = FitParts(self._internals, trainer, module)
         self._capture = Capture(self._parts, self._audit, ranks, lambda: wrappers_of(trainer))
         self._groups_at_start: list[list[int]] = []
@@ -261,7 +262,7 @@ class FitRun:
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
-        if self._trainer.world_size == 1 or (self._module.automatic_optimization and not self._internals.accumulating):
+        if self._is_alone or (self._module.automatic_optimization and not self._internals.accumulating):
             self._failing.reached(step, self._record)
         else:
             self._failing.missed(step, "ranks may be at different batches of one step")

@@ -12,9 +12,8 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -552,13 +551,12 @@ class StepsMade(set[int]):
 
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped. Without a gradient it has used up nothing."""
-        one = id(optimizer)
-        groups = [group["params"] for group in optimizer.param_groups]
-        ways = chain.from_iterable(groups), chain.from_iterable(map(reversed, reversed(groups)))
-        graded = [next(((p, p.grad) for p in way if p.grad is not None), None) for way in ways]
-        found = [(p, weakref.ref(grad), here(grad)._version) for p, grad in filter(None, graded)]
-        if any(_is_there(mark) and _is_changed(mark) for mark in self._left.pop(one, ())):
-            self._reuse.add(one)
+        one, groups = id(optimizer), optimizer.param_groups
+        ends = _first_graded(groups, 1), _first_graded(groups, -1)
+        found = [(p, weakref.ref(grad), _version(grad)) for p in ends if p is not None and (grad := p.grad) is not None]
+        for mark in self._left.pop(one, ()):
+            if mark[0].grad is not None and mark[0].grad is mark[1]() and _version(mark[0].grad) != mark[2]:
+                self._reuse.add(one)
         self._marks[one] = found
         (self.add if found else self.discard)(one)
 
@@ -573,21 +571,38 @@ class StepsMade(set[int]):
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
         for one, marks in self._marks.items():
-            there = [mark for mark in marks if mark[0].grad is not None]
-            if there and (one in self._reuse or any(map(_is_changed, there))):
-                self.discard(one)
-            else:
-                self._left[one] = there
-        self._marks.clear()
+            for parameter, _, _ in marks:
+                if parameter.grad is not None:
+                    self._waits_or_is_left(one)
+                    break
+        self._marks = {}
+
+    def _waits_or_is_left(self, one: int) -> None:
+        there = [mark for mark in self._marks[one] if mark[0].grad is not None]
+        if one in self._reuse or any(map(_is_changed, there)):
+            self.discard(one)
+        else:
+            self._left[one] = there
 
 
 _Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
 """A parameter, its gradient, and the version of that."""
 
 
-def _is_there(mark: _Mark) -> bool:
-    return mark[0].grad is not None and mark[0].grad is mark[1]()
+def _version(grad: torch.Tensor) -> int:
+    return grad._version if type(grad) is torch.Tensor else here(grad)._version
 
 
 def _is_changed(mark: _Mark) -> bool:
-    return not _is_there(mark) or here(mark[0].grad)._version != mark[2]
+    grad = mark[0].grad
+    return grad is None or grad is not mark[1]() or _version(grad) != mark[2]
+
+
+def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
+    """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
+    for group in groups[::way]:
+        for parameter in group["params"][::way]:
+            if parameter.grad is not None:
+                found: torch.Tensor = parameter
+                return found
+    return None

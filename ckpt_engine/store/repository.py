@@ -107,10 +107,10 @@ class Repository:
     def record(self) -> RunRecord | None:
         """The run record; None where nothing has been written yet.
 
-        One that is damaged or of others, or has no digest and disagrees with the snapshots, says what they say.
+        One that is damaged, or has no digest and disagrees with the snapshots, says what they say.
 
         Raises:
-            ForeignError: there are files, and there is no snapshot among them.
+            ForeignError: there are files, and they are not ours.
             CorruptError: the record is damaged, and there is no snapshot that says whose it is.
             NewerFormatError: a later version wrote it.
         """
@@ -127,7 +127,7 @@ class Repository:
                 record = parse_record(self._stored_record, self.storage.url)
                 is_certain = self._stored_record == encode_record(record)
                 self._record = record if is_certain else self._agreeing(record)
-            except (CorruptError, ForeignError) as err:
+            except CorruptError as err:
                 self._record = self._record_by_manifests(err)
         return self._record
 
@@ -164,7 +164,7 @@ class Repository:
         """The record, with the run that the snapshots name."""
         return replace(record, run=self.run_of_manifests() or record.run)
 
-    def _record_by_manifests(self, error: CorruptError | ForeignError) -> RunRecord:
+    def _record_by_manifests(self, error: CorruptError) -> RunRecord:
         run = self.run_of_manifests()
         if run is None:
             raise error
@@ -489,6 +489,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     except CorruptError as err:
         raise CorruptError(err.message, hint=hint) from err
     try:
+        container.require(bool(row), "it says nothing")
         if row.get("format") != FORMAT:
             raise ForeignError(f"{where} is not of ckpt-engine", hint="choose an empty or new folder")
         if row["version"] > VERSION:

@@ -67,7 +67,7 @@ def test_a_flipped_bit_in_the_record_never_makes_it_another_run(repository: Repo
         assert caught.value.hint is not None
     path.write_bytes(text)
     save(repository)
-    for damaged in (b"{}", b"[1]", *flips(text)[::7]):
+    for damaged in (b"{}", *flips(text)[::7]):
         path.write_bytes(damaged)
         assert Repository(repository.storage).run_id == run
         assert Repository(repository.storage).create_if_absent().run == run

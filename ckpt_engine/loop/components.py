@@ -311,7 +311,7 @@ def options_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any
         for name, optimizer in optimizers.items()
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if isinstance(value, int | float | tuple)
+        if all(isinstance(one, int | float) for one in (value if isinstance(value, tuple) else (value,)))
     }
 
 

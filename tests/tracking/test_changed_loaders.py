@@ -135,3 +135,14 @@ def test_options_of_an_optimizer_that_the_script_changes_are_named(tmp_path: Pat
     assert "['momentum'] is 0.9 as in the snapshot, not 0.0" in named.why
     optimized(sgd(0.2, 0.0), tmp_path, 6)
     assert report(tmp_path).not_restored == ()  # said once
+
+
+def test_options_that_are_no_numbers_are_left_alone(tmp_path: Path) -> None:
+    """Betas may be tensors, as compiled and captured optimizers have them."""
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, 0.1, (torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+
+    optimized(adam, tmp_path, 2)
+    optimized(adam, tmp_path, 4)
+    assert report(tmp_path).not_restored == ()

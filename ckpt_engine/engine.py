@@ -321,6 +321,11 @@ class Engine:
         """Whether the ranks are on nodes with roots of their own; known once the writer was started."""
         return self._session is not None and self._session.divided
 
+    @property
+    def replicates(self) -> bool:
+        """Whether other machines keep what this rank has in memory."""
+        return self._session is not None and self._session.replicates and self.memory
+
     def before_update(self) -> float:
         """See `Checkpointer.before_update`."""
         seconds = self._pipeline.before_update()

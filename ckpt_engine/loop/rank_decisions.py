@@ -26,7 +26,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.frequency.triggers import MEMORY, RESUME
 from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.observe.units import place
 from ckpt_engine.preempt.divergence import Divergence, earliest
@@ -460,6 +460,8 @@ class SharedCadence(Cadence):
 
     def start(self, step: int) -> None:
         super().start(step)
+        if self._engine.replicates and self._engine.loaded is not None:
+            self._pending = RESUME  # no other machine has a copy of what these ranks have
         self.together.start(step)
 
     def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:

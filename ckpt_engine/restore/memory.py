@@ -306,6 +306,10 @@ def attach_together(
         if place is not None:
             place.close()
         return None, True
+    if wanted.lost and session.coordinates:
+        lost = Partial(tuple(sorted(map(int, wanted.lost))), ranks.size)
+        text = f"{wanted.snapshot}: the shares of {lost} come from the memory of other machines"
+        emit(Notice("WARNING", f"{text}; no other copy is there before the next snapshot"))
     return place, True
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop import rank_decisions
-from ckpt_engine.loop.rank_decisions import Together
+from ckpt_engine.loop.rank_decisions import SharedCadence, Together
 from ckpt_engine.observe.events import LogSink, SystemClock
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
@@ -146,6 +148,25 @@ def test_nothing_is_decided_while_rank_0_is_busy() -> None:
         first.step(step)
         second.step(step)
     assert first.took == second.took == [5]
+
+
+@pytest.mark.parametrize(("replicates", "resumed"), [(True, True), (True, False), (False, True)])
+def test_a_resumed_run_is_copied_to_other_machines_after_its_first_step(replicates: bool, resumed: bool) -> None:
+    """The writers that had the copies are gone; one that begins has nothing to lose yet."""
+    ranks = ThreadRanks(0, 2, SharedStore())
+    loaded = object() if resumed else None
+    rest: dict[str, Any] = {"ready": lambda **_: True, "count": 0, "times": RunTimes(SystemClock()), "memory": True}
+    engine: Any = SimpleNamespace(ranks=ranks, replicates=replicates, loaded=loaded, **rest)
+    cadence = SharedCadence(FrequencySettings.from_options(every_n_steps=100), SystemClock(), LogSink(), engine)
+    cadence.start(40)
+    found = []
+    for step in (41, 42, 43):
+        cadence.stop(step, None, asked=False, fits=lambda _: True)
+        found.append(cadence.boundary(step))
+        if found[-1] is not None:
+            cadence.taken(step, 0.0)
+            engine.count += 1
+    assert found == ["resume" if replicates and resumed else None, None, None]
 
 
 def test_a_deadline_counts_from_the_boundary_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Trainers(ForkServer):
         """Run one process and do something to it once its trace has so many entries; its status, and what it wrote."""
         pid, trace = self.start(job), Path(str(job["trace"]))
         if entries is not None:
-            wait_for_entries(trace, entries)
+            wait_for_entries(pid, trace, entries)
             then(pid)
         return self.join(), read(trace)
 

@@ -67,7 +67,7 @@ def test_a_killed_run_has_one_curve(loop: str, tmp_path: Path, trainers: Trainer
     for life, (entries, delay_seconds) in enumerate(kills(MOST_ENTRIES)):
         job = job_of(loop, tmp_path, life, **more)
         pid = trainers.start(job)
-        wait_for_entries(Path(job["trace"]), entries)
+        wait_for_entries(pid, Path(job["trace"]), entries)
         wait_for_a_snapshot(Path(job["root"]))
         signal_after(pid, delay_seconds)
         assert trainers.join() in (0, -signal.SIGKILL), log(job["trace"])

@@ -38,7 +38,7 @@ def trainers() -> Iterator[Trainers]:
 
 def kill_after(pid: int, path: Path, entries: int, delay_seconds: float) -> None:
     """Kill the trainer some time after its trace has so many entries, or when it is done before."""
-    wait_for_entries(path, entries)
+    wait_for_entries(pid, path, entries)
     signal_after(pid, delay_seconds)
 
 

@@ -31,7 +31,7 @@ class Trainers(ForkServer):
         """One process, killed some time after its trace has so many entries; what it has logged."""
         pid = self.start(job)
         if entries is not None:
-            wait_for_entries(Path(job["trace"]), entries)
+            wait_for_entries(pid, Path(job["trace"]), entries)
             wait_for_a_snapshot(Path(job["root"]))
             signal_after(pid, delay_seconds)
         status = self.join()

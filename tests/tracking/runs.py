@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.engine import Engine
 from ckpt_engine.observe.resume_report import ResumeReport
 from tests.support.digests import digest as digest
 from tests.support.digests import seed_everything as seed_everything
@@ -284,14 +285,14 @@ def durable(ckpt: Checkpointer | None) -> None:
         ckpt.before_update()
         assert ckpt.wait(30)
     elif ckpt is not None and ckpt.config.memory is not None:
-        patient(ckpt)
+        patient(ckpt.engine)
 
 
-def patient(ckpt: Checkpointer) -> None:
-    """Wait until a snapshot in memory is possible: there is somebody to keep it, and room."""
-    ckpt.before_update()
+def patient(engine: Engine) -> None:
+    """Wait until a snapshot in memory is possible: there is a writer to keep it, and room."""
+    engine.before_update()
     deadline = time.monotonic() + READY_SECONDS
-    while not ckpt.engine.ready(durable=False):
+    while not engine.ready(durable=False):
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
 

@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Grid, Series
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import SimulatedJob, Training
+from ckpt_engine.frequency.simulate import SimulatedJob
+from tests.frequency.rig import IrregularTraining
 from tests.frequency.scenarios import BUDGET, DAY, PLANS, THROTTLED, Plan
 from tests.frequency.test_irregular import MTBF_SECONDS, WORLDS, World
 
@@ -107,7 +108,6 @@ def _job(plan: Plan, days: float, policy: str, seed: int) -> float:
         "stall": plan.stall,
         "persist": plan.persist,
         "memory_stall": plan.memory_stall,
-        "certain": False,
     }
     seconds = min(plan.days, days) * DAY
     failures = plan.failures(random.Random(seed))
@@ -117,7 +117,7 @@ def _job(plan: Plan, days: float, policy: str, seed: int) -> float:
 def _world(world: World, steps: int, policy: str, seed: int) -> float:
     settings = FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS)
     rhythm = _rhythm(policy, settings)
-    training = Training(settings, slow=world.slow, seed=seed, rhythm=rhythm, **world.options()).run(steps)
+    training = IrregularTraining(settings, slow=world.slow, seed=seed, rhythm=rhythm, **world.options()).run(steps)
     return training.goodput(MTBF_SECONDS)
 
 

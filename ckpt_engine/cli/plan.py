@@ -106,7 +106,7 @@ def command(
     config = options_of(root) if root else load_config({"tiers": ["."]})
     rows = _recorded(config) if root else ()
     costs, memory, measured = _costs(rows)
-    settings = FrequencySettings.from_options(**config.frequency_options())
+    settings = FrequencySettings.of(config)
     wanted = _failures(failures, rows)
     charged = _prices(prices, len(config.tiers))
     rules = {name: rule_of(name) for name in filter(None, (one.strip() for one in compare.split(",")))}
@@ -211,7 +211,6 @@ def _training(settings: FrequencySettings, costs: Costs, memory: float) -> dict[
         "slowdown": 1.0 / (1.0 - share),
         "memory_stall": memory,
         "nbytes": int(costs.written_bytes),
-        "certain": False,
     }
 
 

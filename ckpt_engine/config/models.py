@@ -196,9 +196,6 @@ class Tier(Section):
             return self.storage_options
         return {"concurrency": self.concurrency, **self.storage_options}
 
-    def __hash__(self) -> int:
-        return hash(self.url)
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.every is not None and self.every_n_steps is not None:
@@ -242,9 +239,6 @@ class Tiers(tuple[Tier, ...]):
 
     def __ne__(self, other: object) -> bool:
         return not self == other  # the one of tuple would not see `memory`
-
-    def __hash__(self) -> int:
-        return hash(self.listed)
 
 
 class Config(Section):
@@ -446,27 +440,6 @@ class Config(Section):
             tier: one of `tiers`.
         """
         return (tier.keep or self.keep).model_dump(mode="json", exclude_none=True)
-
-    def root_keep_rules(self) -> dict[str, Any]:
-        """`root_keep` as plain JSON: only the rules that are set."""
-        return self.root_keep.model_dump(mode="json", exclude_none=True)
-
-    def frequency_options(self) -> dict[str, Any]:
-        """What decides when snapshots are taken: keywords of `FrequencySettings.from_options`. None: not given."""
-        return {
-            "overhead": self.overhead if "overhead" in self.model_fields_set else None,
-            "max_lost_work_seconds": self.max_lost_work,
-            "mtbf_seconds": None if self.mtbf == "auto" else self.mtbf,
-            "every_n_steps": self.every_n_steps,
-            "every_seconds": self.every_seconds,
-            "on_validation_end": self.on_validation_end,
-            "at_end": self.at_end,
-            "bandwidth_bytes_per_second": self.tiers[0].bandwidth,
-            # With a memory tier one slot is always complete, and one is there for the next one.
-            "slots": self.arena_slots if self.memory is None else max(1, self.arena_slots - 2),
-            "memory": self.memory
-            and (self.memory.every_n_steps, self.memory.every, bool(self.memory.replicate or self.memory.parity)),
-        }
 
     def options(self) -> dict[str, Any]:
         """The options that were given, as JSON values; `load_config` makes an equal `Config` of them."""

@@ -465,9 +465,6 @@ class Source(Section):
     every: Duration = Field(default=5.0, description="How often it is asked.")
     grace: Duration | None = Field(default=None, description="Time it leaves, instead of the general one.")
 
-    def __hash__(self) -> int:
-        return hash((self.file, self.http, self.command))
-
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         given = [name for name in ("file", "http", "command") if getattr(self, name) is not None]

@@ -264,11 +264,6 @@ def prior_of(stated_mtbf: float | None, ranks: int = 1) -> FailureBelief:
     return FailureBelief.prior(stated_mtbf, STATED_WEIGHT)
 
 
-def certain(mtbf_seconds: float) -> FailureBelief:
-    """Where a simulated run fails so often, and no evidence corrects that."""
-    return FailureBelief.prior(mtbf_seconds, weight=1e9)
-
-
 @dataclass(frozen=True)
 class Evidence:
     """What is known of earlier attempts of a run, and what follows from it.

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 # Measured seconds divided by measured seconds must not differ because 0.7 / 0.05 is not 14 in binary.
 _ROUNDING = 1e-9
 _CLOSE = 1e-5
-_BRANCH_POINT = -1.0 / math.e
 
 
 def optimal(cost: float, mtbf: float) -> float:
@@ -30,45 +29,17 @@ def optimal(cost: float, mtbf: float) -> float:
     if math.isinf(mtbf):
         return math.inf
     ratio = cost / mtbf
-    if ratio < 1e-6:
-        # 1 + W0 cancels next to the branch point; its series does not.
-        p = math.sqrt(-2.0 * math.expm1(-ratio))
-        return mtbf * (p - p * p / 3.0 + 11.0 / 72.0 * p**3)
-    return mtbf * (1.0 + lambert_w0(-math.exp(-1.0 - ratio)))
-
-
-def lambert_w0(z: float) -> float:
-    """The principal branch of Lambert's W (w e^w = z) for real z ≥ -1/e, by Halley's iteration.
-
-    Source: Corless et al., "On the Lambert W function", 1996, equation 5.9 and the branch point series 4.22.
-
-    Raises:
-        ValueError: z below -1/e.
-    """
-    if z < _BRANCH_POINT:
-        if z < _BRANCH_POINT * (1.0 + 1e-15):
-            raise ValueError(f"lambert_w0 is real from -1/e on, not at {z!r}")
-        return -1.0
-    if math.isinf(z):
-        return math.inf
-    if z < -0.25:
-        p = math.sqrt(max(0.0, 2.0 * (1.0 + math.e * z)))
-        w = -1.0 + p - p * p / 3.0 + 11.0 / 72.0 * p**3
-    elif z < 3.0:
-        w = math.log1p(z) * 0.75
-    else:
-        w = math.log(z) - math.log(math.log(z))
-    for _ in range(50):
-        exp_w = math.exp(w)
-        error = w * exp_w - z
-        slope = exp_w * (w + 1.0)
-        if error == 0.0 or slope == 0.0:
+    p = math.sqrt(-2.0 * math.expm1(-ratio))
+    share = p - p * p / 3.0 + 11.0 / 72.0 * p**3
+    if ratio < 1e-6:  # 1 + W0 cancels next to the branch point; this series of it (Corless et al. 1996, 4.22) does not
+        return mtbf * share
+    for _ in range(50):  # Newton's method for 1 - share = exp(-share - ratio)
+        rest = math.exp(-share - ratio)
+        change = (1.0 - share - rest) / (1.0 - rest)
+        share += change
+        if abs(change) <= 1e-15:
             break
-        change = error / (slope - (w + 2.0) * error / (2.0 * w + 2.0))
-        w -= change
-        if abs(change) <= 1e-15 * (1.0 + abs(w)):
-            break
-    return w
+    return mtbf * min(share, 1.0)
 
 
 BYTE_PRICE = 1e-11

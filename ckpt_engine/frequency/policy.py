@@ -12,21 +12,23 @@ Every rule here is a pure function of values. All bounds are in training steps:
 The expected loss is convex in the interval, so the optimum under bounds is the clip. Where the lower bound exceeds
 k_rpo the lower bound stays and the decision says that the RPO is infeasible: training is never stopped to meet it.
 
-The frequency settings of a run, as one validated value.
+The frequency settings of a run, as one value.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.intervals import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.observe.units import duration, share
+
+if TYPE_CHECKING:
+    from ckpt_engine.config import Config
 
 MAX_INTERVAL_STEPS = 10**9
 HYSTERESIS = 0.10
@@ -398,9 +400,6 @@ class FrequencySettings:
         slots: arena slots, i.e. snapshots that can be in flight at the same time.
         bandwidth_bytes_per_second: what snapshots may write on average. None: no bound.
         memory: when snapshots are taken that only stay in memory. None: never.
-
-    Raises:
-        ConfigError: a value out of range; the message names the field.
     """
 
     overhead: float | None = DEFAULT_OVERHEAD
@@ -413,17 +412,6 @@ class FrequencySettings:
     slots: int = 1
     bandwidth_bytes_per_second: float | None = None
     memory: MemoryRhythm | None = None
-
-    def __post_init__(self) -> None:
-        given = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        for name, value in [*given, *((f"max_lost_work_seconds of {one}", most) for one, most in self.limits.items())]:
-            if value is None or isinstance(value, bool | MemoryRhythm | Mapping):
-                continue
-            whole = name in ("every_n_steps", "slots")
-            if not isinstance(value, int if whole else (int, float)) or not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a positive {'integer' if whole else 'number'}, not {value!r}")
-        if self.overhead is not None and self.overhead > 1:
-            raise ConfigError(f"overhead is a fraction of training time between 0 and 1, not {self.overhead!r}")
 
     @property
     def limits(self) -> Mapping[str, float]:
@@ -445,20 +433,28 @@ class FrequencySettings:
         return DEFAULT_OVERHEAD if self.overhead is None else self.overhead
 
     @classmethod
-    def from_options(
-        cls,
-        *,
-        overhead: float | None = None,
-        memory: tuple[int | None, float | None, bool] | None = None,
-        **options: Any,
-    ) -> FrequencySettings:
-        """The settings a user means who gave only some of the options (None: not given).
+    def of(cls, config: Config) -> Self:
+        """What the options of a run mean.
 
         A fixed interval (`every_n_steps`, `every_seconds`) without an `overhead` or a `max_lost_work` switches the
-        adaptive trigger off; everything else leaves it on, with the default budget where none was given. `memory` is
-        the rhythm of the memory tier in steps and seconds, and whether it is mirrored.
+        adaptive trigger off; everything else leaves it on, with the default budget where none was given.
         """
-        fixed = any(options.get(name) is not None for name in ("every_n_steps", "every_seconds"))
-        if overhead is None and not (fixed and options.get("max_lost_work_seconds") is None):
-            overhead = DEFAULT_OVERHEAD
-        return cls(overhead=overhead, memory=None if memory is None else MemoryRhythm(*memory), **options)
+        fixed = config.every_n_steps is not None or config.every_seconds is not None
+        only_fixed = fixed and config.max_lost_work is None and "overhead" not in config.model_fields_set
+        memory = config.memory
+        rhythm = None
+        if memory is not None:
+            rhythm = MemoryRhythm(memory.every_n_steps, memory.every, bool(memory.replicate or memory.parity))
+        return cls(
+            overhead=None if only_fixed else config.overhead,
+            max_lost_work_seconds=config.max_lost_work,
+            mtbf_seconds=None if config.mtbf == "auto" else config.mtbf,
+            every_n_steps=config.every_n_steps,
+            every_seconds=config.every_seconds,
+            on_validation_end=config.on_validation_end,
+            at_end=config.at_end,
+            # With a memory tier one slot is always complete, and one is there for the next one.
+            slots=config.arena_slots if memory is None else max(1, config.arena_slots - 2),
+            bandwidth_bytes_per_second=config.tiers[0].bandwidth,
+            memory=rhythm,
+        )

@@ -4,43 +4,29 @@ The cadence is the one that trains: it is driven as an adapter drives it, and le
 happens to the simulated run is known exactly, so that what the cadence believes, and what a run records of itself
 (`writer.run_records`), can be compared with the truth. docs/frequency.md shows how to try a policy of one's own.
 
-Where nothing is irregular the simulation goes from event to event: the cadence says up to which boundary it has nothing
-to decide (`Cadence.quiet`), and steps up to there are taken at once. All times are then multiples of `GRID_SECONDS`, so
-that sums have no rounding and the result is that of the same run step by step.
+The simulation goes from event to event: the cadence says up to which boundary it has nothing to decide
+(`Cadence.quiet`), and steps up to there are taken at once. All times are multiples of `GRID_SECONDS`, so that sums have
+no rounding and the result is that of the same run step by step.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
-from ckpt_engine.frequency.failures import Failures, assumed_mtbf, certain
+from ckpt_engine.frequency.failures import Failures
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.triggers import SnapshotTimer
-from ckpt_engine.observe.events import (
-    CLOSED,
-    GONE,
-    MACHINE,
-    PROCESS,
-    SITE,
-    AttemptsFound,
-    Clock,
-    Event,
-    EventSink,
-    IntervalChanged,
-)
+from ckpt_engine.observe.events import CLOSED, GONE, MACHINE, PROCESS, SITE, AttemptsFound, Clock, EventSink, FanOutSink
 from ckpt_engine.writer.run_records import BEAT_SECONDS, MOST, Attempt
 
 GRID_SECONDS = 2.0**-20
 # What one more life costs to simulate, in boundaries.
 LIFE_BOUNDARIES = 25
-# Seconds, or a function of the seconds since the start.
-Amount = float | Callable[[float], float]
 # Somebody's policy: from what a snapshot costs and how many failures there are per second to seconds between two.
 Rule = Callable[[Costs, float], float]
 
@@ -56,19 +42,6 @@ class VirtualClock:
 
     def wall(self) -> float:
         return 1.7e9 + self.now
-
-
-@dataclass
-class Recorder:
-    """An event sink that keeps everything."""
-
-    events: list[Event] = field(default_factory=list)
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-    def intervals(self) -> list[int]:
-        return [event.interval_steps for event in self.events if isinstance(event, IntervalChanged)]
 
 
 class Ruled:
@@ -100,55 +73,12 @@ class Ruled:
         return math.inf, self._due
 
 
-class Taken(NamedTuple):
-    """One snapshot of the simulation.
-
-    `true_overhead` is the share of the window before it (from the previous snapshot's end of stall to this one's) that
-    was not clean training, computed from what the simulation did and not from what the cadence believes.
-    """
-
-    step: int
-    instant: float
-    reason: str
-    interval_steps: int | None
-    true_overhead: float
-    wait_seconds: float
-
-
 class Point(NamedTuple):
     """What a snapshot holds: a step, when it was taken, and the seconds of useful work in it."""
 
     step: int
     instant: float
     useful: float
-
-
-@dataclass
-class Age:
-    """How old the newest snapshot of a kind is, from `instant` on, over time.
-
-    Args:
-        instant: of that snapshot.
-        until: so far `area`, seconds times seconds, and the `worst` age are counted.
-    """
-
-    instant: float
-    until: float
-    area: float = 0.0
-    worst: float = 0.0
-
-    def count(self, until: float) -> None:
-        """Time goes on."""
-        begin, end = self.until - self.instant, until - self.instant
-        self.area += (end**2 - begin**2) / 2.0
-        if end > self.worst:
-            self.worst = end
-        self.until = until
-
-    def renew(self, instant: float, now: float) -> None:
-        """There is a newer one from now on."""
-        self.count(now)
-        self.instant = instant
 
 
 @dataclass
@@ -198,126 +128,67 @@ class FurtherTier:
 class Training:
     """One life of a training process with one writer that persists one snapshot at a time.
 
+    A snapshot that is due while every slot is busy is skipped and asked for again.
+
     Args:
-        waits: what happens when a snapshot is due and every slot is busy: training waits (as CheckFreq does), or the
-            snapshot is skipped and asked for again (as this project does).
         stall, persist: of one snapshot.
         slowdown: factor on step times while a persist is active.
-        jitter: standard deviation of the logarithm of step times.
-        slow: a factor on the time of each step, given its number: what makes it slow has nothing to do with snapshots.
-        certain: no evidence corrects what is assumed of failures.
-        fails: whether the snapshot of this number (from 0) fails at the end of its persist.
         memory_stall: of a snapshot that stays in memory, where `settings` want some.
         nbytes: that a snapshot writes.
         rhythm: None: the cadence of this project; a `Cadence` of somebody else's is treated as that.
         first, useful: the step that it goes on from, and the useful work in it; `clock` says when.
         arrived: hears of each snapshot that is durable on the nearest tier, and when.
-        leaps: many steps at once, where nothing is irregular.
         most: boundaries that are looked at; it ends early after those.
+        sink: gets what the cadence says.
     """
 
     settings: FrequencySettings
-    step_seconds: Amount = 1.0
-    stall: Amount = 0.7
-    persist: Amount = 14.0
+    step_seconds: float = 1.0
+    stall: float = 0.7
+    persist: float = 14.0
     slowdown: float = 1.0
-    waits: bool = False
-    jitter: float = 0.0
-    slow: Callable[[int, random.Random], float] | None = None
-    certain: bool = True
-    fails: Callable[[int], bool] = lambda _: False
     memory_stall: float = 0.05
-    seed: int = 0
     nbytes: int = 10**9
     rhythm: Callable[[Clock, EventSink], SnapshotTimer] | None = None
     clock: VirtualClock = field(default_factory=VirtualClock)
     first: int = 0
     useful: float = 0.0
     arrived: Callable[[Point, float], None] = lambda _point, _now: None
-    leaps: bool = True
     most: float = math.inf
+    sink: EventSink = field(default_factory=FanOutSink)
 
     def __post_init__(self) -> None:
-        self.origin = self.clock.now
-        self.sink = Recorder()
         made = None if self.rhythm is None else self.rhythm(self.clock, self.sink)
         self.cadence = made if isinstance(made, Cadence) else Cadence(self.settings, self.clock, self.sink)
         self.policy: SnapshotTimer = made or self.cadence
-        if self.certain:
-            self.cadence.assume(certain(self.settings.mtbf_seconds or assumed_mtbf()))
         # What drives is a cadence: it takes snapshots into memory too, and has a memory of earlier lives.
         self.learns = self.policy is self.cadence
-        self.regular = not (
-            self.jitter or self.slow or any(callable(one) for one in (self.step_seconds, self.stall, self.persist))
+        self.step_seconds, self.stall, self.persist, self.memory_stall = map(
+            _snapped, (self.step_seconds, self.stall, self.persist, self.memory_stall)
         )
-        if self.regular:
-            self.step_seconds, self.stall, self.persist, self.memory_stall = (
-                _snapped(_at(one, 0.0)) for one in (self.step_seconds, self.stall, self.persist, self.memory_stall)
-            )
-        each = _at(self.step_seconds, 0.0) if self.regular else 0.0
-        # What a step takes where all are alike, and while a persist is active.
-        self.each, self.each_slowed = each, _snapped(each * max(1.0, self.slowdown))
-        self.random = random.Random(self.seed)
+        # What a step takes while a persist is active.
+        self.slowed_seconds = _snapped(self.step_seconds * max(1.0, self.slowdown))
         self.step = self.first
-        # The newest durable snapshot, and the newest of any kind.
-        self.durable, self.newest = Age(self.clock.now, self.clock.now), Age(self.clock.now, self.clock.now)
-        self.taken: list[Taken] = []
-        # Snapshot, begin and end of the persist, whether it fails.
-        self.queue: deque[tuple[Point, float, float, bool]] = deque()
-        self.clean_seconds = self.window_clean = 0.0
-        self.training_seconds = self.stalled_seconds = 0.0
-        self.window_start = self.clock.now
+        # Snapshot, begin and end of the persist.
+        self.queue: deque[tuple[Point, float, float]] = deque()
+        self.clean_seconds = self.training_seconds = self.stalled_seconds = 0.0
         self.in_memory: Point | None = None
-        self.written = self.looked = 0
+        self.snapshots = self.written = self.looked = 0
         self.policy.start(self.first)
-
-    @property
-    def elapsed(self) -> float:
-        return self.clock.now - self.origin
-
-    @property
-    def true_overhead(self) -> float:
-        return self.elapsed / self.clean_seconds - 1.0
 
     @property
     def here(self) -> Point:
         """What a snapshot now would hold."""
         return Point(self.step, self.clock.now, self.useful + self.clean_seconds)
 
-    def goodput(self, mtbf_seconds: float) -> float:
-        """Share of the time that is useful work, where failures at that rate each lose what no snapshot protects.
-
-        To first order: clean time, less the mean age of the newest durable snapshot times the failure rate.
-        """
-        self.durable.count(self.clock.now)
-        return (self.clean_seconds - self.durable.area / mtbf_seconds) / self.elapsed
-
-    def run(self, steps: int) -> Training:
-        return self._run(self.step + steps, math.inf)
-
-    def run_seconds(self, seconds: float) -> Training:
-        """Up to the first boundary at which so many seconds are over."""
-        return self._run(math.inf, self.clock.now + seconds)
-
     def live(self, until: float, last_step: float = math.inf) -> Training:
         """Up to the last boundary before that time of the clock, or to that of a step."""
-        return self._run(last_step, until, dies=True)
-
-    def die(self, at: float) -> Training:
-        """A failure in the middle of the next step."""
-        self.clock.now = max(self.clock.now, at)
-        self._drain()
-        for age in (self.durable, self.newest):
-            age.count(self.clock.now)
-        return self
-
-    def _run(self, last_step: float, end: float, *, dies: bool = False) -> Training:
         has_memory = self.settings.memory is not None and self.learns
-        while self.step < last_step and self.clock.now < end and self.looked < self.most:
-            count = self._leap(last_step, end)
-            if dies and self.clock.now + count * (self.each_slowed if self.queue else self.each) > end:
-                count = max(1, min(count - 1, int((end - self.clock.now) / self._next_seconds(1))))
-                if self.clock.now + self._next_seconds(count) > end:
+        while self.step < last_step and self.clock.now < until and self.looked < self.most:
+            count = self._leap(last_step, until)
+            if self.clock.now + count * self._each > until:
+                count = max(1, min(count - 1, int((until - self.clock.now) / self._each)))
+                if self.clock.now + count * self._each > until:
                     break
             self.looked += 1
             self._train(count)
@@ -330,98 +201,84 @@ class Training:
                 self._into_memory()
         return self
 
+    def die(self, at: float) -> Training:
+        """A failure in the middle of the next step."""
+        self.clock.now = max(self.clock.now, at)
+        self._drain()
+        return self
+
     # ---- time
+
+    @property
+    def _each(self) -> float:
+        """What a step takes now, as long as nothing happens."""
+        return self.slowed_seconds if self.queue else self.step_seconds
 
     def _leap(self, last_step: float, end: float) -> int:
         """How many steps end before anything happens, the last of them at the latest when something does."""
-        if not (self.regular and self.leaps) or self.step < self.first + WARM_UP_STEPS:
+        if self.step < self.first + WARM_UP_STEPS:
             return 1
         quiet_step, quiet_time = self.policy.quiet
-        limit, each = min(quiet_time, end), self.each
+        limit = min(quiet_time, end)
         if self.queue:
             # the step in which a persist ends is partly slow
-            each = self.each_slowed
-            limit = min(limit, self.queue[0][2] - (each if self.slowdown > 1.0 else 0.0))
-        fit = max(0.0, limit - self.clock.now) / each + 1.0 - GRID_SECONDS
+            limit = min(limit, self.queue[0][2] - (self._each if self.slowdown > 1.0 else 0.0))
+        fit = max(0.0, limit - self.clock.now) / self._each + 1.0 - GRID_SECONDS
         return max(1, int(min(quiet_step - self.step, last_step - self.step, fit, 1e9)))
 
-    def _next_seconds(self, count: int) -> float:
-        """What the next steps take, where all of them are alike."""
-        return count * (self.each_slowed if self.queue else self.each)
-
     def _train(self, count: int) -> None:
-        before = self.clock.now
-        if count > 1:
-            clean = count * self.each
-            self.clock.now += self._next_seconds(count)
-        else:
-            clean = _at(self.step_seconds, self.elapsed)
-            if not self.regular:
-                clean *= self.random.lognormvariate(-(self.jitter**2) / 2, self.jitter)
-            if self.slow is not None:
-                clean *= self.slow(self.step, self.random)
-            self.clock.now = self._end_of_step(clean)
+        clean = count * self.step_seconds
+        end = self.clock.now + count * self._each if count > 1 else _snapped(self._end_of_step(clean))
+        self._trained(count, clean, end)
+
+    def _trained(self, count: int, clean: float, end: float) -> None:
         self.clean_seconds += clean
-        self.window_clean += clean
-        self.training_seconds += self.clock.now - before
+        self.training_seconds += end - self.clock.now
+        self.clock.now = end
         self.step += count
 
     def _end_of_step(self, clean: float) -> float:
         end, left = self.clock.now, clean
         if self.slowdown > 1.0:
-            for _, _, done, _ in self.queue:  # slowed down as long as a persist is active
+            for _, _, done in self.queue:  # slowed down as long as a persist is active
                 if done > end:
                     slow = min(left * self.slowdown, done - end)
                     end += slow
                     left -= slow / self.slowdown
-        return _snapped(end + left) if self.regular else end + left
+        return end + left
 
     # ---- snapshots
 
     def _drain(self) -> None:
         while self.queue and self.queue[0][2] <= self.clock.now:
-            point, begin, end, fails = self.queue.popleft()
-            if fails:
-                self.policy.failed(point.step)
-                continue
-            self.durable.renew(point.instant, end)
-            self.written += 1
-            self.policy.committed(point.step, end - point.instant, self.nbytes, end - begin)
-            self.arrived(point, end)
+            self._persisted(*self.queue.popleft())
 
-    def _snapshot(self, reason: str) -> None:
-        wait = 0.0
+    def _persisted(self, point: Point, begin: float, end: float) -> None:
+        self.written += 1
+        self.policy.committed(point.step, end - point.instant, self.nbytes, end - begin)
+        self.arrived(point, end)
+
+    def _snapshot(self, _reason: str) -> None:
         if len(self.queue) >= self.settings.slots:
-            if not self.waits:
-                self.policy.skipped(self.step, "busy")
-                return
-            wait = self.queue[0][2] - self.clock.now
-            self.clock.now = self.queue[0][2]
-            self._drain()
-        point, elapsed = self.here, self.elapsed
-        stall, persist = _at(self.stall, elapsed), _at(self.persist, elapsed)
-        begin = max(point.instant + stall, self.queue[-1][2] if self.queue else point.instant)
-        self.queue.append((point, begin, begin + persist, self.fails(len(self.taken))))
-        self.clock.now += stall
-        self.stalled_seconds += stall + wait
-        self.policy.taken(self.step, stall, wait)
-        overhead = (self.clock.now - self.window_start) / self.window_clean - 1.0
-        self.taken.append(Taken(self.step, point.instant, reason, self.cadence.interval_steps, overhead, wait))
-        self.window_start, self.window_clean = self.clock.now, 0.0
-        self.in_memory = point
-        self.newest.renew(point.instant, point.instant)
+            self.policy.skipped(self.step, "busy")
+        else:
+            self._take()
+
+    def _take(self, wait: float = 0.0) -> None:
+        self.in_memory = point = self.here
+        begin = max(point.instant + self.stall, self.queue[-1][2] if self.queue else point.instant)
+        self.queue.append((point, begin, begin + self.persist))
+        self.clock.now += self.stall
+        self.stalled_seconds += self.stall + wait
+        self.snapshots += 1
+        self.policy.taken(self.step, self.stall, wait)
 
     def _into_memory(self) -> None:
         self.in_memory = self.here
-        self.newest.renew(self.clock.now, self.clock.now)
         self.clock.now += self.memory_stall
         self.stalled_seconds += self.memory_stall
         self.cadence.held(self.step, self.memory_stall)
         self.cadence.memory_over(self.step)
-
-
-def _at(amount: Amount, elapsed: float) -> float:
-    return amount(elapsed) if callable(amount) else amount
 
 
 def _snapped(seconds: float) -> float:
@@ -483,8 +340,6 @@ class SimulatedJob:
         self.cycles: list[tuple[float, float]] = []
         self.taken = self.written = self.reached = self.looked = 0
         self.stalled = self.slowed = 0.0
-        # Seconds times seconds of work that failures of a class would have cost.
-        self.exposed = dict.fromkeys((PROCESS, MACHINE), 0.0)
         self._state: Mapping[str, Any] | None = None
 
     @property
@@ -518,8 +373,7 @@ class SimulatedJob:
             self.clock.now = death
             return not kind
         self.clock.now = ready
-        training = Training(
-            **self.training,
+        training = self._begin(
             rhythm=self.rhythm,
             clock=self.clock,
             first=self.base.step,
@@ -546,16 +400,17 @@ class SimulatedJob:
         training.die(death)
         self._record(began, known if kind in (MACHINE, SITE) else death, kind, times, reached)
         self.reached = max(self.reached, reached)
-        self.taken, self.written = self.taken + len(training.taken), self.written + training.written
+        self.taken, self.written = self.taken + training.snapshots, self.written + training.written
         self.stalled += training.stalled_seconds
         self.slowed += training.training_seconds - training.clean_seconds
-        self.exposed[PROCESS] += training.newest.area
-        self.exposed[MACHINE] += training.durable.area
         if training.learns:
             self._state = training.cadence.state()
         self._go_back(training, kind, death)
         self.looked += training.looked + LIFE_BOUNDARIES
         return not kind
+
+    def _begin(self, **how: Any) -> Training:
+        return Training(**self.training, **how)
 
     def _arrived(self, point: Point, now: float) -> None:
         self.durable = point
@@ -564,7 +419,7 @@ class SimulatedJob:
 
     def _go_back(self, training: Training, kind: str, death: float) -> None:
         if kind == PROCESS:
-            left = [point for point, _, _, fails in training.queue if not fails]
+            left = [point for point, _, _ in training.queue]
             self.base = max([self.base, self.durable, *left, training.in_memory or self.base], key=lambda one: one.step)
             if left or self.base.step > self.durable.step:
                 self._arrived(self.base, death)  # the writer makes it durable

@@ -25,10 +25,11 @@ from ckpt_engine.data.private_names import is_dead_worker
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import LeaseHeldError, RanksError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
-from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, cadence_settings, ended_by
+from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, ended_by
 from ckpt_engine.observe.events import FanOutSink, SystemClock
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.divergence import Divergence, LossGuard, On, StaleWatch
@@ -173,7 +174,7 @@ class Stopping:
             return config
         self._log.warning("%s", made.text(live.name))
         self.watch.grace_seconds = made.config.preemption.grace
-        if (settings := cadence_settings(made.config)) != cadence_settings(config):
+        if (settings := FrequencySettings.of(made.config)) != FrequencySettings.of(config):
             self._cadence.retune(settings)
         return made.config
 
@@ -397,7 +398,7 @@ class TrainingRun:
         self.engine, self.config = engine, engine.config
         self._trainer, self._log = trainer, log
         engine.events = sinks = FanOutSink(engine.events)
-        self.cadence = cadence_of(cadence_settings(self.config), SystemClock(), engine)
+        self.cadence = cadence_of(FrequencySettings.of(self.config), SystemClock(), engine)
         self.metrics = RunMetrics(self.cadence, engine.times)
         sinks.add(self.cadence)
         sinks.add(self.metrics)

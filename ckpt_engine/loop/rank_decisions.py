@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
@@ -583,8 +582,3 @@ def ended_by(engine: Engine) -> str:
     if loaded is None or loaded.info.reason in ("end", "signal"):
         return "" if loaded is not None else UNKNOWN
     return SITE if place(loaded.place) in [place(one.url) for one in engine.config.tiers[1:]] else UNKNOWN
-
-
-def cadence_settings(config: Config) -> FrequencySettings:
-    """The triggers and the budget that the user asked for."""
-    return FrequencySettings.from_options(**config.frequency_options())

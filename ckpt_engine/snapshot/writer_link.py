@@ -310,7 +310,7 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
     return WriterConfig(
         url=nearest.url,
         storage_options=nearest.for_storage(),
-        keep=config.root_keep_rules(),
+        keep=config.keep_rules(config.tiers[0]),
         drain_seconds=DRAIN_SECONDS + config.wait_at_end,
         end_wait_seconds=config.wait_at_end,
         lease_wait_seconds=REUNION_WAIT_SECONDS if ranks and memory else LEASE_WAIT_SECONDS,

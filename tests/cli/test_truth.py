@@ -14,10 +14,11 @@ from click.testing import CliRunner
 from ckpt_engine.cli.main import commands
 from ckpt_engine.frequency.failures import observed, poisson
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import Restart, SimulatedJob
+from ckpt_engine.frequency.simulate import Restart
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.store import names
 from ckpt_engine.writer.run_records import AttemptHistory, encode_attempts
+from tests.frequency.rig import IrregularJob
 
 DAYS = 5
 SECONDS = DAYS * 86400.0
@@ -41,8 +42,8 @@ def useful_shares(name: str, folder: Path) -> tuple[float, float, float]:
     gaps, kinds = zip(*itertools.islice(drawn, 9 + int(2 * SECONDS / mtbf)), strict=True)
     trace = list(zip(itertools.accumulate(gaps), kinds, strict=True))
     memory = MemoryRhythm() if name == "memory" else None
-    training = {"settings": FrequencySettings(memory=memory, slots=2 if memory else 1), "certain": False, **training}
-    job = SimulatedJob(observed(trace), SECONDS, RESTART, training).run()
+    training = {"settings": FrequencySettings(memory=memory, slots=2 if memory else 1), **training}
+    job = IrregularJob(observed(trace), SECONDS, RESTART, training).run()
     (run := folder / "run").mkdir()
     (run / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(tuple(job.rows))))
     (folder / "ckpt.yaml").write_text(f"tiers: [{'memory, ' if memory else ''}{run}]")

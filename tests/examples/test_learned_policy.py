@@ -48,7 +48,7 @@ def test_stalls_that_come_in_phases_are_expected_to_go_on(learned: Any) -> None:
 def test_it_drives_a_job_with_its_memory_of_earlier_lives(learned: Any, name: str) -> None:
     """The learned policy takes the place of the cadence, snapshots in memory included."""
     settings = FrequencySettings(memory=MemoryRhythm())
-    training = {"settings": settings, "step_seconds": 5.0, "persist": 14.0, "certain": False}
+    training = {"settings": settings, "step_seconds": 5.0, "persist": 14.0}
     restart = Restart({PROCESS: 60.0, MACHINE: 300.0, SITE: 900.0}, 30.0, 30.0)
     made: list[Any] = []
 

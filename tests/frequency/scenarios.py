@@ -20,9 +20,10 @@ from typing import Any
 from ckpt_engine.frequency.failures import SHARES, Failures, observed, poisson, weibull
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
+from ckpt_engine.frequency.simulate import FurtherTier, Restart
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from tests.cli.test_truth import JOBS, WITHIN, useful_shares
+from tests.frequency.rig import IrregularJob, IrregularTraining
 from tests.frequency.test_irregular import (
     BUDGET,
     MTBF_SECONDS,
@@ -52,7 +53,7 @@ class Row:
 # ---------------------------------------------------------------- whole jobs
 
 
-def expected_goodput(job: SimulatedJob, mtbf: float) -> float:
+def expected_goodput(job: IrregularJob, mtbf: float) -> float:
     """Useful work by time where failures had cost what their constant rate makes likely: on average that is equal to
     what there was, and has less chance in it. What failures cost that need a further tier counts as it was."""
     counted = [one for one in SHARES if not (one == SITE and job.further)]
@@ -90,11 +91,10 @@ class Plan:
             "stall": self.stall,
             "persist": self.persist,
             "memory_stall": self.memory_stall,
-            "certain": False,
         }
         rng = random.Random(seed)
         failures = poisson(self.failures, rng) if isinstance(self.failures, float) else self.failures(rng)
-        job = SimulatedJob(failures, self.days * DAY, self.restart, training, self.tiers).run()
+        job = IrregularJob(failures, self.days * DAY, self.restart, training, self.tiers).run()
         found = job.goodput
         if isinstance(self.failures, float):
             found = expected_goodput(job, self.failures)
@@ -239,7 +239,7 @@ DISTRIBUTIONS: Mapping[str, tuple[Callable[[int, random.Random], float], float]]
 
 def off(slow: Callable[[int, random.Random], float], jitter: float) -> float:
     """How far the distance of snapshots is from the optimum, as a factor of at least 1."""
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), slow=slow, jitter=jitter, seed=3
     ).run(6000)
     before, clean = len(training.taken), training.clean_seconds
@@ -254,7 +254,7 @@ def off(slow: Callable[[int, random.Random], float], jitter: float) -> float:
 
 def windows(world: World) -> tuple[float, float]:
     """The highest true overhead of six hours by the budget, and by how many points the reported one errs."""
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=BUDGET, mtbf_seconds=600.0), slow=world.slow, seed=1, **world.options()
     )
     marks = [(0.0, 0.0)]
@@ -271,7 +271,7 @@ def lost_per_class() -> float:
     """By how many steps the limits are missed at worst, each fifth snapshot failing."""
     limits = {PROCESS: 30.0, MACHINE: 120.0}
     settings = FrequencySettings(overhead=0.05, mtbf_seconds=1e9, max_lost_work_seconds=limits, memory=MemoryRhythm())
-    training = Training(
+    training = IrregularTraining(
         settings,
         stall=0.2,
         persist=lambda _: 10.0,
@@ -299,8 +299,8 @@ def _lost_by_a_new_run(lives: Sequence[float], rng: random.Random) -> float:
     stall, restart = 0.02, Restart(dict.fromkeys(BACK, 1.0), 3.0, 0.1)
     gaps = [restart.startup + seconds * rng.uniform(0.9, 1.1) for seconds in lives]
     failures = observed([(at, PROCESS) for at in itertools.accumulate(one + restart.down[PROCESS] for one in gaps)])
-    often = {"settings": FrequencySettings(), "step_seconds": 0.01, "stall": stall, "persist": 0.06, "certain": False}
-    job = SimulatedJob(failures, sum(gaps) + 5.0 * len(gaps), restart, often).run()
+    often = {"settings": FrequencySettings(), "step_seconds": 0.01, "stall": stall, "persist": 0.06}
+    job = IrregularJob(failures, sum(gaps) + 5.0 * len(gaps), restart, often).run()
     return job.lost[len(lives) - 1][1] / (stall / BUDGET)
 
 

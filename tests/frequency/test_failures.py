@@ -29,10 +29,9 @@ from ckpt_engine.frequency.failures import (
     hazard_factor,
 )
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.simulate import Training
 from ckpt_engine.loop.rank_decisions import ended_by
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, AttemptsFound
-from tests.frequency.rig import Rig
+from tests.frequency.rig import IrregularTraining, Rig
 from tests.frequency.scenarios import lost_by_a_new_run
 
 HOUR = 3600.0
@@ -241,7 +240,7 @@ def goodput(mtbf: float, *, stated: float | None = None, fixed: int | None = Non
         settings = FrequencySettings(overhead=None, every_n_steps=fixed)
     for _ in range(failures):
         ends = rng.expovariate(1.0 / mtbf)
-        training = Training(
+        training = IrregularTraining(
             settings, step_seconds=lambda _: 5.0, stall=lambda _: 1.0, persist=lambda _: 10.0, certain=False
         )
         if lasted:

@@ -59,22 +59,8 @@ def test_optimal_is_continuous_where_the_series_takes_over() -> None:
     assert above / below == pytest.approx(math.sqrt(1.000001 / 0.999999), rel=1e-7)
 
 
-@given(st.floats(-1 / math.e, 1e300))
-def test_lambert_w0_inverts_its_definition(z: float) -> None:
-    """w e^w gives z back, up to the conditioning of the problem."""
-    w = intervals.lambert_w0(z)
-    assert w >= -1.0
-    if w > 0.0:
-        assert math.log(w) + w == pytest.approx(math.log(z), rel=1e-12, abs=1e-12)
-    else:
-        assert w * math.exp(w) == pytest.approx(z, rel=1e-12, abs=1e-15)
-
-
-def test_lambert_w0_known_values_and_domain() -> None:
-    """The omega constant, the branch point, e, and a refusal below -1/e."""
-    assert intervals.lambert_w0(1.0) == pytest.approx(0.5671432904097838, rel=1e-15)
-    assert intervals.lambert_w0(math.e) == pytest.approx(1.0, rel=1e-15)
-    assert intervals.lambert_w0(-1 / math.e) == pytest.approx(-1.0, abs=1e-7)
-    assert intervals.lambert_w0(math.inf) == math.inf
-    with pytest.raises(ValueError, match="real from -1/e"):
-        intervals.lambert_w0(-0.4)
+@given(st.floats(1e-6, 700.0))
+def test_optimal_solves_its_equation(ratio: float) -> None:
+    """(1 - share) e^share = e^-ratio: that is Lambert's W, up to the conditioning of the problem."""
+    share = intervals.optimal(ratio, 1.0)
+    assert (1.0 - share) == pytest.approx(math.exp(-share - ratio), rel=1e-12, abs=1e-15)

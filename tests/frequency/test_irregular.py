@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.simulate import Training
+from tests.frequency.rig import IrregularTraining
 
 MTBF_SECONDS = 10800.0
 BUDGET = 0.01
@@ -33,8 +33,8 @@ class World:
     misjudged: float = 0.0005
     options: Callable[[], dict[str, Any]] = dict
 
-    def train(self, settings: FrequencySettings, steps: int) -> Training:
-        return Training(settings, slow=self.slow, seed=1, **self.options()).run(steps)
+    def train(self, settings: FrequencySettings, steps: int) -> IrregularTraining:
+        return IrregularTraining(settings, slow=self.slow, seed=1, **self.options()).run(steps)
 
 
 def share(part: float, factor: float) -> Slow:
@@ -123,7 +123,7 @@ def settled(factor: float, what: str) -> int:
     base = {"stall": 0.7, "persist": 14.0}
     disturbed = {name: lambda time, name=name: base[name] * (factor if 20000 <= time < 40000 else 1.0) for name in base}
     options: dict[str, Any] = {what: disturbed[what], "jitter": 0.05}
-    training = Training(FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), seed=2, **options)
+    training = IrregularTraining(FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), seed=2, **options)
     before = training.run_seconds(20000).cadence.interval_steps
     training.run_seconds(20000 + 30000)
     assert before is not None
@@ -148,7 +148,9 @@ def test_one_outlier_moves_nothing(what: str) -> None:
         "stall": {"stall": lambda time: 28.0 if 5000 <= time < 5130 else 0.7},
         "persist": {"persist": lambda time: 560.0 if 5000 <= time < 5130 else 14.0},
     }[what]
-    training = Training(FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), seed=2, **options).run(4900)
+    training = IrregularTraining(FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), seed=2, **options).run(
+        4900
+    )
     before = training.cadence.interval_steps
     changes = len(training.sink.intervals())
     training.run(10000)
@@ -159,7 +161,7 @@ def test_one_outlier_moves_nothing(what: str) -> None:
 def test_lost_work_is_bounded_while_each_fifth_snapshot_fails() -> None:
     """`max_lost_work` counts from the newest durable snapshot, and leaves the time for a second try."""
     settings = FrequencySettings(overhead=0.05, mtbf_seconds=1e9, max_lost_work_seconds=120.0)
-    training = Training(
+    training = IrregularTraining(
         settings, stall=lambda _: 0.2, persist=lambda _: 10.0, jitter=0.1, seed=5, fails=lambda number: number % 5 == 4
     ).run(3000)
     assert sum(one.reason == "interval" for one in training.taken) > 20

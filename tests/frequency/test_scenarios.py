@@ -3,18 +3,18 @@
 import pytest
 
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.simulate import Taken, Training
+from tests.frequency.rig import IrregularTraining, Taken
 
 BEGIN, END, AFTER = 500.0, 1000.0, 1500.0
 
 
-def interfered(settings: FrequencySettings, *, waits: bool) -> Training:
+def interfered(settings: FrequencySettings, *, waits: bool) -> IrregularTraining:
     """Steps of 1 s, stall 0.7 s, persist 14 s, and 18.2 s while another job uses the disk."""
-    training = Training(settings, persist=lambda t: 18.2 if BEGIN <= t < END else 14.0, waits=waits)
+    training = IrregularTraining(settings, persist=lambda t: 18.2 if BEGIN <= t < END else 14.0, waits=waits)
     return training.run_seconds(AFTER)
 
 
-def phases(training: Training) -> tuple[list[Taken], list[Taken], list[Taken]]:
+def phases(training: IrregularTraining) -> tuple[list[Taken], list[Taken], list[Taken]]:
     """Snapshots before the interference, from the first one that felt it, from the first one after it."""
     instants = [(one.instant - training.origin, one) for one in training.taken]
     during = [one for at, one in instants if BEGIN <= at < END]
@@ -22,7 +22,7 @@ def phases(training: Training) -> tuple[list[Taken], list[Taken], list[Taken]]:
     return [one for at, one in instants if at < BEGIN], during, after
 
 
-def passes(training: Training) -> bool:
+def passes(training: IrregularTraining) -> bool:
     """The acceptance rule: within budget from the third snapshot of the interference on, and k <= 15 six after it."""
     before, during, after = phases(training)
     settled = [one.true_overhead for one in [*before[2:], *during[2:], *after]]
@@ -72,7 +72,7 @@ def test_budget_under_jitter(budget: float, jitter: float, slowdown: float, pers
 
     A slowdown of 5 % over 40 steps has to be separated from 10 % of jitter, which leaves a few per cent of the budget.
     """
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=budget, mtbf_seconds=60.0),
         stall=lambda _: 0.2,
         persist=lambda _: persist,
@@ -90,7 +90,7 @@ def test_budget_under_jitter(budget: float, jitter: float, slowdown: float, pers
 
 def test_intervals_do_not_oscillate_where_back_pressure_decides() -> None:
     """With 10 % of jitter and a persist of 40 steps the interval changes a handful of times, not at each snapshot."""
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=0.05, mtbf_seconds=60.0), persist=lambda _: 40.0, jitter=0.1, seed=3
     ).run(8000)
     assert len(training.taken) > 150
@@ -100,7 +100,7 @@ def test_intervals_do_not_oscillate_where_back_pressure_decides() -> None:
 
 def test_slowdown_counts_against_the_budget() -> None:
     """Steps that are 25 % longer for 8 s cost 1.6 s, which 5 % earns in 32 steps; the stall alone would need 4."""
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=0.05, mtbf_seconds=1.0),
         stall=lambda _: 0.2,
         persist=lambda _: 8.0,
@@ -112,7 +112,7 @@ def test_slowdown_counts_against_the_budget() -> None:
 
 def test_steps_that_become_slower_shorten_the_interval() -> None:
     """Intervals are in steps, budgets and risks in seconds: when steps take four times as long, k falls."""
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=0.05, mtbf_seconds=3600.0),
         step_seconds=lambda t: 1.0 if t < 5000 else 4.0,
         persist=lambda _: 5.0,
@@ -127,7 +127,7 @@ def test_steps_that_become_slower_shorten_the_interval() -> None:
 
 def test_steps_that_become_faster_keep_the_budget_although_none_is_clean() -> None:
     """With a persist that is always active, faster disturbed steps prove that the clean time is stale."""
-    training = Training(
+    training = IrregularTraining(
         FrequencySettings(overhead=0.05, mtbf_seconds=1.0),
         step_seconds=lambda t: 1.0 if t < 1000 else 0.5,
         persist=lambda t: 14.0,
@@ -142,14 +142,14 @@ def test_steps_that_become_faster_keep_the_budget_although_none_is_clean() -> No
 def test_two_slots_behind_one_writer_do_not_exceed_the_writer() -> None:
     """One writer that needs six steps per snapshot bounds the interval, however many snapshots may queue."""
     settings = FrequencySettings(overhead=1.0, mtbf_seconds=1.0, slots=2)
-    training = Training(settings, stall=lambda _: 0.05, persist=lambda _: 6.0).run(500)
+    training = IrregularTraining(settings, stall=lambda _: 0.05, persist=lambda _: 6.0).run(500)
     assert training.cadence.interval_steps in (6, 7)
     assert len(training.queue) <= 2
 
 
 def test_a_hung_storage_costs_nothing() -> None:
     """A persist that never ends postpones every further snapshot; training pays for one stall only."""
-    training = Training(ADAPTIVE, persist=lambda t: 14.0 if t < 200 else 1e9).run(3000)
+    training = IrregularTraining(ADAPTIVE, persist=lambda t: 14.0 if t < 200 else 1e9).run(3000)
     assert len(training.taken) < 20
     assert training.cadence.age_of_last_durable() > 2500
     assert training.true_overhead < 0.01
@@ -158,7 +158,7 @@ def test_a_hung_storage_costs_nothing() -> None:
 def test_rpo_is_kept_while_it_is_feasible() -> None:
     """Between the instants of two durable snapshots plus a persist there is never more than the RPO."""
     settings = FrequencySettings(overhead=0.05, mtbf_seconds=1e9, max_lost_work_seconds=60.0)
-    training = Training(settings, stall=lambda _: 0.2, persist=lambda _: 10.0, jitter=0.2, seed=5).run(3000)
+    training = IrregularTraining(settings, stall=lambda _: 0.2, persist=lambda _: 10.0, jitter=0.2, seed=5).run(3000)
     gaps = [after.instant - before.instant for before, after in zip(training.taken, training.taken[1:], strict=False)]
     assert max(gaps) + 10.0 <= 62.0
     assert training.true_overhead <= 0.05

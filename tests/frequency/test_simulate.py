@@ -15,6 +15,7 @@ from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.writer.run_records import AttemptHistory, encode_attempts, parse_attempts
+from tests.frequency.rig import IrregularJob
 from tests.frequency.scenarios import expected_goodput
 
 HOUR = 3600.0
@@ -23,12 +24,13 @@ LLAMA3_SECONDS = 3.09 * HOUR
 RESTART = Restart({PROCESS: 10.0, MACHINE: 280.0, SITE: 280.0}, startup=15.0, restore=5.0)
 
 
-def job(seconds: float = 3 * DAY, seed: int = 1, mtbf: float = LLAMA3_SECONDS, **options: Any) -> SimulatedJob:
+def job(seconds: float = 3 * DAY, seed: int = 1, mtbf: float = LLAMA3_SECONDS, **options: Any) -> Any:
     """A job that fails as Llama 3 did, with the cadence of this project and a budget of 1 %."""
     how = {name: options.pop(name) for name in ("tiers", "rhythm", "failures") if name in options}
+    made = options.pop("made", SimulatedJob)
     failures = how.pop("failures", poisson(mtbf, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25}))
-    training = {"settings": FrequencySettings(), "slowdown": 1.05, "certain": False} | options
-    return SimulatedJob(failures, seconds, RESTART, training, **how).run()
+    training = {"settings": FrequencySettings(), "slowdown": 1.05} | options
+    return made(failures, seconds, RESTART, training, **how).run()
 
 
 @pytest.mark.parametrize("minutes", [10, 30, 60])
@@ -37,7 +39,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
     """Wall by work is M e^(R/M) (e^((t + c)/M) - 1) / t (Daly 2006) where a restart takes 300 s."""
     every, mtbf = 60.0 * minutes, LLAMA3_SECONDS
     restart = Restart(dict.fromkeys((PROCESS, MACHINE, SITE), 300.0), 0.0, 0.0)
-    training = {"settings": FrequencySettings(), "stall": cost, "persist": 0.0, "certain": False}
+    training = {"settings": FrequencySettings(), "stall": cost, "persist": 0.0}
     failures = poisson(mtbf, random.Random(3), {MACHINE: 1.0})
     found = SimulatedJob(failures, 300 * DAY, restart, training, rhythm=lambda clock, _: Ruled(every, clock)).run()
     exact = every / (mtbf * math.exp(300.0 / mtbf) * math.expm1((every + cost) / mtbf))
@@ -46,7 +48,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
 
 def test_a_short_job_is_as_good_as_a_long_one_within_its_spread() -> None:
     """What ends a job early changes nothing but how sure its goodput is: of twenty, few lie two spreads away."""
-    training = {"settings": FrequencySettings(), "slowdown": 1.05, "certain": False}
+    training = {"settings": FrequencySettings(), "slowdown": 1.05}
     long, short = job(300 * DAY).goodput, list[SimulatedJob]()
     for seed in range(20):
         failures = poisson(LLAMA3_SECONDS, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25})
@@ -87,7 +89,7 @@ def test_a_short_job_is_as_good_as_a_long_one_within_its_spread() -> None:
 )
 def test_leaps_change_nothing(options: dict[str, Any], seed: int) -> None:
     """Step by step, and from event to event, a job takes the same snapshots, and loses and keeps the same."""
-    slow, fast = (job(DAY / 2, seed, leaps=leaps, **options) for leaps in (False, True))
+    slow, fast = (job(DAY / 2, seed, leaps=leaps, made=IrregularJob, **options) for leaps in (False, True))
     assert (fast.goodput, fast.lost, fast.taken, fast.written) == (slow.goodput, slow.lost, slow.taken, slow.written)
     assert fast.rows == slow.rows
 
@@ -110,7 +112,7 @@ def test_what_a_run_records_of_itself_is_the_truth(options: dict[str, Any], seed
     """`ckpt goodput` reads this record: within 0.002 of the work that was of use, and the sum is the wall time."""
     if options.get("failures"):
         options = options | {"failures": weibull(0.6, 5 * HOUR, random.Random(seed))}
-    done = job(2 * DAY, seed, **options)
+    done = job(2 * DAY, seed, made=IrregularJob, **options)
     spent = parse_attempts(encode_attempts(AttemptHistory(tuple(done.rows))), "here").spent
     assert spent.wall == pytest.approx(2 * DAY, rel=0.002)
     assert spent.productive / (2 * DAY) == pytest.approx(done.goodput, abs=0.002)
@@ -139,10 +141,15 @@ def test_what_failures_are_expected_to_cost_is_what_they_cost_on_average() -> No
     happened, expected = [], []
     for seed in range(16):
         often, seldom = (
-            job(2 * DAY, failures=poisson(mean, random.Random(seed)), stall=4.0, settings=FrequencySettings(
-                overhead=None, every_n_steps=steps, memory=MemoryRhythm(every_n_steps=60)
-            )) for steps in (300, 1200)
-        )  # fmt: skip
+            job(
+                2 * DAY,
+                made=IrregularJob,
+                failures=poisson(mean, random.Random(seed)),
+                stall=4.0,
+                settings=FrequencySettings(overhead=None, every_n_steps=steps, memory=MemoryRhythm(every_n_steps=60)),
+            )
+            for steps in (300, 1200)
+        )
         happened.append(often.goodput - seldom.goodput)
         expected.append(expected_goodput(often, mean) - expected_goodput(seldom, mean))
     assert statistics.mean(expected) == pytest.approx(statistics.mean(happened), abs=statistics.stdev(happened) / 2.0)

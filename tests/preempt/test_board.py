@@ -19,8 +19,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from ckpt_engine.config.sections import Status
+from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop.boundary import Stopping
-from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings
+from ckpt_engine.loop.rank_decisions import cadence_of
 from ckpt_engine.observe.events import FanOutSink, SystemClock
 from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
 from ckpt_engine.preempt.stop_plan import Board, Outlook, PendingSnapshot, StopFacts, outlook, prometheus
@@ -224,7 +225,7 @@ def test_of_several_ranks_the_first_shows_how_the_run_stands(rank: int, shows: b
     """Others would replace its file, and could not serve at its port."""
     file = tmp_path / "status.json"
     engine = open_ranks(tmp_path / "run", 2, status={"file": str(file)})[rank].engine
-    cadence = cadence_of(cadence_settings(engine.config), SystemClock(), engine)
+    cadence = cadence_of(FrequencySettings.of(engine.config), SystemClock(), engine)
     log = logging.getLogger(__name__)
     stopping = Stopping(engine, cadence, FanOutSink(), log, dict, SystemExit, losses=None, rollbacks=None)
     stopping.start(0)

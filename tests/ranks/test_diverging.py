@@ -123,7 +123,7 @@ class End:
     def __init__(self, engine: Checkpointer) -> None:
         self.engine = engine
         assert engine.engine.ranks is not None
-        settings = FrequencySettings.from_options(every_n_steps=1)
+        settings = FrequencySettings(overhead=None, every_n_steps=1)
         self.shared = SharedCadence(settings, SystemClock(), LogSink(), engine.engine)
         _, watch = open_watch(engine.config, SystemClock(), engine.engine.ranks)
         self.halt = Halt(watch, engine.engine, SystemExit, _log, self.shared)

@@ -59,7 +59,7 @@ def halted(store: Looked, *, pressed_again: bool = False) -> Halt:
     times = RunTimes(SystemClock())
     ranks = ThreadRanks(1, 2, store)  # type: ignore[arg-type]
     engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False)
-    cadence = SharedCadence(FrequencySettings.from_options(every_n_steps=1), SystemClock(), LogSink(), engine)
+    cadence = SharedCadence(FrequencySettings(overhead=None, every_n_steps=1), SystemClock(), LogSink(), engine)
     halt = Halt(watch, engine, SystemExit, logging.getLogger("test"), cadence)
     halt.done = True
     return halt

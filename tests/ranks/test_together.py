@@ -43,7 +43,7 @@ class Rank:
 
     def __init__(self, rank: int, store: SharedStore, every_n_steps: int) -> None:
         self.engine, self.store = Engine(), store
-        cadence = Cadence(FrequencySettings.from_options(every_n_steps=every_n_steps), SystemClock(), LogSink())
+        cadence = Cadence(FrequencySettings(overhead=None, every_n_steps=every_n_steps), SystemClock(), LogSink())
         self.cadence = cadence
         self.together = Together(ThreadRanks(rank, 2, store), cadence.boundary, self.engine)
         cadence.start(0)

@@ -66,6 +66,7 @@ def test_the_yaml_and_the_warning_on_the_page_are_real() -> None:
     """Examples work and say what the program says."""
     example = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert example is not None
-    policy_from(load_config(yaml.safe_load(example[1])).root_keep_rules())
+    config = load_config(yaml.safe_load(example[1]))
+    policy_from(config.keep_rules(config.tiers[0]))
     short = preflight(policy_from({"last": 6}), 35_700_000_000, free_bytes=180 * 10**9)
     assert short is not None and short in PAGE

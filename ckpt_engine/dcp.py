@@ -1,6 +1,445 @@
-"""Snapshots through `torch.distributed.checkpoint`: what `dcp.save`, `dcp.async_save` and `dcp.load` are given."""
+"""Snapshots through `torch.distributed.checkpoint`: `CkptWriter` for `dcp.save` and `dcp.async_save`, `CkptReader` for
+`dcp.load`.
 
-from ckpt_engine.interop.dcp_reader import CkptReader
-from ckpt_engine.interop.dcp_writer import CkptWriter
+DCP plans who stores what, the coordinator commits it with one put. Each rank writes what the plan gives it as one data
+file (`Container`) with a digest of every piece. `manifest_of` makes the manifest of the snapshot from what all ranks
+have stored.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt_engine.copy.job import EntryLayout
+from ckpt_engine.copy.write_snapshot import cut
+from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError, UnstorableLeafError
+from ckpt_engine.interop.dcp_reader import CkptReader, Root, Save, config_of, names_step, step_of
+from ckpt_engine.ranks.boxes import Box, Grid, tiles
+from ckpt_engine.snapshot.save_request import software
+from ckpt_engine.state.entries import dtype_name, entry_name
+from ckpt_engine.state.flatten import Flattener, tensor_problem
+from ckpt_engine.store import names
+from ckpt_engine.store.container import container_form, data_header, digest
+from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.tree import KeySkeleton, TreePath
 
 __all__ = ["CkptReader", "CkptWriter"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the coordinator tells a rank with its plan."""
+
+    snapshot: str
+    rank: int
+
+
+_written: set[_Task] = set()
+"""What this process has written: a planner that caches its plans hands out old ones again."""
+
+
+class CkptWriter(StorageWriter):
+    """Writes what `torch.distributed.checkpoint` plans as a snapshot of a run: all of it, or nothing.
+
+    One rank, the coordinator, holds the run's lease while a save is under way. The data of a save that failed is
+    removed by the next one.
+
+    Args:
+        root: folder or URL of the run, a YAML file, or a mapping of options; the same on all ranks.
+        step: of training. `checkpoint_id` of the save counts before it, by the number at its end; with neither it is
+            one more than that of the newest snapshot.
+        options: see docs/configuration.md; of them `keep` (default here: everything) and `pickle` are used, and a
+            single tier.
+
+    Raises:
+        ConfigError: an option is unknown, impossible or has no meaning here.
+
+    Example:
+        >>> dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=CkptWriter("s3://bucket/run"))
+    """
+
+    def __init__(self, root: Root, *, step: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self._config = config_of(root, options)
+        if len(self._config.tiers) > 1:
+            raise ConfigError(
+                "torch.distributed.checkpoint writes to one tier", hint="name one folder or bucket; `ckpt cp` copies"
+            )
+        self._step = step
+        self._save: Save | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs, that `async_save` may run the save in; a save under way stays here."""
+        return {"_config": self._config, "_step": self._step, "_save": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins, of the step that `checkpoint_id` names."""
+        self._end()
+        if checkpoint_id is not None:
+            self._step = step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Raises ConfigError without collectives: then it would not be known when all ranks have written."""
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("use_collectives=False cannot make one snapshot of several ranks", hint="leave it out")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: begin the snapshot, and tell every rank which one it is.
+
+        Raises:
+            CkptError: as `Save`.
+        """
+        self._end()
+        self._save = Save(self._storage(), self._step)
+        # A save that fails on another rank never comes back here: then the lease goes with this object.
+        weakref.finalize(self, self._save.end)
+        snapshot = self._save.id
+        return [replace(plan, storage_data=_Task(snapshot, n)) for n, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Make this rank's part durable.
+
+        Raises:
+            UnstorableLeafError: a value cannot be stored without pickle, or a tensor has no plain bytes; names it.
+            StorageError: it is not.
+        """
+        task = _fresh(plan.storage_data)
+        paths = plan.planner_data or {}
+        flattener = Flattener(self._config.pickle)
+        arrays: list[DcpArray] = []
+        values: dict[str, Any] = {}
+        for item in plan.items:
+            path = paths.get(item.index.fqn, (item.index.fqn,))
+            if item.type is WriteItemType.BYTE_IO:
+                node, found = _value(planner.resolve_data(item), path, flattener)
+                values[item.index.fqn] = node
+                arrays += found
+            else:
+                arrays.append(_array(item, planner.resolve_data(item), path))
+        results = self._write(task, plan, paths, arrays, values)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when the parts of all ranks are durable: commit the snapshot, then apply retention.
+
+        Raises:
+            SnapshotFailedError: the parts do not fit together.
+            LeaseHeldError, StorageError: as `Save.commit`.
+        """
+        save = self._save
+        assert save is not None
+        try:
+            stored = [(one.index.fqn, one.storage_data) for of_rank in results for one in of_rank]
+            manifest = manifest_of(save.id, save.run, len(results), stored, metadata.planner_data or {})
+            save.commit(manifest, self._policy())
+        finally:
+            self._end()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a step."""
+        return names_step(checkpoint_id)
+
+    def _write(
+        self, task: _Task, plan: SavePlan, paths: dict[str, TreePath], arrays: list[DcpArray], values: dict[str, Any]
+    ) -> list[WriteResult]:
+        file: DataFile | None = None
+        blocks: dict[str, list[Block]] = {}
+        if arrays:
+            container = Container(arrays)
+            for block in container.blocks():
+                blocks.setdefault(block.name, []).append(block)
+            file = DataFile(names.data_name(task.snapshot, task.rank), container.nbytes)
+            self._storage().put(file.name, container.contents())
+        results = []
+        for item in plan.items:
+            name = item.index.fqn
+            if name in values:
+                node = values[name]
+                mine = [block for entry in KeySkeleton(node).entries for block in blocks[entry]]
+            else:
+                assert item.tensor_data is not None
+                wanted, entry = tuple(item.tensor_data.chunk.offsets), entry_name(paths.get(name, (name,)))
+                node = {"$": "tensor", "entry": entry}
+                mine = [block for block in blocks[entry] if block.box.offsets == wanted]
+            nbytes = sum(block.entry.nbytes for block in mine)
+            results.append(WriteResult(item.index, nbytes, DcpItem(tuple(mine), node, file if mine else None)))
+        return results
+
+    def _storage(self) -> Storage:
+        tier = self._config.tiers[0]
+        return open_storage(tier.url, tier.for_storage())
+
+    def _policy(self) -> RetentionPolicy:
+        chosen = "keep" in self._config.model_fields_set or self._config.tiers[0].keep is not None
+        return policy_from(self._config.keep_rules(self._config.tiers[0])) if chosen else KeepAll()
+
+    def _end(self) -> None:
+        if self._save is not None:
+            self._save.end()
+            self._save = None
+
+
+def _fresh(task: object) -> _Task:
+    """The task, or one of the same rank under a new name where its file has been written for an earlier snapshot."""
+    assert isinstance(task, _Task)
+    if task in _written:
+        parsed = names.parse_id(task.snapshot)
+        assert parsed is not None
+        task = _Task(names.snapshot_id(parsed.seq, parsed.step), task.rank)
+    _written.add(task)
+    return task
+
+
+def _array(item: WriteItem, data: torch.Tensor | io.BytesIO, path: TreePath) -> DcpArray:
+    assert isinstance(data, torch.Tensor)
+    assert item.tensor_data is not None
+    name, described = entry_name(path), item.tensor_data
+    if tuple(data.shape) != tuple(described.chunk.sizes):
+        raise StateError(f"the plan has {tuple(described.chunk.sizes)} of {name!r}, and the state {tuple(data.shape)}")
+    return DcpArray(name, host(data, name), tuple(described.size), tuple(described.chunk.offsets))
+
+
+def _value(data: torch.Tensor | io.BytesIO, path: TreePath, flattener: Flattener) -> tuple[Any, list[DcpArray]]:
+    """The node of a value that is no tensor, and the arrays in it."""
+    assert isinstance(data, io.BytesIO)
+    data.seek(0)
+    # This process has made these bytes of its own state a moment ago: nothing foreign is unpickled.
+    value = torch.load(data, weights_only=False)
+    scan = flattener.scan(value, path)
+    skeleton = flattener.describe(value, path)
+    arrays = []
+    for leaf, tensor in zip(skeleton.leaves, scan.arrays, strict=True):
+        name = leaf.node["entry"] = entry_name(leaf.path)
+        arrays.append(DcpArray(name, host(tensor, name), tuple(tensor.shape), (0,) * tensor.dim()))
+    return KeySkeleton(skeleton.tree).fill(scan.values), arrays
+
+
+def manifest_of(
+    snapshot: str, run: str, size: int, stored: Sequence[tuple[str, DcpItem]], paths: Mapping[str, TreePath]
+) -> Manifest:
+    """The manifest.
+
+    Args:
+        size: ranks that have written.
+        stored: items of the plan, shards of tensors or values, of all ranks in their order, each with its name.
+        paths: by name, the way to it through the state; what is not there is a key of the state itself.
+
+    Raises:
+        SnapshotFailedError: shards of a tensor are missing, or do not fit together.
+    """
+    files: dict[str, DataFile] = {}
+    blocks: dict[str, list[tuple[Block, str]]] = {}
+    nodes: dict[str, Any] = {}
+    for name, item in stored:
+        if item.file is not None:
+            files[item.file.name] = item.file
+            for block in item.blocks:
+                blocks.setdefault(block.name, []).append((block, item.file.name))
+        nodes[name] = item.node
+    index = {name: number for number, name in enumerate(files)}
+    entries: dict[str, Entry] = {}
+    grids: dict[str, list[Any]] = {}
+    for name, found in blocks.items():
+        entries[name], grid = _entry(name, found, index)
+        if grid is not None:
+            grids[name] = grid
+    tree: dict[str, Any] = {}
+    for name, node in nodes.items():
+        if isinstance(node, dict) and node.get("$") == "tensor" and node["entry"] in grids:
+            node = {**node, "$": "sharded", "blocks": grids[node["entry"]]}
+        _put(tree, paths.get(name, (name,)), node)
+    whole = {key: _plain(node) for key, node in tree.items()}
+    sizes = {name: entry.nbytes for name, entry in entries.items()}
+    parsed = names.parse_id(snapshot)
+    assert parsed is not None
+    info = SnapshotInfo(
+        id=snapshot,
+        seq=parsed.seq,
+        step=parsed.step,
+        epoch=None,
+        reason="manual",
+        created=time.time(),
+        nbytes=sum(sizes.values()),
+        components={key: sum(sizes[name] for name in KeySkeleton(node).entries) for key, node in whole.items()},
+    )
+    return Manifest(info, run, {"size": size}, software(), tuple(files.values()), entries, whole)
+
+
+def _entry(name: str, found: Iterable[tuple[Block, str]], files: Mapping[str, int]) -> tuple[Entry, list[Any] | None]:
+    """The entry that blocks make one behind another, and their boxes where that is not the array in C order."""
+    ordered = sorted(found, key=lambda one: one[0].box.offsets)
+    first = ordered[0][0]
+    whole = first.whole
+    for block, _ in ordered:
+        if (block.entry.dtype, block.whole) != (first.entry.dtype, whole):
+            raise SnapshotFailedError(f"ranks have different shapes or dtypes of {name!r}: {whole} and {block.whole}")
+    boxes = tuple(block.box for block, _ in ordered if block.box.count)
+    if (there := sum(box.count for box in boxes)) != prod(whole) or (boxes and not tiles(whole, boxes)):
+        raise SnapshotFailedError(
+            f"{there} of the {prod(whole)} elements of {name!r} are in shards that do not make it"
+        )
+    pieces = tuple(replace(piece, file=files[file]) for block, file in ordered for piece in block.entry.pieces)
+    grid = None if Grid(whole, boxes, ()).is_rows else [[list(box.offsets), list(box.shape)] for box in boxes]
+    return replace(first.entry, shape=whole, pieces=pieces), grid
+
+
+def _put(root: dict[Any, Any], path: TreePath, node: Any) -> None:
+    for key in path[:-1]:
+        root = root.setdefault(key, _Inner())
+    root[path[-1]] = node
+
+
+class _Inner(dict[Any, Any]):
+    """A part of the state on the way to its leaves, other than a leaf's node."""
+
+
+def _plain(node: Any) -> Any:
+    """Whole numbers as keys were places of a list; a key "$" needs a node of its own."""
+    if not isinstance(node, _Inner):
+        return node
+    if all(isinstance(key, int) for key in node):
+        return [_plain(node[key]) for key in sorted(node)]
+    plain = {str(key): _plain(child) for key, child in node.items()}
+    return {"$": "dict", "items": [list(pair) for pair in plain.items()]} if "$" in plain else plain
+
+
+DIGEST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of an array, as some rank has stored it. Crosses between ranks.
+
+    Args:
+        name: of the entry.
+        whole: shape of the whole array.
+        entry: of the box alone, as if its file were the first.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class DcpItem:
+    """What one item of a plan has become. Crosses between ranks.
+
+    Args:
+        blocks: its arrays.
+        node: of the tree, as yet without how a tensor is divided.
+        file: where the blocks are; None: it has none.
+    """
+
+    blocks: tuple[Block, ...]
+    node: Any
+    file: DataFile | None
+
+
+@dataclass(frozen=True, slots=True)
+class DcpArray:
+    """A box of an array to store: a host tensor, and where it belongs."""
+
+    name: str
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def host(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """The plain dense bytes of a tensor in host memory; the tensor itself if it is that already.
+
+    Raises:
+        UnstorableLeafError: it has none; names it.
+    """
+    problem = tensor_problem(tensor)
+    if problem:
+        raise UnstorableLeafError(
+            f"cannot store tensor at {where}: {problem}", hint="convert it to a dense tensor in the state you save"
+        )
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+class Container:
+    """The image of a data file over live tensors: nothing big is copied.
+
+    Args:
+        arrays: with host tensors.
+    """
+
+    def __init__(self, arrays: Iterable[DcpArray]) -> None:
+        # Largest element first: every array is aligned without holes.
+        self._arrays = sorted(arrays, key=lambda one: -one.tensor.element_size())
+        self._header = data_header(list(self._rows()))
+
+    def _rows(self) -> Iterator[tuple[str, str, Sequence[int], int]]:
+        taken: set[str] = set()
+        for one in self._arrays:
+            name, n = one.name, 2
+            while name in taken:  # several boxes of one array
+                name, n = f"{one.name}~{n}", n + 1
+            taken.add(name)
+            form = container_form(dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes)
+            yield name, *form, one.tensor.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return len(self._header) + sum(one.tensor.nbytes for one in self._arrays)
+
+    def contents(self) -> list[memoryview]:
+        """The file, as blocks back to back."""
+        return [memoryview(self._header), *(_bytes(one.tensor) for one in self._arrays)]
+
+    def blocks(self) -> list[Block]:
+        """What the manifest says of each array, in the order of the file."""
+        at = len(self._header)
+        layouts = []
+        for one in self._arrays:
+            dtype, shape, nbytes = dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes
+            layouts.append(EntryLayout(one.name, dtype, shape, container_form(dtype, shape, nbytes)[0], at, nbytes))
+            at += nbytes
+        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="ckpt-digest") as pool:
+            return list(pool.map(_block, self._arrays, layouts))
+
+
+def _block(array: DcpArray, layout: EntryLayout) -> Block:
+    data = _bytes(array.tensor)
+    pieces = []
+    for extent in cut(layout):
+        start = extent.offset - layout.offset
+        found = digest(data[start : start + extent.nbytes])
+        pieces.append(Piece(0, extent.offset, extent.nbytes, found, extent.nbytes))
+    entry = Entry(layout.dtype, layout.shape, tuple(pieces), layout.container_dtype)
+    return Block(array.name, array.whole, Box(array.offsets, layout.shape), entry)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    if not prod(tensor.shape):
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.store import names
 from ckpt_engine.store.codecs.codec import Chunk, Codec
+from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 PATIENCE_SECONDS = 60.0
@@ -221,7 +224,7 @@ class StorageContract:
             except StorageExistsError:
                 refused.append(number)
 
-        _together([lambda n=n: write(n) for n in range(6)])
+        _together([partial(write, number) for number in range(6)])
         assert len(won) == 1
         assert len(refused) == 5
         assert storage.get("data/one") == bytes(won) * 50_000
@@ -237,9 +240,8 @@ class StorageContract:
         def read(part: int) -> None:
             storage.get_into("data/x", part * quarter, out[part * quarter : (part + 1) * quarter])
 
-        _together(
-            [lambda p=p: read(p) for p in range(4)] + [lambda p=p: put(storage, f"data/{p}", b"x") for p in range(4)]
-        )
+        writes = [partial(put, storage, f"data/{part}", b"x") for part in range(4)]
+        _together([*(partial(read, part) for part in range(4)), *writes])
         assert bytes(out) == data
         assert len(listed(storage)) == 5
 
@@ -257,20 +259,10 @@ class StorageContract:
 
 
 FENCE = b"\xa5" * 64
-WIDTHS = {
-    "bool": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "int32": 4,
-    "complex64": 8,
-    "float64": 8,
-    "int64": 8,
-    "complex128": 16,
-}
+DTYPES = (
+    *("bool", "uint8", "float8_e4m3fn", "int16", "float16", "bfloat16"),
+    *("float32", "int32", "complex64", "float64", "int64", "complex128"),
+)
 UNKNOWN = "quaternion512"
 
 
@@ -302,7 +294,7 @@ class Sample:
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     """Any dtype, any length (0, 1, odd ones), any bits (NaN payloads), any likeness of data and base."""
-    dtype = draw(st.sampled_from([*WIDTHS, UNKNOWN]))
+    dtype = draw(st.sampled_from([*DTYPES, UNKNOWN]))
     nbytes = draw(
         st.one_of(st.integers(0, 40), st.integers(0, 40), st.integers(41, 3000), st.sampled_from([9_999, 300_001]))
     )
@@ -318,7 +310,7 @@ def samples(draw: st.DrawFn) -> Sample:
         data[::4] += rng.integers(0, 3, size=data[::4].size).astype(np.uint8)
     elif change == "all":
         data = _kind("random", nbytes, rng)
-    width = WIDTHS.get(dtype, 1)
+    width = item_bytes(dtype) or 1
     columns = draw(st.sampled_from([1, 3, 16]))
     rows = nbytes // (width * columns)
     return Sample(data.tobytes(), base.tobytes(), Chunk(dtype, (rows, columns), "weight"))
@@ -393,19 +385,10 @@ class CodecContract:
         assert codec.name == "raw" or nbytes == 0 or stored
 
 
-def _together(jobs: Sequence[object]) -> None:
-    failed: list[BaseException] = []
-
-    def guarded(job: object) -> None:
-        try:
-            job()  # type: ignore[operator]
-        except BaseException as err:  # noqa: BLE001 - handed to the test's thread
-            failed.append(err)
-
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-        assert not thread.is_alive()
-    assert not failed, repr(failed)
+def _together(jobs: Sequence[Callable[[], object]]) -> None:
+    pool = ThreadPoolExecutor(len(jobs))
+    try:
+        for one in [pool.submit(job) for job in jobs]:
+            one.result(PATIENCE_SECONDS)
+    finally:
+        pool.shutdown(wait=False)

@@ -240,18 +240,9 @@ def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> An
     return Rebuilder({**read, **rest}).state(tree)
 
 
-@dataclass(frozen=True, slots=True)
-class Legacy:
-    """What `random.getstate()`, `np.random.get_state()` and torch's `get_rng_state` functions return.
-
-    Args:
-        cuda: one state per device; empty if none was in use.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...] = ()
+Legacy = tuple[tuple[Any, ...], Any, torch.Tensor, Sequence[torch.Tensor]]
+"""What `random.getstate()`, `np.random.get_state()` and torch's `get_rng_state` functions return; the last ones are of
+the devices that were in use."""
 
 
 def to_legacy(state: Mapping[str, Any]) -> Legacy:
@@ -266,10 +257,7 @@ def to_legacy(state: Mapping[str, Any]) -> Legacy:
         numpy.set_state(rng.decode_numpy(state["numpy"]))
     except (TypeError, ValueError) as err:
         raise MismatchError(f"numpy's random stream has no form that others read: {err}") from err
-    legacy: Any = numpy.get_state()
-    return Legacy(
-        python.getstate(), legacy, _tensor(state["torch"]), tuple(_tensor(one) for one in state.get("cuda") or ())
-    )
+    return python.getstate(), numpy.get_state(), _tensor(state["torch"]), list(map(_tensor, state.get("cuda") or ()))
 
 
 def from_legacy(legacy: Legacy) -> rng.RngState:
@@ -278,29 +266,25 @@ def from_legacy(legacy: Legacy) -> rng.RngState:
     Raises:
         TypeError, ValueError: these are no states of random streams.
     """
+    (version, words, gauss), of_numpy, cpu, cuda = legacy
     python, numpy = random.Random(), np.random.RandomState()
-    python.setstate(_tuples(legacy.python))
-    numpy.set_state(legacy.numpy)
-    torch.Generator().set_state(legacy.cpu)  # refuses what is none
+    python.setstate((version, tuple(words), gauss))
+    numpy.set_state(of_numpy)
+    torch.Generator().set_state(cpu)  # refuses what is none
     recorded: Any = numpy.get_state(legacy=False)
     state: rng.RngState = {
         "python": rng.encode_python(python),
         "numpy": rng.encode_numpy(recorded),
-        "torch": legacy.cpu.numpy().tobytes(),
+        "torch": cpu.numpy().tobytes(),
     }
-    if legacy.cuda:
-        state["cuda"] = [one.cpu().numpy().tobytes() for one in legacy.cuda]
+    if cuda:
+        state["cuda"] = [one.cpu().numpy().tobytes() for one in cuda]
     return state
 
 
 def looks_recorded(node: Any) -> bool:
     """Whether a value has the form of `data.rng.capture()`."""
     return isinstance(node, Mapping) and {"python", "numpy", "torch"} <= node.keys()
-
-
-def _tuples(state: Sequence[Any]) -> tuple[Any, ...]:
-    version, words, gauss = state
-    return version, tuple(words), gauss
 
 
 def _tensor(data: bytes) -> torch.Tensor:

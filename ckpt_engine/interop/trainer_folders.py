@@ -69,9 +69,8 @@ def write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str,
     for one in list(parts.scalers.values())[:1]:
         torch.save(one, folder / SCALER)
     if parts.streams is not None:
-        legacy = state_parts.to_legacy(parts.streams)
-        found = dict(zip(_STREAMS, (legacy.python, legacy.numpy, legacy.cpu, list(legacy.cuda)), strict=True))
-        if not legacy.cuda:
+        found: dict[str, Any] = dict(zip(_STREAMS, state_parts.to_legacy(parts.streams), strict=True))
+        if not found[_STREAMS[3]]:
             del found[_STREAMS[3]]
         torch.save({"step": info.step, **found}, folder / STREAMS.format(0))
     return (*notes, *_missing_in_accelerate(parts))
@@ -213,9 +212,8 @@ def write_streams(recorded: Mapping[str, Any], folder: Path) -> None:
     Raises:
         MismatchError: as `state_parts.to_legacy`.
     """
-    legacy = state_parts.to_legacy(recorded)
-    state = {"python": legacy.python, "numpy": legacy.numpy, "cpu": legacy.cpu}
-    torch.save({**state, "cuda": legacy.cuda[0]} if legacy.cuda else state, folder / TRAINER_STREAMS)
+    *streams, cuda = state_parts.to_legacy(recorded)
+    torch.save(dict(zip(_TRAINER_STREAMS, [*streams, *cuda[:1]], strict=False)), folder / TRAINER_STREAMS)
 
 
 def read_transformers(folder: Path, advance: Advance) -> Imported:
@@ -280,6 +278,6 @@ def _recorded(file: Path, recorded: Any, keys: tuple[str, str, str, str]) -> rng
         cuda = recorded.get(keys[3])
         devices = () if cuda is None else tuple(cuda) if isinstance(cuda, list | tuple) else (cuda,)
         python, numpy, cpu = (recorded[key] for key in keys[:3])
-        return state_parts.from_legacy(state_parts.Legacy(python, numpy, cpu, devices))
+        return state_parts.from_legacy((python, numpy, cpu, devices))
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as err:
         raise CorruptError(f"{file} has no random streams: {err}") from err

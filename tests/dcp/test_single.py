@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.cli.main import main
-from ckpt_engine.dcp import CkptReader, CkptWriter
+from ckpt_engine.dcp import Block, CkptReader, CkptWriter, DcpItem, manifest_of
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.interop import dcp_reader
-from ckpt_engine.interop.dcp_writer import Block, DcpItem, StoredItem, manifest_of
-from ckpt_engine.store.manifest import DataFile, Entry
+from ckpt_engine.ranks.boxes import Box
+from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from tests.servers.fixtures import bucket, moto  # noqa: F401
@@ -247,11 +247,13 @@ def test_a_run_that_somebody_writes_is_not_written(tmp_path: Path, monkeypatch: 
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def block(name: str, whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...], rank: int) -> StoredItem:
+def block(
+    name: str, whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...], rank: int
+) -> tuple[str, DcpItem]:
     nbytes = 4 * shape[0] * shape[1]
-    made = Block(name, "float32", "F32", whole, offsets, shape, ((4096, nbytes, f"d{rank}"),))
+    entry = Entry("float32", shape, (Piece(0, 4096, nbytes, f"d{rank}", nbytes),), "F32")
     file = DataFile(f"data/00000001-s0000000001-0123abcd-r{rank:05d}.safetensors", 4096 + nbytes)
-    return StoredItem(name, DcpItem((made,), {"$": "tensor", "entry": name}, file))
+    return name, DcpItem((Block(name, whole, Box(offsets, shape), entry),), {"$": "tensor", "entry": name}, file)
 
 
 ID = "00000001-s0000000001-0123abcd"
@@ -273,9 +275,11 @@ def test_rows_are_one_array_and_columns_are_blocks() -> None:
 
 
 def test_a_missing_shard_and_shapes_that_differ_are_no_snapshot() -> None:
-    """Both are errors that name the array."""
+    """As shards that overlap, both are errors that name the array."""
     with pytest.raises(SnapshotFailedError, match="18 of the 24 elements of 'w'"):
         manifest_of(ID, "r", 2, [block("w", (4, 6), (0, 0), (3, 6), 0)], {})
+    with pytest.raises(SnapshotFailedError, match="shards that do not make it"):
+        manifest_of(ID, "r", 2, [block("w", (4, 6), (at, 0), (2, 6), at) for at in (0, 1)], {})
     with pytest.raises(SnapshotFailedError, match="different shapes"):
         manifest_of(ID, "r", 2, [block("w", (4, 6), (0, 0), (3, 6), 0), block("w", (5, 6), (3, 0), (1, 6), 1)], {})
 

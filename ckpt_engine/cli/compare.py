@@ -247,7 +247,6 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> LeafDifference | Non
         return None
     first = int(unequal.nonzero()[0])
     index = tuple(int(i) for i in np.unravel_index(first, a.shape)) if a.dim() else ()
-    numbers = _Numbers.of(flat_a, flat_b, unequal)
     return LeafDifference(
         path,
         DifferenceKind.TENSOR,
@@ -256,38 +255,28 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> LeafDifference | Non
         count,
         flat_a.numel(),
         index,
-        numbers.max_abs,
-        numbers.relative,
-        numbers.nan,
-        numbers.inf,
         nbytes=flat_a.nbytes,
+        **_numbers(flat_a, flat_b, unequal),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """What the numbers of two tensors of one form say, as in `LeafDifference`."""
-
-    max_abs: float | None = None
-    relative: float | None = None
-    nan: tuple[int, int] | None = None
-    inf: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor, unequal: torch.Tensor) -> _Numbers:
-        nan = inf = None
-        if a.dtype.is_floating_point and a.element_size() == 1:
-            a, b = a.float(), b.float()  # not every kernel knows the small types
-        if a.dtype.is_floating_point or a.dtype.is_complex:
-            nan, inf = (int(a.isnan().sum()), int(b.isnan().sum())), (int(a.isinf().sum()), int(b.isinf().sum()))
-        if a.dtype.is_complex or a.dtype is torch.bool:
-            return cls(None, None, nan, inf)
-        one, other = a[unequal].to(torch.float64), b[unequal].to(torch.float64)
-        most, apart = float((one - other).abs().max()), float(torch.linalg.vector_norm(one - other))
-        whole = a if a.dtype.is_floating_point else a.to(torch.float64)
-        norm = float(torch.linalg.vector_norm(whole, dtype=torch.float64))
-        relative = apart / norm if norm else math.nan
-        return cls(most if math.isfinite(most) else None, relative if math.isfinite(relative) else None, nan, inf)
+def _numbers(a: torch.Tensor, b: torch.Tensor, unequal: torch.Tensor) -> dict[str, Any]:
+    """What the numbers of two tensors of one form say, by the names of `LeafDifference`."""
+    found: dict[str, Any] = {}
+    if a.dtype.is_floating_point and a.element_size() == 1:
+        a, b = a.float(), b.float()  # not every kernel knows the small types
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        found = {
+            name: (int(of(a).sum()), int(of(b).sum())) for name, of in (("nan", torch.isnan), ("inf", torch.isinf))
+        }
+    if a.dtype.is_complex or a.dtype is torch.bool:
+        return found
+    apart = a[unequal].to(torch.float64) - b[unequal].to(torch.float64)
+    whole = a if a.dtype.is_floating_point else a.to(torch.float64)
+    norm = float(torch.linalg.vector_norm(whole, dtype=torch.float64))
+    found["max_abs"] = float(apart.abs().max())
+    found["relative"] = float(torch.linalg.vector_norm(apart)) / norm if norm else math.nan
+    return {name: one for name, one in found.items() if isinstance(one, tuple) or math.isfinite(one)}
 
 
 def _not_finite(what: str, counts: tuple[int, int] | None) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import yaml
 from click.shell_completion import get_completion_class
 
 from ckpt_engine.cli.output import check_free, json_option, new_file, print_json
@@ -17,53 +18,7 @@ from ckpt_engine.config import Config, load_config
 from ckpt_engine.errors import CkptError, ConfigError
 
 _SCHEMA_FILE = "ckpt.schema.json"
-_PRESETS = {
-    "laptop": """\
-# The newest two, and the best by a metric that the training logs.
-keep:
-  last: 2
-  # best: {monitor: val_loss, mode: min, k: 3}
-""",
-    "slurm": """\
-# Work that a failure may cost at worst.
-max_lost_work: 15 min
-
-# Two minutes before its limit the job saves and ends, is queued again, and the same command goes on, with
-#   sbatch --requeue --open-mode=append --signal=TERM@120 job.sh
-# of a script with the line
-#   srun python train.py || { [ $? -eq 143 ] && scontrol requeue "$SLURM_JOB_ID"; }
-preemption:
-  grace: 2 min
-
-keep:
-  last: 2
-""",
-    "spot": """\
-# Work that a failure may cost at worst: of the process alone, of the machine, of the nearest place.
-max_lost_work: {process: 5 min, machine: 5 min, site: 30 min}
-
-# A machine is taken away two minutes after this page of AWS says so; docs/preemption.md has other clouds.
-preemption:
-  grace: 2 min
-  sources:
-    - http: http://169.254.169.254/latest/meta-data/spot/instance-action
-
-keep:
-  last: 2
-""",
-    "k8s": """\
-# Work that a failure may cost at worst.
-max_lost_work: 10 min
-
-# A pod has terminationGracePeriodSeconds (30) from SIGTERM to SIGKILL. The signal goes to the first process of the
-# container: start the training with `exec`, and keep snapshots on a volume that outlives the pod.
-preemption:
-  grace: 25 s
-
-keep:
-  last: 2
-""",
-}
+_PRESETS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 
 
 def _errors(base: type[CkptError] = CkptError) -> Iterator[type[CkptError]]:

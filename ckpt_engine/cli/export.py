@@ -9,7 +9,7 @@ loses is counted and shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -167,16 +167,14 @@ def command(
     chosen = _of_rank(_choose(*run.find(names[0] if len(names) == 2 else LATEST)), rank)
     check_free(out, replace=force, folder=form in FOLDERS)
     if form == "safetensors":
-        job = _safetensors(chosen, out, component, everything=everything, dtype=dtype)
-    elif form in FOLDERS:
-        job = _folder(chosen, out, form)
+        planned, write = _safetensors(chosen, out, component, everything=everything, dtype=dtype)
     else:
-        job = _file(chosen, out, form)
-    done = replace(job.planned, notes=(*job.planned.notes, *_about_copies(run, chosen)))
+        planned, write = _state(chosen, out, form)
+    done = replace(planned, notes=(*planned.notes, *_about_copies(run, chosen)))
     sources = Sources([place.storage for place in chosen.sources])
     if not dry_run:
         with progress(f"exporting {out.name}", done.nbytes, hidden=as_json) as advance:
-            notes = job.write(sources, force, advance)
+            notes = write(sources, force, advance)
         done = replace(done, written=True, notes=(*done.notes, *notes, *map(str, sources.repairs)))
     if as_json:
         print_json({"root": run.tiers[0], **fields_of(done), "away": run.away})
@@ -216,15 +214,13 @@ def _about_copies(run: Run, chosen: Candidate) -> tuple[str, ...]:
     return chosen.notes if served == run.tiers[0] else (f"read from {served}", *chosen.notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """`write(sources, replace, advance)` does what `planned` says and returns more notes."""
-
-    planned: Exported
-    write: Callable[[Sources, bool, Callable[[int], object]], tuple[str, ...]]
+Write = Callable[[Sources, bool, Callable[[int], object]], tuple[str, ...]]
+"""With the places to read from, whether OUT is replaced, and what follows the bytes: does what was planned; notes."""
 
 
-def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None) -> _Job:
+def _safetensors(
+    snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None
+) -> tuple[Exported, Write]:
     manifest = snapshot.manifest
     component = component or next((name for name in MODELS if name in manifest.tree), MODELS[0])
     chosen = select_all(manifest) if everything else select_component(manifest, component)
@@ -244,60 +240,39 @@ def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, every
         return (loss.text(dtype),) if dtype is not None else ()
 
     planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
-    return _Job(replace(planned, notes=tuple(notes)), write)
+    return replace(planned, notes=tuple(notes)), write
 
 
 def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
     return Exported(snapshot.info.id, snapshot.sources[0].storage.url, str(out), form, arrays, nbytes, False)
 
 
-def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
-    import torch
+def _state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Write]:
+    from ckpt_engine.interop import formats, safe_load, state_parts  # torch
 
-    from ckpt_engine.interop import formats, safe_load, state_parts
-
-    manifest = snapshot.manifest
+    manifest, info, is_folder = snapshot.manifest, snapshot.info, form in FOLDERS
+    tree = dict(manifest.tree) if form in ("accelerate", "transformers") else state_parts.foreign_tree(manifest)
+    names = state_parts.entries_of(tree)
+    planned = _planned(snapshot, out, form, len(names), sum(manifest.entries[name].nbytes for name in names))
     if form == "lightning":
         safe_load.require_lightning(manifest)
-    tree = state_parts.foreign_tree(manifest)
-    planned = _planned_tree(snapshot, out, form, tree)
+    if is_folder:
+        require_written_out(tree, manifest.entries)
+        places = Sources([place.storage for place in snapshot.sources])
+        with formats.fitting(form, info.id):
+            formats.CHECKS[form](state_parts.outline(places, manifest, tree), info)
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         state, notes = state_parts.rebuild(sources, manifest, tree)
-        with new_file(out, replace=force) as file, formats.fitting(form, snapshot.info.id):
-            torch.save(state, file)
+        new: Callable[..., AbstractContextManager[Any]] = new_folder if is_folder else new_file
+        with new(out, replace=force) as target, formats.fitting(form, info.id):
+            notes += formats.WRITERS[form](state, info, target)
         advance(planned.nbytes)
-        refused = safe_load.why_not_weights_only(out)
-        return (*notes, f"torch.load needs weights_only=False: {refused}") if refused else notes
-
-    return _Job(planned, write)
-
-
-def _folder(snapshot: Candidate, out: Path, form: str) -> _Job:
-    from ckpt_engine.interop import formats, state_parts  # torch
-
-    manifest, info = snapshot.manifest, snapshot.info
-    tree = state_parts.foreign_tree(manifest) if form == "dcp" else dict(manifest.tree)
-    planned = _planned_tree(snapshot, out, form, tree)
-    places = Sources([place.storage for place in snapshot.sources])
-    require_written_out(tree, manifest.entries)
-    with formats.fitting(form, info.id):
-        formats.CHECKS[form](state_parts.outline(places, manifest, tree), info)
-
-    def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
-        state, notes = state_parts.rebuild(sources, manifest, tree)
-        with new_folder(out, replace=force) as folder, formats.fitting(form, info.id):
-            notes += formats.WRITERS[form](state, info, folder)
-        advance(planned.nbytes)
+        if not is_folder and (refused := safe_load.why_not_weights_only(out)):
+            notes += (f"torch.load needs weights_only=False: {refused}",)
         return notes
 
-    return _Job(planned, write)
-
-
-def _planned_tree(snapshot: Candidate, out: Path, form: str, tree: Mapping[str, Any]) -> Exported:
-    names = list(dict.fromkeys(leaf.entry for leaf in array_leaves(tree)))
-    nbytes = sum(snapshot.manifest.entries[name].nbytes for name in names)
-    return _planned(snapshot, out, form, len(names), nbytes)
+    return planned, write
 
 
 def _print(done: Exported) -> None:

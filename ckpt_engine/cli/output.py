@@ -69,27 +69,32 @@ def say_waiting(line: str) -> None:
 
 
 class _AtWork:
-    """What the command does now, and when something was last said of it."""
+    """What the command does now, and when something was last said of it.
+
+    Attributes:
+        now: says it.
+        moves: in a line of the terminal that changes.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._next = math.inf
         self.now: Callable[[], str] = str
+        self.moves = False
 
     def say(self, line: str) -> None:
-        with self._lock:
+        with self.lock:
             self._next = time.monotonic() + _LINES_SECONDS
             click.echo(f"{_CLEARED if sys.stderr.isatty() else ''}{line}", err=True)
 
-    def shown(self) -> None:
-        """A line that changes says it."""
-        self._next = time.monotonic() + _LINES_SECONDS
-
     def watch(self, ended: threading.Event) -> None:
-        """Says it after some seconds, and now and then after that, until the command has ended."""
+        """Shows it, or says it after some seconds, and now and then after that, until the command has ended."""
         self._next = time.monotonic() + _QUIET_SECONDS
-        while not ended.wait(max(0.0, self._next - time.monotonic())):
-            if time.monotonic() >= self._next:
+        while not ended.wait(_SHOWN_SECONDS):
+            with self.lock:
+                if moves := self.moves:
+                    click.echo(f"{_CLEARED}{self.now()}", err=True, nl=False)
+            if not moves and time.monotonic() >= self._next:
                 self.say(self.now())
 
 
@@ -111,30 +116,18 @@ def at_work(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def showing(now: Callable[[], str], *, hidden: bool) -> Iterator[Callable[[], None]]:
+def showing(now: Callable[[], str], *, hidden: bool) -> Iterator[None]:
     """In the block, `now` says what the command does: on a terminal in a line that changes and goes at the end,
-    elsewhere as `at_work` does.
-
-    What it gives is called, on any thread, when there is something new to say.
-    """
-    shown, lock = -math.inf, threading.Lock()
+    elsewhere as `at_work` does."""
     before, moves = _at_work.now, not hidden and sys.stderr.isatty()
-    _at_work.now = now
-
-    def changed() -> None:
-        nonlocal shown
-        with lock:
-            if moves and time.monotonic() - shown >= _SHOWN_SECONDS:
-                shown = time.monotonic()
-                _at_work.shown()
-                click.echo(f"{_CLEARED}{now()}", err=True, nl=False)
-
+    _at_work.now, _at_work.moves = now, moves
     try:
-        yield changed
+        yield
     finally:
-        _at_work.now = before
-        if moves:
-            click.echo(_CLEARED, err=True, nl=False)
+        with _at_work.lock:
+            _at_work.now, _at_work.moves = before, False
+            if moves:
+                click.echo(_CLEARED, err=True, nl=False)
 
 
 @contextmanager
@@ -149,9 +142,8 @@ def progress(what: str, total: int, *, hidden: bool) -> Iterator[Callable[[int],
         nonlocal done
         with lock:
             done += nbytes
-        changed()
 
-    with showing(lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}", hidden=hidden) as changed:
+    with showing(lambda: f"{what}: {_far(done, max(done, total), time.monotonic() - began)}", hidden=hidden):
         yield advance
 
 

@@ -164,8 +164,9 @@ def _print(
     print_away(run.away)
     _print_components(manifest)
     click.secho("\nstate", bold=True)
-    for branch in outline(manifest):
-        click.echo(_line(branch))
+    for key, node in manifest.tree.items():
+        for line in _outline(manifest, key or "(state)", node, 0):
+            click.echo(line)
     _print_entries(manifest, everything=everything)
 
 
@@ -192,18 +193,6 @@ def _files(files: Sequence[DataFile]) -> list[tuple[str, str]]:
     rest = files[SHOWN_IDS:]
     smallest, largest = min(file.nbytes for file in rest), max(file.nbytes for file in rest)
     return [*rows[:SHOWN_IDS], ("", f"{len(rest):,} more of {units.size(smallest)} to {units.size(largest)}")]
-
-
-def _line(branch: OutlineBranch) -> str:
-    indent = "  " * branch.depth
-    if branch.hidden:
-        return f"{indent}... {branch.hidden:,} more"
-    parts = [branch.kind]
-    if branch.arrays:
-        parts.append(f"{count(branch.arrays, 'array')}, {units.size(branch.nbytes)}")
-    if branch.values:
-        parts.append(count(branch.values, "value"))
-    return f"{indent}{branch.key}: {', '.join(part for part in parts if part)}"
 
 
 def _print_entries(manifest: Manifest, *, everything: bool) -> None:
@@ -235,27 +224,6 @@ def _some(ids: Sequence[str]) -> str:
 
 def _entries(number: int) -> str:
     return f"{number:,} {'entry' if number == 1 else 'entries'}"
-
-
-@dataclass(frozen=True, slots=True)
-class OutlineBranch:
-    """One line of an outline.
-
-    Args:
-        kind: of the container, "" for a leaf of an array.
-        arrays: array leaves at or below; tied ones count each time.
-        nbytes: of those, shared bytes once.
-        values: other leaves at or below.
-        hidden: this line stands for that many children that are not shown.
-    """
-
-    depth: int
-    key: str
-    kind: str = ""
-    arrays: int = 0
-    nbytes: int = 0
-    values: int = 0
-    hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,25 +277,22 @@ def array_leaves(node: Any, path: TreePath = ()) -> Iterator[OutlineLeaf]:
         yield from array_leaves(child, (*path, key))
 
 
-def outline(manifest: Manifest) -> Iterator[OutlineBranch]:
-    """The first levels of the tree, long ones cut."""
-    for key, node in manifest.tree.items():
-        yield from _outline(manifest, key or "(state)", node, 0)
-
-
-def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[OutlineBranch]:
+def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[str]:
+    """The first levels of a part of the tree, a line each, long ones cut. Tied arrays count each time, bytes once."""
     below = children(node)
     leaves = list(array_leaves(node))
     # Of a snapshot of some ranks only the tree is whole.
     there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves if not leaf.own_nbytes})
     nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in leaves)
-    yield OutlineBranch(depth, key, _kind(node), len(leaves), nbytes, _values(node))
+    arrays = f"{count(len(leaves), 'array')}, {units.size(nbytes)}" if leaves else ""
+    others = count(values, "value") if (values := _values(node)) else ""
+    yield f"{'  ' * depth}{key}: {', '.join(filter(None, (_kind(node), arrays, others)))}"
     if below is None or depth == MAX_DEPTH or not any(children(child) for _, child in below):
         return
     for child_key, child in below[:MAX_CHILDREN]:
         yield from _outline(manifest, child_key, child, depth + 1)
     if len(below) > MAX_CHILDREN:
-        yield OutlineBranch(depth + 1, "", hidden=len(below) - MAX_CHILDREN)
+        yield f"{'  ' * (depth + 1)}... {len(below) - MAX_CHILDREN:,} more"
 
 
 def _kind(node: Any) -> str:

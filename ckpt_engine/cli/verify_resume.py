@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, say_waiting, showing
-from ckpt_engine.cli.rehearsal.runs import PythonCommand, Runs, Suite, SuiteReport, Trace
+from ckpt_engine.cli.rehearsal_runs import PythonCommand, Runs, Suite, SuiteReport, Trace
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.observe.units import count
 
 if TYPE_CHECKING:
-    from ckpt_engine.cli.rehearsal.verdict import FirstDifference, Pair
+    from ckpt_engine.cli.verdict import FirstDifference, Pair
 
 
 NOT_SEEDED = 3
@@ -120,12 +120,11 @@ def _verify_suite(words: tuple[str, ...], scratch: Path, timeout: float, *, as_j
     def say(now: str, last: bool) -> None:
         nonlocal line
         line = now
-        changed()
         if last and not as_json:
             say_waiting(now)
 
     try:
-        with showing(lambda: line, hidden=as_json) as changed:
+        with showing(lambda: line, hidden=as_json):
             report = Suite(words, scratch, timeout, say).compare()
     finally:
         if report is not None and not keep:
@@ -163,7 +162,7 @@ def _new_scratch(wanted: Path | None) -> Path:
 
 
 def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
-    from ckpt_engine.cli.rehearsal import verdict  # torch
+    from ckpt_engine.cli import verdict  # torch
 
     def say(text: str) -> None:
         if not quiet:
@@ -217,7 +216,7 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
 def _compare(
     runs: Runs, names: tuple[str, str], traces: tuple[Trace, Trace], steps: tuple[int, int], *, fresh: bool
 ) -> tuple[FirstDifference | None, list[Pair]]:
-    from ckpt_engine.cli.rehearsal import verdict  # torch
+    from ckpt_engine.cli import verdict  # torch
 
     pairs: list[Pair] = []
     for a, b in zip(runs.folders(names[0]), runs.folders(names[1]), strict=False):

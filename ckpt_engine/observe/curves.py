@@ -74,16 +74,7 @@ class Curves:
         Args:
             notes: of the snapshot that is the newest now; empty: the run starts fresh.
         """
-        self._problems = []
-        saved = self._saved(notes)
-        for curve in self._curves:
-            found = _pop(saved, curve)
-            try:
-                why = curve.begin(None if found is None else found["place"])
-            except OSError as err:
-                why = str(err)
-            if why:
-                self._problems.append(NotRestored(f"the curve of {curve.name}", why))
+        self._problems = self._each(notes, lambda curve, found: curve.begin(None if found is None else found["place"]))
 
     def go_on(self, notes: Mapping[str, Any]) -> list[NotRestored]:
         """Both, where the loggers are open already and the snapshot is known."""
@@ -110,29 +101,33 @@ class Curves:
             notes: of the snapshot that the run goes on from.
         """
         problems, self._problems = self._problems, []
-        saved = self._saved(notes)
+        return problems + self._each(
+            notes,
+            lambda curve, found: curve.cut(found["marks"]) if found and found["place"] == curve.place() else "",
+        )
+
+    def _each(
+        self, notes: Mapping[str, Any], do: Callable[[Curve, Mapping[str, Any] | None], str]
+    ) -> list[NotRestored]:
+        """Does it with each logger, and what `notes` have of it; what went wrong."""
+        saved, problems = _rows_of(notes, self._root_url), []
         for curve in self._curves:
-            found = _pop(saved, curve)
-            why = ""
+            same = (one for one in saved if (one["name"], one["home"]) == (curve.name, curve.home))
+            if (found := next(same, None)) is not None:
+                saved.remove(found)
             try:
-                if found is not None and found["place"] == curve.place():
-                    why = curve.cut(found["marks"])
+                why = do(curve, found)
             except OSError as err:
                 why = str(err)
             if why:
                 problems.append(NotRestored(f"the curve of {curve.name}", why))
         return problems
 
-    def _saved(self, notes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        note = notes.get(NOTE) or {}
-        return list(note["loggers"]) if note.get("root") == self._root_url else []
 
-
-def _pop(saved: list[Mapping[str, Any]], curve: Curve) -> Mapping[str, Any] | None:
-    found = next((one for one in saved if (one["name"], one["home"]) == (curve.name, curve.home)), None)
-    if found is not None:
-        saved.remove(found)
-    return found
+def _rows_of(notes: Mapping[str, Any], root_url: str) -> list[Mapping[str, Any]]:
+    """What a snapshot with these notes says of each logger; nothing if it is a copy of another run."""
+    note = notes.get(NOTE) or {}
+    return list(note["loggers"]) if note.get("root") == root_url else []
 
 
 class EventFiles:
@@ -242,8 +237,7 @@ class TrackedRun:
 
 def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
     """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
-    note = notes.get(NOTE) or {}
-    rows = note["loggers"] if note.get("root") == root_url else []
+    rows = _rows_of(notes, root_url)
     return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
 
 

@@ -440,11 +440,11 @@ class FanOutSink:
                 )
 
 
-def is_heard(logger: logging.Logger, level: int = logging.INFO) -> bool:
-    """Whether a record of that level reaches some handler."""
+def is_heard(logger: logging.Logger) -> bool:
+    """Whether a record of level INFO reaches some handler."""
     one: logging.Logger | None = logger
-    while one is not None and logger.isEnabledFor(level):
-        if any(handler.level <= level for handler in one.handlers):
+    while one is not None and logger.isEnabledFor(logging.INFO):
+        if any(handler.level <= logging.INFO for handler in one.handlers):
             return True
         one = one.parent if one.propagate else None
     return False

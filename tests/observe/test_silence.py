@@ -95,6 +95,7 @@ def test_a_verb_says_that_it_is_at_work(capfd: pytest.CaptureFixture[str], monke
     """After some seconds, and again later; what a progress bar knows takes the place of the time."""
     monkeypatch.setattr(output, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(output, "_LINES_SECONDS", 0.01)
+    monkeypatch.setattr(output, "_SHOWN_SECONDS", 0.01)
     shown = ""
 
     def until(pattern: str) -> None:

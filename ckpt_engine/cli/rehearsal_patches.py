@@ -1,6 +1,6 @@
 """Runs a script as `python` would, with other behaviour of our own classes; the user's and a trainer's stay the same.
 
-`python -m ckpt_engine.cli.rehearsal.patches SPEC script|module NAME ARGUMENTS...`
+`python -m ckpt_engine.cli.rehearsal_patches SPEC script|module NAME ARGUMENTS...`
 
 The parts of ckpt_engine are changed right after they are imported, when the script imports them, so that a script that
 sets up its surroundings before it imports torch finds them as it always does.
@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from ckpt_engine.cli.rehearsal.runs import Spec, event_line
+from ckpt_engine.cli.rehearsal_runs import Spec, event_line
 
 WAIT_SECONDS = 600.0
 _OURS = ("tiers", "keep", "overhead", "max_lost_work", "mtbf", "every_n_steps", "every_seconds", "at_end", "on_error")

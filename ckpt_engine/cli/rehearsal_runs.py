@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.errors import CorruptError, ResumeError, WaitTimeoutError
+from ckpt_engine.errors import ResumeError, WaitTimeoutError
 from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
 from ckpt_engine.store import names
 
@@ -158,23 +158,11 @@ class Suite:
 
 
 def read_outcomes(file: Path) -> tuple[dict[str, Outcome], int]:
-    """What the plugin has written so far: outcomes by test, and how many tests there are.
-
-    Raises:
-        CorruptError: something else is in the file.
-    """
-    outcomes: dict[str, Outcome] = {}
-    total = 0
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    try:
-        for event in map(json.loads, lines):
-            if event["event"] == "collected":
-                total = event["tests"]
-            else:
-                outcomes[event["id"]] = Outcome(event["outcome"], event["line"])
-    except (ValueError, KeyError, TypeError) as err:
-        raise CorruptError(f"{file} is not what the pytest plugin writes: {err}") from err
-    return outcomes, total
+    """What the plugin has written so far: outcomes by test, and how many tests there are."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last one may be half there
+    events = list(map(json.loads, lines))
+    outcomes = {one["id"]: Outcome(one["outcome"], one["line"]) for one in events if one["event"] != "collected"}
+    return outcomes, sum(one["tests"] for one in events if one["event"] == "collected")
 
 
 _TAIL_LINES = 12
@@ -335,7 +323,7 @@ class PythonCommand:
 
     def rehearsed(self, spec: Path) -> list[str]:
         """The command that runs it in a rehearsal."""
-        wrapper = ("-m", "ckpt_engine.cli.rehearsal.patches", str(spec), self.kind, self.name)
+        wrapper = ("-m", "ckpt_engine.cli.rehearsal_patches", str(spec), self.kind, self.name)
         return [*self.interpreter, *wrapper, *self.arguments]
 
     @classmethod
@@ -427,7 +415,6 @@ class Trace:
         loaded: ids of the snapshots it resumed from.
         batches: what was fetched on the way to each step.
         steps: of the snapshots it took, in order.
-        stopped: it was ended after its last step; otherwise it was killed, or ended by itself.
         attributes: what its objects and its loop's variables were at each step.
     """
 
@@ -435,41 +422,28 @@ class Trace:
     loaded: tuple[str, ...]
     batches: Mapping[int, Batches]
     steps: tuple[int, ...]
-    stopped: bool
     attributes: Mapping[int, Attributes] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """The events of a trace file; none if there is no file.
-
-        Raises:
-            CorruptError: it holds something else.
-        """
-        lines = path.read_text().splitlines() if path.exists() else []
-        roots: list[str] = []
-        loaded: list[str] = []
-        steps: list[int] = []
+        """The events of a trace file; none if there is no file."""
+        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        saving = [one for one in events if one["event"] == "saving"]
         batches: dict[int, dict[tuple[int, int], str]] = {}
         attributes: dict[int, Attributes] = {}
         now: dict[str, tuple[str, str]] = {}
-        stopped = False
-        try:
-            for event in map(json.loads, lines):
-                if event["event"] == "root":
-                    roots.append(event["url"])
-                elif event["event"] == "loaded":
-                    loaded.append(event["snapshot"])
-                elif event["event"] == "saving":
-                    steps.append(event["step"])
-                    found = {(loader, number): digest for loader, number, digest in event["batches"]}
-                    batches.setdefault(event["step"], {}).update(found)
-                    now = now | {path: (kind, digest) for path, (kind, digest) in event["attributes"].items()}
-                    attributes[event["step"]] = now
-                elif event["event"] == "stopped":
-                    stopped = True
-        except (ValueError, KeyError, TypeError) as err:
-            raise CorruptError(f"{path} is not what a rehearsal writes: {err}") from err
-        return cls(tuple(roots), tuple(loaded), batches, tuple(steps), stopped, attributes)
+        for one in saving:
+            found = {(loader, number): digest for loader, number, digest in one["batches"]}
+            batches.setdefault(one["step"], {}).update(found)
+            now = now | {path: (kind, digest) for path, (kind, digest) in one["attributes"].items()}
+            attributes[one["step"]] = now
+        return cls(
+            roots=tuple(one["url"] for one in events if one["event"] == "root"),
+            loaded=tuple(one["snapshot"] for one in events if one["event"] == "loaded"),
+            batches=batches,
+            steps=tuple(one["step"] for one in saving),
+            attributes=attributes,
+        )
 
 
 def event_line(name: str, **values: Any) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt_engine.audit.audit import remedy
 from ckpt_engine.cli.compare import Comparison, DifferenceKind, LeafDifference
-from ckpt_engine.cli.rehearsal.runs import Attributes, Trace
+from ckpt_engine.cli.rehearsal_runs import Attributes, Trace
 from ckpt_engine.cli.root import open_run
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.restore.choose import Candidate, assemble

@@ -125,5 +125,5 @@ def test_a_second_loader_that_has_ended_resumes_exactly(endless: bool, seedable:
     case = case if endless else replace(case, evaluation=None)
     reference, snapshots = taken(train_two_loaders, case, tmp_path / "run")
     assert len(snapshots) >= 4
-    for snapshot in snapshots:
+    for snapshot in snapshots[:: 5 if endless else 3]:  # their heirs resume from those between
         assert_continues(train_two_loaders, case, reference, snapshot, tmp_path / "run", tmp_path / snapshot.id)

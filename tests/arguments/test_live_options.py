@@ -127,6 +127,7 @@ def values() -> tuple[Any, ...]:
     return tuple(read_document("values.yaml").value)
 
 
+@cache
 def taken(key: Key) -> list[dict[str, Any]]:
     """Options with each value that the key takes, but those that mean the same; the others are refused by its name."""
     found: dict[str, dict[str, Any]] = {}

@@ -26,7 +26,7 @@ def test_nothing_else_knows_classes_of_the_package() -> None:
     offenders = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value}"
         for path in PACKAGE.rglob("*.py")
-        if path.name != "private_names.py"
+        if path.name != "private_names.py" and any(name in path.read_text() for name in known)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in known
     ]

@@ -64,7 +64,7 @@ def test_postponing_never_lets_training_wait() -> None:
     assert all(one.wait_seconds == 0.0 for one in training.taken)
 
 
-@pytest.mark.parametrize("budget", [0.01, 0.035, 0.05])
+@pytest.mark.parametrize("budget", [0.01, pytest.param(0.035, marks=pytest.mark.slow), 0.05])
 @pytest.mark.parametrize(("jitter", "slowdown"), [(0.05, 1.0), (0.1, 1.0), (0.1, 1.05), (0.05, 1.1)])
 @pytest.mark.parametrize("persist", [5.0, 40.0])
 def test_budget_under_jitter(budget: float, jitter: float, slowdown: float, persist: float) -> None:

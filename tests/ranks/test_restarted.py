@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import torch.distributed as dist
+
+from tests.support import interpreters
 
 _RANK = """
 import sys
@@ -27,5 +28,5 @@ def test_a_restarted_rank_does_not_read_what_the_ones_before_agreed_on() -> None
     for start in "01":
         env = {**os.environ, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": start}
         command = [sys.executable, "-c", _RANK, str(store.port)]
-        said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+        said = interpreters.run(command, env=env, capture_output=True, text=True, check=True)
         assert said.stdout.split() == ["None"], said.stderr

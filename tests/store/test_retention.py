@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from typing import Any
 
 from hypothesis import given
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention import (
     KeepAge,
-    KeepAll,
     KeepBest,
     KeepEveryNSteps,
     KeepLast,
@@ -25,7 +23,9 @@ from ckpt_engine.store.retention import (
 )
 from tests.store.samples import info
 
-_metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats() | st.sampled_from([0.0, 1.0, math.nan]))
+_metrics = st.dictionaries(
+    st.sampled_from(["loss", "acc"]), st.floats() | st.sampled_from([0.0, 1.0, math.nan, math.inf])
+)
 _times = st.floats(0, 40 * 86_400).map(lambda s: 1_700_000_000 + s) | st.floats(allow_nan=True)
 """Wall clocks: mostly of one month in no order, some broken."""
 
@@ -66,60 +66,50 @@ def _after(infos: list[SnapshotInfo], done: RetentionPlan) -> list[SnapshotInfo]
     return [one for one in infos if one.id not in done.remove]
 
 
-@given(runs(), keeps)
-def test_planning_again_after_execution_removes_nothing(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
-    """Retention is idempotent: what was kept is kept again."""
+@given(runs(), keeps, keeps, st.data())
+def test_the_laws_of_any_policy(
+    infos: list[SnapshotInfo], keep: dict[str, Any], rules: dict[str, Any], data: st.DataObject
+) -> None:
+    """A plan decides on every snapshot once, with a reason, whatever their order; what it keeps it keeps again."""
     policy = policy_from(keep)
-    first = plan(infos, policy)
-    assert plan(_after(infos, first), policy).remove == ()
-
-
-@given(runs(), keeps, st.randoms(use_true_random=False))
-def test_the_order_of_a_listing_does_not_matter(
-    infos: list[SnapshotInfo], keep: dict[str, Any], rng: random.Random
-) -> None:
-    """Any order of the same snapshots leads to the same plan, reasons included."""
-    shuffled = list(infos)
-    rng.shuffle(shuffled)
-    assert plan(infos, policy_from(keep)) == plan(shuffled, policy_from(keep))
-
-
-@given(runs().filter(bool), keeps)
-def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
-    """The snapshot with the highest number is kept under every policy."""
-    newest = max(infos, key=lambda one: one.seq)
-    assert newest.id in plan(infos, policy_from(keep)).keep
-
-
-@given(runs(), keeps)
-def test_a_plan_decides_on_every_snapshot_once_and_with_a_reason(
-    infos: list[SnapshotInfo], keep: dict[str, Any]
-) -> None:
-    """Kept and removed are disjoint and complete; each kept one says why; removal goes from old to new."""
-    done = plan(infos, policy_from(keep))
+    done = plan(infos, policy)
     assert sorted([*done.keep, *done.remove]) == sorted(one.id for one in infos)
     assert all(done.keep.values())
-    assert list(done.remove) == sorted(done.remove)
-
-
-@given(runs(), keeps, st.data())
-def test_protection_only_ever_keeps_more(infos: list[SnapshotInfo], keep: dict[str, Any], data: st.DataObject) -> None:
-    """Protecting a snapshot keeps it and loses no other."""
+    assert list(done.remove) == sorted(done.remove), "removal goes from old to new"
+    assert max((one.id for one in infos), default=None) not in done.remove, "the newest always stays"
+    assert plan(_after(infos, done), policy).remove == ()
+    assert plan(data.draw(st.permutations(infos)), policy) == done
     chosen = data.draw(st.sets(st.sampled_from([one.id for one in infos])) if infos else st.just(set()))
-    free = plan(infos, policy_from(keep))
-    bound = plan(infos, policy_from(keep), dict.fromkeys(chosen, "pinned"))
-    assert set(bound.keep) == set(free.keep) | chosen
+    bound = plan(infos, policy, dict.fromkeys(chosen, "pinned"))
+    assert set(bound.keep) == set(done.keep) | chosen, "protection only ever keeps more"
+    slimming_again_changes_nothing(infos, Retention(policy, components={"optimizer": policy_from(rules)}))
 
 
-@given(runs(), st.integers(1, 5))
-def test_last_keeps_the_newest_n(infos: list[SnapshotInfo], count: int) -> None:
-    """Exactly the n highest numbers, or all if there are fewer."""
+def slimming_again_changes_nothing(infos: list[SnapshotInfo], policy: Retention) -> None:
+    """Idempotent by component too; a component is never taken from the newest snapshot or from all of them."""
+    first = plan(infos, policy)
+    lost = first.slim
+    after = [
+        dataclasses.replace(one, components={c: n for c, n in one.components.items() if c not in lost.get(one.id, ())})
+        for one in _after(infos, first)
+    ]
+    assert plan(after, policy).slim == {}
+    assert all(one.components for one in after if one.id in lost)
+    assert max((one.id for one in infos), default=None) not in lost
+
+
+@given(runs(), st.integers(1, 5), st.integers(1, 20), _best)
+def test_each_rule_keeps_what_it_says(infos: list[SnapshotInfo], count: int, n: int, best: dict[str, Any]) -> None:
+    """The newest, the first of each stretch of steps, the best; without a rule everything."""
+    for nothing in ({}, {"last": None, "best": None}):
+        assert plan(infos, policy_from(nothing)).remove == ()
     kept = plan(infos, KeepLast(count)).keep
     assert set(kept) == {one.id for one in sorted(infos, key=lambda one: -one.seq)[:count]}
+    every_n_steps_keeps_the_first_of_each_stretch(infos, n)
+    best_keeps_the_k_finite_extremes_and_never_a_nan(infos, best)
 
 
-@given(runs(), _best)
-def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotInfo], best: dict[str, Any]) -> None:
+def best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotInfo], best: dict[str, Any]) -> None:
     """A missing, NaN or infinite value never counts as best; nothing better than a kept one is removed."""
     kept = KeepBest(**best).keep(infos)
     sign = 1 if best["mode"] == "min" else -1
@@ -131,8 +121,7 @@ def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotIn
     assert all(finite[snapshot] >= worst_kept for snapshot in set(finite) - set(kept))
 
 
-@given(runs(), st.integers(1, 20))
-def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo], n: int) -> None:
+def every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo], n: int) -> None:
     """For each of n, 2n, ... the earliest snapshot at or after it and before the next; the newer of equals."""
     kept = KeepEveryNSteps(n).keep(infos)
     for mark in {one.step // n for one in infos} - {0}:
@@ -140,13 +129,6 @@ def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo]
         first = min(stretch, key=lambda one: (one.step, -one.seq))
         assert [one.id for one in stretch if one.id in kept] == [first.id]
     assert not any(one.id in kept for one in infos if one.step < n)
-
-
-@given(runs())
-def test_no_setting_keeps_everything(infos: list[SnapshotInfo]) -> None:
-    """Nothing is ever removed unless asked for."""
-    assert policy_from({}) == KeepAll()
-    assert plan(infos, policy_from({"last": None, "best": None})).remove == ()
 
 
 def test_of_equally_good_snapshots_the_newer_is_best() -> None:
@@ -209,18 +191,3 @@ def test_components_go_from_old_snapshots_only() -> None:
     assert plan(slimmed, policy).slim == {}
     both = policy_from({"last": 4, "components": {"optimizer": {"last": 1}, "model": {"last": 1}}})
     assert plan(infos, both).slim == {}
-
-
-@given(runs(), keeps, keeps)
-def test_slimming_again_changes_nothing(infos: list[SnapshotInfo], keep: dict[str, Any], rules: dict[str, Any]) -> None:
-    """Idempotent by component too; a component is never taken from the newest snapshot or from all of them."""
-    policy = Retention(policy_from(keep), components={"optimizer": policy_from(rules)})
-    first = plan(infos, policy)
-    lost = first.slim
-    after = [
-        dataclasses.replace(one, components={c: n for c, n in one.components.items() if c not in lost.get(one.id, ())})
-        for one in _after(infos, first)
-    ]
-    assert plan(after, policy).slim == {}
-    assert all(one.components for one in after if one.id in lost)
-    assert max((one.id for one in infos), default=None) not in lost

@@ -81,59 +81,29 @@ def _verified(data: st.DataObject, disk: Disk) -> str | None:
 
 
 @given(disks(), policies, st.data())
-def test_planning_again_after_execution_removes_nothing(disk: Disk, policy: Retention, data: st.DataObject) -> None:
-    """Idempotent, with limits, pins and a damaged newest snapshot too."""
+def test_the_laws_after_a_write(disk: Disk, policy: Retention, data: st.DataObject) -> None:
+    """Idempotent, the same for any order; what is pinned or newest whole stays, with a damaged newest snapshot too."""
     pinned, verified = _chosen(data, disk), _verified(data, disk)
     first = _planned(disk, policy, pinned, verified)
     second = _planned(disk.after(first), policy, pinned, verified)
     assert second.remove == ()
     assert set(second.keep) == set(first.keep)
-
-
-@given(disks(), policies, st.data())
-def test_the_order_of_a_listing_does_not_matter(disk: Disk, policy: Retention, data: st.DataObject) -> None:
-    """Any order of the same snapshots leads to the same plan, before a write as well."""
-    shuffled = data.draw(st.permutations(disk.infos))
-    other = dataclasses.replace(disk, infos=list(shuffled))
-    assert _planned(disk, policy, set()) == _planned(other, policy, set())
-    for one, two in ((disk, other),):
-        assert plan_before_write(one.infos, policy, 5 * UNIT, one.free_bytes, usage=one.usage) == plan_before_write(
-            two.infos, policy, 5 * UNIT, two.free_bytes, usage=two.usage
-        )
-
-
-@given(disks(), policies, st.data())
-def test_what_is_pinned_or_newest_whole_always_stays(disk: Disk, policy: Retention, data: st.DataObject) -> None:
-    """No rule and no limit removes them, after a write or before one."""
-    pinned, verified = _chosen(data, disk), _verified(data, disk)
-    immune = pinned | ({verified} if verified else {one.id for one in disk.infos if one.seq == _last(disk)})
-    assert immune <= set(_planned(disk, policy, pinned, verified).keep)
-    protected = dict.fromkeys(pinned, "pinned")
-    before = plan_before_write(
-        disk.infos, policy, 9 * UNIT, disk.free_bytes, protected=protected, verified=verified, usage=disk.usage
-    )
-    assert not immune & set(before.remove)
-
-
-def _last(disk: Disk) -> int:
-    return max((one.seq for one in disk.infos), default=0)
-
-
-@given(disks(), policies, st.data())
-def test_pins_only_ever_keep_more_of_what_rules_keep(disk: Disk, policy: Retention, data: st.DataObject) -> None:
-    """Monotone: with more pins, no snapshot goes for lack of a rule that stayed with fewer."""
-    few = _chosen(data, disk)
-    many = few | _chosen(data, disk)
+    shuffled = dataclasses.replace(disk, infos=data.draw(st.permutations(disk.infos)))
+    assert _planned(shuffled, policy, pinned, verified) == first
+    assert _immune(disk, pinned, verified) <= set(first.keep)
     rules = Retention(policy.rule)
-    assert set(_planned(disk, rules, few).keep) <= set(_planned(disk, rules, many).keep)
+    many = pinned | _chosen(data, disk)
+    assert set(_planned(disk, rules, pinned).keep) <= set(_planned(disk, rules, many).keep), "monotone with pins"
+    the_limits_hold_or_it_says_what_is_missing(disk, policy, pinned)
 
 
-@given(disks(), policies, st.data())
-def test_after_a_plan_the_limits_hold_or_it_says_what_is_missing(
-    disk: Disk, policy: Retention, data: st.DataObject
-) -> None:
+def _immune(disk: Disk, pinned: set[str], verified: str | None) -> set[str]:
+    last = max((one.seq for one in disk.infos), default=0)
+    return pinned | ({verified} if verified else {one.id for one in disk.infos if one.seq == last})
+
+
+def the_limits_hold_or_it_says_what_is_missing(disk: Disk, policy: Retention, pinned: set[str]) -> None:
     """The executed plan keeps to quota and free space; it is short only if what must stay is too much by itself."""
-    pinned = _chosen(data, disk)
     done = _planned(disk, policy, pinned)
     after = disk.after(done)
     quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
@@ -144,48 +114,41 @@ def test_after_a_plan_the_limits_hold_or_it_says_what_is_missing(
     if done.short_bytes == 0:
         assert over_bytes <= 0
         return
-    immune = [one for one in disk.infos if one.id in pinned or one.seq == _last(disk)]
-    least = disk.after(RetentionPlan({}, tuple(one.id for one in disk.infos if one not in immune)))
+    immune = _immune(disk, pinned, None)
+    least = disk.after(RetentionPlan({}, tuple(one.id for one in disk.infos if one.id not in immune)))
     assert (quota is not None and least.usage.used_bytes > quota) or (floor is not None and least.free_bytes < floor)
 
 
 @given(disks(), policies, st.integers(1, 30), st.data())
-def test_before_a_write_room_is_made_or_nothing_goes(
-    disk: Disk, policy: Retention, units: int, data: st.DataObject
-) -> None:
-    """The new snapshot and what is left keep to the limits; if that is impossible, nothing is removed."""
-    pinned = _chosen(data, disk)
-    protected = dict.fromkeys(pinned, "pinned")
-    done = plan_before_write(disk.infos, policy, units * UNIT, disk.free_bytes, protected=protected, usage=disk.usage)
+def test_the_laws_before_a_write(disk: Disk, policy: Retention, units: int, data: st.DataObject) -> None:
+    """The new snapshot and what is left keep to the limits, or nothing is removed; nor where there is room."""
+    incoming_bytes, quota, floor = units * UNIT, policy.limits.quota_bytes, policy.limits.min_free_bytes
+    pinned, verified = _chosen(data, disk), _verified(data, disk)
+
+    def planned(disk: Disk, **more: Any) -> RetentionPlan:
+        return plan_before_write(disk.infos, policy, incoming_bytes, disk.free_bytes, usage=disk.usage, **more)
+
+    done = planned(disk, protected=dict.fromkeys(pinned, "pinned"), verified=verified)
+    assert not _immune(disk, pinned, verified) & set(done.remove)
+    shuffled = dataclasses.replace(disk, infos=data.draw(st.permutations(disk.infos)))
+    assert planned(shuffled, protected=dict.fromkeys(pinned, "pinned"), verified=verified) == done
+    done = planned(disk, protected=dict.fromkeys(pinned, "pinned"))
     after = disk.after(done)
-    quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
     if done.short_bytes:
         assert done.remove == ()
-        return
-    if quota is not None:
-        assert after.usage.used_bytes + units * UNIT + SLACK_BYTES <= quota
-    if floor is not None:
-        assert after.free_bytes - units * UNIT >= floor
-    assert sorted([*done.keep, *done.remove]) == sorted(one.id for one in disk.infos)
-
-
-@given(disks(), policies, st.integers(1, 30))
-def test_no_more_goes_than_is_needed(disk: Disk, policy: Retention, units: int) -> None:
-    """Without the last removal before a write, a limit or the space of the disk would be exceeded."""
-    incoming_bytes = units * UNIT
-    done = plan_before_write(disk.infos, policy, incoming_bytes, disk.free_bytes, usage=disk.usage)
-    fits = policy.limits == ByteLimits() and disk.free_bytes >= incoming_bytes + SLACK_BYTES
-    if fits:
-        assert done.remove == ()
-    nothing = disk.after(RetentionPlan({}, ()))
-    quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
+    else:
+        if quota is not None:
+            assert after.usage.used_bytes + incoming_bytes + SLACK_BYTES <= quota
+        if floor is not None:
+            assert after.free_bytes - incoming_bytes >= floor
+        assert sorted([*done.keep, *done.remove]) == sorted(one.id for one in disk.infos)
     had_room = (
-        (quota is None or nothing.usage.used_bytes + incoming_bytes + SLACK_BYTES <= quota)
-        and (floor is None or nothing.free_bytes - incoming_bytes >= floor)
-        and nothing.free_bytes >= incoming_bytes + SLACK_BYTES
+        (quota is None or disk.usage.used_bytes + incoming_bytes + SLACK_BYTES <= quota)
+        and (floor is None or disk.free_bytes - incoming_bytes >= floor)
+        and disk.free_bytes >= incoming_bytes + SLACK_BYTES
     )
     if had_room:
-        assert done.remove == ()
+        assert planned(disk).remove == ()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=25), keeps, st.integers(1, 60), st.data())

@@ -324,8 +324,7 @@ class Pipeline:
         client = self._writer.client if self._writer is not None else None
         if not (self._unsent or self._newest.unsettled or (client is not None and client.news)):
             return
-        for number, (job, handle, error) in list(self._unsent.items()):
-            del self._unsent[number]
+        for job, handle, error in map(self._unsent.pop, list(self._unsent)):
             if self.memory:
                 self._slots.release(job.slot)  # the writer does not know of it
             told = SnapshotFailed(job.snapshot or "", job.step, self._tier, error.code, error.message, error.hint or "")
@@ -441,6 +440,8 @@ class Pipeline:
                 self._writer.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
                 self.poll()  # what further tiers had to say until the end
                 self._writer = None
+            if self._shared is not None and (lacking := self._shared.lacking()) is not None:
+                self._emit(Notice("WARNING", lacking))
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None

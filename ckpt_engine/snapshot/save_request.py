@@ -22,7 +22,7 @@ import torch
 
 from ckpt_engine.copy.job import Mirrored, PersistJob
 from ckpt_engine.errors import CkptError, RanksError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
-from ckpt_engine.observe.events import SnapshotFailed
+from ckpt_engine.observe.events import SnapshotFailed, WriterLost
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.arguments import seconds
@@ -196,6 +196,7 @@ class SharedSnapshots:
         self._taking = False
         self._waits_for: int | None = None
         self._since = 0.0
+        self._took: str | None = None
         self._newest: str | None = None
         self._unsure: deque[str] = deque(maxlen=_ASKED)
         self._left: deque[str] = deque()
@@ -229,11 +230,15 @@ class SharedSnapshots:
             self._tell(self._session.number(step, parent), why, durable=durable)
 
     def _tell(self, snapshot: str, why: str, *, durable: bool) -> None:
-        session = self._session
         if durable:
             self._cancel(snapshot, why)
             self.lacks(snapshot)
-        elif session.replicates and not session.coordinates:
+        else:
+            self._tell_missed(snapshot)
+
+    def _tell_missed(self, snapshot: str) -> None:
+        session = self._session
+        if session.replicates and not session.coordinates:
             with suppress(RanksError):  # rank 0 is gone: it does not wait
                 session.ranks.store.set(_MISSED, snapshot)
 
@@ -252,7 +257,7 @@ class SharedSnapshots:
 
     def took(self, snapshot: str, parent: str | None) -> dict[str, Any]:
         """This rank takes part in a snapshot; what its job says of that. `parent`: what the run resumed from."""
-        session = self._session
+        session, self._took = self._session, snapshot
         if session.replicates and session.coordinates:  # that one is to be mirrored by all ranks
             self._waits_for, self._since = _age(snapshot), time.monotonic()
         return {"snapshot": snapshot, "rank": session.ranks.rank, **self._on_all_nodes(parent)}
@@ -263,6 +268,9 @@ class SharedSnapshots:
             self.mirrored(message.snapshot)
         elif isinstance(message, SnapshotFailed) and message.snapshot:
             self.lacks(message.snapshot)
+        elif isinstance(message, WriterLost) and self._took is not None:
+            self._waits_for = None
+            self._tell_missed(self._took)  # its share was lost with the writer, or what that kept for others
 
     def mirrored(self, snapshot: str) -> None:
         """All partners have it. Where they are slow a newer one takes the place of one that waits."""
@@ -286,6 +294,18 @@ class SharedSnapshots:
             with suppress(RanksError):
                 self._session.ranks.store.set(_lack(snapshot), "")
                 self._leave(_lack(snapshot))
+
+    def lacking(self) -> str | None:
+        """In the end, on rank 0: what is to be said where another node has said that it lacks the last snapshot."""
+        if not self._session.coordinates:
+            return None
+        whole = self._on_all_nodes(None).get("common")
+        with suppress(RanksError):
+            if self._unsure and self._session.ranks.store.get(_lack(self._unsure[-1])) is not None:
+                found = parse_id(whole) if whole is not None else None
+                known = "none is known" if found is None else f"step {found.step} is the newest"
+                return f"another node lacks its part of the last snapshot, {self._unsure[-1]}; on all nodes {known}"
+        return None
 
     def _leave(self, key: str) -> None:
         self._left.append(key)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import RanksError
+from ckpt_engine.observe.events import WriterLost
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import save_request
 from ckpt_engine.snapshot.save_request import SharedSnapshots
@@ -30,6 +31,37 @@ def test_what_a_rank_has_missed_is_not_waited_for() -> None:
     missed = store.get("missed")
     gate.miss(3, None, "busy", durable=False)  # rank 0 does not wait for what it has not taken
     assert store.get("missed") == missed == IDS[2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_writer_had_that_is_lost_is_not_waited_for(rank: int) -> None:
+    """Its share, and what it kept for others, will not be there; the next snapshot will."""
+    gates = [_shared(one) for one in _ranks(SharedStore())]
+    for number in (1, 2):
+        for gate in gates:
+            gate.took(IDS[number], None)
+        assert not gates[0].keeps_up
+        gates[rank].heard(WriterLost("killed"))
+        assert gates[0].keeps_up
+
+
+def test_in_the_end_rank_0_says_what_another_node_lacks() -> None:
+    """Nothing of it is to be seen in what the node of rank 0 has."""
+    gates = [_shared(one) for one in _ranks(SharedStore())]
+    for gate in gates:
+        gate._session._places = ((0,), (1,))
+    first, second = gates
+    first.committed(IDS[1])
+    second.lacks(IDS[1])
+    assert f"last snapshot, {IDS[1]}; on all nodes none is known" in (first.lacking() or "")
+    for gate in gates:
+        gate.committed(IDS[2])
+    assert first.lacking() is None
+    first.committed(IDS[3])
+    assert first.lacking() is None  # the other node may yet have it
+    second.lacks(IDS[3])
+    assert f"{IDS[3]}; on all nodes step 2 is the newest" in (first.lacking() or "")
+    assert second.lacking() is None
 
 
 def test_a_store_that_is_gone_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,8 +383,6 @@ class Engine:
         self.tenure.require_open()
         self.times.begin()
         began = time.monotonic()
-        if self.config.memory and self.tenure.settle_older():
-            self.tenure.claim()  # what it has in memory only becomes durable when it is closed
         how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
         found = self._restorer.load(step, back=arguments.flag("back", back), **how)
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.

@@ -17,7 +17,8 @@ from ckpt_engine.observe.curves import Curves
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.restore import choose as restore
-from ckpt_engine.restore.ask_tiers import place_of
+from ckpt_engine.restore.ask_tiers import storage_of
+from ckpt_engine.store.repository import Repository
 from lightning_ckpt.compat import LightningInternals
 from lightning_ckpt.compat_data import curves_of
 from lightning_ckpt.restart import AUTO
@@ -134,7 +135,7 @@ def _newest(config: Config) -> Mapping[str, Any]:
     """The notes of the snapshot that the run is likely to go on from: further tiers are not waited for twice."""
     for tiers in (config.tiers[:1], config.tiers[1:]):
         with suppress(CkptError):  # the resume itself comes to the same, and raises it
-            found = restore.choose([place_of(tier) for tier in tiers]) if tiers else None
+            found = restore.choose([Repository(storage_of(tier)) for tier in tiers]) if tiers else None
             if found is not None:
                 return found.manifest.notes
     return {}

@@ -26,7 +26,6 @@ from ckpt_engine.loop.components import OWN_KEY, Shapes, weight_shapes
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.state.compatibility import size_of
 from ckpt_engine.state.sharding import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
 
@@ -80,9 +79,9 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
         ResumeError: says both layouts.
     """
     before, now = int(manifest.notes.get(_LAYOUT, 1)), _tensor_parallel(trainer)
-    if before != now and size_of(manifest) == trainer.world_size:
+    if before != now and manifest.world_size == trainer.world_size:
         raise ResumeError(
-            f"snapshot {manifest.info.id} was taken by {size_of(manifest)} ranks with tensor_parallel_size={before}, "
+            f"snapshot {manifest.info.id} was taken by {manifest.world_size} ranks with tensor_parallel_size={before}, "
             f"and this run has as many with {now}",
             hint="start it with the same tensor_parallel_size, or with another number of ranks, which may change both",
         )
@@ -91,7 +90,7 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
 def teams_of(manifest: Manifest, trainer: pl.Trainer) -> Teams:
     """Which ranks share a model, then and now."""
     before = int(manifest.notes.get(_LAYOUT, 1))
-    return Teams.of_sizes(size_of(manifest), before, trainer.global_rank, _tensor_parallel(trainer))
+    return Teams.of_sizes(manifest.world_size, before, trainer.global_rank, _tensor_parallel(trainer))
 
 
 def wrappers_of(trainer: pl.Trainer) -> list[torch.nn.Module]:

@@ -35,8 +35,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.restore.choose import Candidate, assemble
-from ckpt_engine.state.compatibility import as_rank, size_of
+from ckpt_engine.restore.choose import Candidate, as_rank, assemble
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Entry, Manifest, require_whole
 from ckpt_engine.store.repository import Repository
@@ -199,7 +198,7 @@ def _choose(snapshot: str, holders: Sequence[Repository]) -> Candidate:
 
 def _of_rank(snapshot: Candidate, rank: int) -> Candidate:
     """The snapshot as `rank` has it."""
-    size = size_of(snapshot.manifest)
+    size = snapshot.manifest.world_size
     if rank >= size:
         there = "one process" if size == 1 else f"ranks 0 to {size - 1}"
         raise click.UsageError(f"--rank {rank}: {snapshot.info.id} was taken by {there}")

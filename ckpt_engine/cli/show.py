@@ -22,7 +22,6 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
-from ckpt_engine.state.compatibility import size_of
 from ckpt_engine.store import names, packs
 from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.decode import decoder_of, stored_pieces
@@ -181,7 +180,7 @@ def _print_components(manifest: Manifest) -> None:
 
 
 def _component(manifest: Manifest, name: str) -> str:
-    size = size_of(manifest)
+    size = manifest.world_size
     return f"own of {size:,} ranks" if name == RANKS and size > 1 else name or "(state)"
 
 

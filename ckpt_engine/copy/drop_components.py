@@ -9,7 +9,7 @@ What is written again is one plain file, whatever it was before. So compaction i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -18,12 +18,9 @@ from ckpt_engine.errors import StorageExistsError
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import decoder_of, is_plain
-from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.manifest import RAW, SLIMMED, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import entries_in
-
-NOTE = "slimmed"
-"""The key in a manifest's notes: `{"from": <id>, "without": [<component>, ...]}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
         (DataFile(names.data_name(snapshot), offset),),
         moved,
         tree,
-        {**whole.notes, **({NOTE: {"from": whole.info.id, "without": sorted(without)}} if without else {})},
+        {**whole.notes, **({SLIMMED: {"from": whole.info.id, "without": sorted(without)}} if without else {})},
     )
     return Slim(whole, made, header, tuple(kept))
 
@@ -149,12 +146,6 @@ def is_compact(manifest: Manifest) -> bool:
     """Whether a snapshot is plain and has all of its data in files of its own."""
     owners = {owner.id for file in manifest.files if (owner := names.data_owner(file.name))}
     return owners <= {manifest.info.id} and all(map(is_plain, manifest.entries.values()))
-
-
-def lacks(manifest: Manifest) -> tuple[str, ...]:
-    """The components that slimming took from a snapshot."""
-    note = manifest.notes.get(NOTE)
-    return tuple(note["without"]) if isinstance(note, Mapping) else ()
 
 
 def twins(infos: Sequence[SnapshotInfo]) -> dict[str, str]:

@@ -230,7 +230,7 @@ def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> An
         CorruptError, FormatError, StorageError: as `rebuild`.
     """
     names = entries_of(tree)
-    require_room(manifest, names)
+    require_room(sum([manifest.entries[name].nbytes for name in names]))
     read = read_entries(sources, manifest, [name for name in names if manifest.entries[name].nbytes <= SMALL_BYTES])
     rest = {
         name: torch.empty(manifest.entries[name].shape, dtype=dtype_of(manifest.entries[name].dtype))

@@ -33,8 +33,8 @@ from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_fl
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.restore.choose import require_size
 from ckpt_engine.restore.load import Live, Loaded
-from ckpt_engine.state.compatibility import require_size, size_of
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of
@@ -519,7 +519,7 @@ def own_part(state: dict[str, Any], loaded: Loaded, ranks: tuple[int, int], poli
     packed, notes = unpack(own["packed"])
     values = packed.pop("values", {})
     whole = {"hidden": {}, **own, **packed}
-    if size_of(loaded.manifest) == ranks[1]:
+    if loaded.manifest.world_size == ranks[1]:
         return OwnPart(whole, notes, None, merged(state, values))
     saved = [loaded.own[number][OWN_KEY] for number in sorted(loaded.own)] or [own]
     elastic = Elastic(*ranks, [{**one, **unpack(one["packed"])[0]} for one in saved], policy)

@@ -130,10 +130,10 @@ class ListedOnce(Repository):
         return self._listed
 
 
-def place_of(tier: Tier) -> Repository:
+def storage_of(tier: Tier) -> Storage:
     """What a tier has, to read from; an object store is opened by the first request."""
     options = tier.for_storage()
-    return Repository(open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options))
+    return open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options)
 
 
 _left: dict[str, tuple[threading.Thread, str]] = {}

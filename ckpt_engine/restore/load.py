@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from ckpt_engine.config import Config, Tier
+from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import (
     CkptError,
@@ -33,27 +33,28 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, announce, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
-from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers, memory
-from ckpt_engine.restore.ask_tiers import FarStorage, ListedOnce, Places, Repair, Sources, place_of
+from ckpt_engine.restore.ask_tiers import FarStorage, ListedOnce, Places, Repair, Sources, storage_of
 from ckpt_engine.restore.choose import (
     Away,
     Candidate,
     Check,
     RejectedCandidate,
     Search,
+    as_rank,
     candidates,
     choose,
     notes_about,
+    own_trees,
+    require_fit,
     require_none,
 )
-from ckpt_engine.restore.load_in_place import copy_into, fill, live_targets, read_regions
+from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.state.compatibility import as_rank, own_trees, require_fit, size_of
 from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import packs
@@ -63,6 +64,7 @@ from ckpt_engine.store.manifest import PACKED, Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import continued
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in
 from ckpt_engine.writer.primary_tier import let_finish
 
@@ -174,7 +176,7 @@ def load(
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
             manifest = as_rank(candidate.manifest, rank)
-            others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
+            others = own_trees(candidate.manifest) if manifest.world_size != size else {}
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
             place = candidate.sources[0].storage.url
@@ -186,6 +188,7 @@ def load(
                 raise
             search.reject(candidate.info.id, err)
             continue
+        died_at = where[0].storage.capabilities.died_at_step  # what a dead trainer has left is the nearest place
         return Loaded(
             state=state if takes is None else copy_into(state, takes),
             info=candidate.info,
@@ -196,8 +199,8 @@ def load(
             seconds=time.perf_counter() - began,
             place=place,
             repairs=tuple(sources.repairs),
-            away=tuple(search.away),
-            lost_steps=_lost_steps(where, candidate.info.step),
+            away=search.missed(where),
+            lost_steps=None if died_at is None else max(0, died_at - candidate.info.step),
             own=own,
             unverified_bytes=unverified_bytes,
             newest_seq=search.newest_seq,
@@ -218,18 +221,18 @@ def _read(
     Args:
         others: the trees of all ranks that saved it, where their number differs.
     """
-    targets = live_targets(manifest.tree, takes, manifest.entries)
-    fill(sources, manifest, targets.plain)
-    unverified_bytes = read_regions(sources, manifest, targets.regions, targets.stored)
-    trees = [manifest.tree, *others.values()]
-    wanted = set(entries_in(trees)) if size_of(manifest) > 1 else set(manifest.entries)
-    live = targets.live
-    rest = [name for name in manifest.entries if name in wanted and name not in live]
-    entries = {**live, **read_entries(sources, manifest, rest)}
+    live, finished, unverified_bytes = {}, {}, 0
+    if takes is not None:
+        live, finished, unverified_bytes = fill_live(sources, manifest, takes)
+    names: Collection[str] = manifest.entries
+    if manifest.world_size > 1:
+        wanted = set(entries_in([manifest.tree, *others.values()]))
+        names = [name for name in names if name in wanted]
+    entries = {**live, **read_entries(sources, manifest, [name for name in names if name not in live])}
     is_packed = PACKED in [node.get("$") for node in manifest.tree.values() if type(node) is dict]
     with uncollected():
         schemas = packs.schemas_of(manifest, lambda name: entries[name].numpy().tobytes()) if is_packed else {}
-        rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled, schemas=schemas)
+        rebuilder = Rebuilder(entries, pickle_paths, finished=finished, schemas=schemas)
         state = rebuilder.state(manifest.tree)
         own = {number: rebuilder.state(tree) for number, tree in others.items()}
     notes = rebuilder.notes
@@ -241,35 +244,32 @@ def _read(
     return state, own, tuple(notes), unverified_bytes
 
 
-def _lost_steps(where: Sequence[Repository], step: int) -> int | None:
-    for place in where:
-        last = place.storage.capabilities.died_at_step
-        if last is not None:
-            return max(0, last - step)
-    return None
-
-
-RankRead = Callable[..., Loaded | None]
-"""`restore.load` with all that does not depend on the snapshot."""
-_Choice = tuple[str, str | None]
-"""The id of a snapshot, and what other ranks have to know of it."""
-
-
 def choose_together(session: Session, where: Places, step: int | None, check: Check | None) -> Candidate | None:
-    """As `load_together.choose`, on all ranks."""
+    """As `choose`, on all ranks."""
     seen = None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
-    found: list[Candidate | None] = []
     with Gathered(session, where) as gathered:
+        chosen, found = _agree_on(session, gathered, lambda: choose(gathered.places(), step, seen))
+        if chosen is None or session.coordinates:
+            return found
+        return choose(gathered.places(), None, seen, only=chosen)
 
-        def look() -> _Choice | None:
-            found.append(choose(gathered.places(), step, seen))
-            return _chosen(found[0], gathered)
 
-        agreed = session.agree(look, LOAD_SECONDS)
-        if agreed is None or session.coordinates:
-            return found[0] if found else None
-        gathered.learn(*agreed)
-        return choose(gathered.places(), None, seen, only=agreed[0])
+def _agree_on(
+    session: Session, gathered: Gathered, look: Callable[[], Candidate | None]
+) -> tuple[str | None, Candidate | None]:
+    """The id of the snapshot that rank 0 finds, on all ranks, and on rank 0 what it has found."""
+    found: Candidate | None = None
+
+    def chosen() -> tuple[str, str | None] | None:
+        nonlocal found
+        found = look()
+        return None if found is None else (found.info.id, gathered.parts_of(found.manifest))
+
+    agreed = session.agree(chosen, LOAD_SECONDS)
+    if agreed is None:
+        return None, None
+    gathered.learn(*agreed)
+    return agreed[0], found
 
 
 def load_together(
@@ -282,68 +282,45 @@ def load_together(
     check: Check | None,
     pickle_paths: Sequence[str],
 ) -> Loaded | None:
-    """As `load_together.load`, on all ranks at once: what one of them cannot read none of them takes.
+    """As `load`, on all ranks at once: what one of them cannot read none of them takes.
 
     Raises:
         RanksError: a rank does not find what rank 0 has chosen.
     """
-    # What is filled in place by `live` is divided, too.
+    rank, size = session.ranks.rank, session.ranks.size
+    seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
+    how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths}
+    refused: dict[str, CkptError] = {}
     with (
         Gathered(session, where) as gathered,
+        # What is filled in place by `live` is divided, too.
         Sharing(session, gathered.places, into, alike=live is None) as sharing,
     ):
-
-        def read(**which: Any) -> Loaded | None:
-            return load(sharing.places(), into=into, live=live, check=check, pickle_paths=pickle_paths, **which)
-
-        return _load(session, sharing.places, gathered, step, check, read)
-
-
-def _load(
-    session: Session, where: Places, gathered: Gathered, step: int | None, check: Check | None, read: RankRead
-) -> Loaded | None:
-    ranks = session.ranks
-    seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
-    refused: dict[str, CkptError] = {}
-    while True:
-        search = Search()
-
-        def look() -> _Choice | None:
-            return _chosen(choose(where(), step, seen, search=search, refused=refused), gathered)  # noqa: B023
-
-        agreed = session.agree(look, LOAD_SECONDS)
-        if agreed is None:
-            return None
-        chosen = agreed[0]
-        gathered.learn(*agreed)
-        found, failure = _attempt(ranks, read, chosen)
-        mine = {"error": None if failure is None else asdict(ErrorRecord.of(failure))}
-        verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
-        if verdict is None:
-            assert found is not None
-            rejected = (*search.rejected, *found.rejected)
-            return replace(found, rejected=rejected, newest_seq=search.newest_seq)
-        error = ErrorRecord(**verdict).exception()
-        if not isinstance(error, NoUsableSnapshotError):
-            raise failure or error
-        refused[chosen] = CorruptError(error.message)
-
-
-def _chosen(candidate: Candidate | None, gathered: Gathered) -> _Choice | None:
-    return None if candidate is None else (candidate.info.id, gathered.parts_of(candidate.manifest))
-
-
-def _attempt(ranks: Ranks, read: RankRead, snapshot: str) -> tuple[Loaded | None, CkptError | None]:
-    try:
-        found = read(only=snapshot, rank=ranks.rank, size=ranks.size)
-    except CkptError as err:
-        return None, err
-    if found is None:
-        return None, RanksError(
-            f"rank 0 has chosen snapshot {snapshot}, and rank {ranks.rank} does not find it",
-            hint="all ranks need the same folder: a shared file system, or an object store",
-        )
-    return found, None
+        while True:
+            search = Search()
+            look = partial(choose, step=step, check=seen, search=search, refused=refused)
+            chosen, _ = _agree_on(session, gathered, lambda: look(sharing.places()))  # noqa: B023
+            if chosen is None:
+                return None
+            found, failure = None, None
+            try:
+                found = load(sharing.places(), only=chosen, rank=rank, size=size, **how)
+                if found is None:
+                    raise RanksError(
+                        f"rank 0 has chosen snapshot {chosen}, and rank {rank} does not find it",
+                        hint="all ranks need the same folder: a shared file system, or an object store",
+                    )
+            except CkptError as err:
+                failure = err
+            mine = {"error": None if failure is None else asdict(ErrorRecord.of(failure))}
+            verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
+            if verdict is None:
+                assert found is not None
+                return replace(found, rejected=(*search.rejected, *found.rejected), newest_seq=search.newest_seq)
+            error = ErrorRecord(**verdict).exception()
+            if not isinstance(error, NoUsableSnapshotError):
+                raise failure or error
+            refused[chosen] = CorruptError(error.message)
 
 
 def _verdict(said: list[dict[str, Any] | None]) -> Any:
@@ -381,11 +358,11 @@ class Restorer:
         self._pipeline = pipeline
         self._emit = emit
         self._owner = owner
+        self._memory = config.memory is not None
         self._attached: memory.MemoryStorage | None = None
         self._mute = False
-        self._far: dict[str, FarStorage] = {}
-        self._listed: dict[str, ListedOnce] = {}
-        """The further tiers since a snapshot was chosen, by URL: what loads it goes by the same listings."""
+        self._listed: list[ListedOnce] = []
+        """The further tiers since a snapshot was chosen: what loads it goes by the same listings."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
@@ -399,6 +376,8 @@ class Restorer:
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
+        if self._memory and self._owner.settle_older():
+            self._owner.claim()  # what it has in memory only becomes durable when it is closed
         try:
             if self._session is not None:
                 self.attach()
@@ -418,7 +397,7 @@ class Restorer:
 
     def _let_finish(self) -> None:
         """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""
-        if self._config.memory is not None or self._pipeline.started:
+        if self._memory or self._pipeline.started:
             return
         session, near = self._session, self.nearest()
         if session is not None and session.ranks.rank not in [place[0] for place in session.places()]:
@@ -442,46 +421,48 @@ class Restorer:
             before = tuple((str(attempt), int(last)) for attempt, last in agreed)
         self._pipeline.lineage.go_on(info, before)
 
+    @cached_property
+    def _tiers(self) -> list[Storage]:
+        """Nearest first."""
+        return [storage_of(tier) for tier in self._config.tiers]
+
     def nearest(self) -> Repository:
-        """The nearest tier. Others are not even opened: that may be slow, too."""
+        """The nearest tier."""
         self._owner.settle_older()
-        return place_of(self._config.tiers[0])
+        return Repository(self._tiers[0])
 
     def open_ahead(self) -> None:
         """Have the libraries of object stores imported while something else is waited for; nothing is asked."""
-        for tier in self._config.tiers:
-            if not tier.is_folder and tier.url not in self._far:
-                self._far[tier.url] = storage = FarStorage(tier.url, tier.for_storage())
+        for storage in self._tiers:
+            if isinstance(storage, FarStorage):
                 threading.Thread(target=storage.open_ahead, name="ckpt-open", daemon=True).start()
 
     def is_further(self, url: str) -> bool:
         """Whether that is how a further tier is called in events."""
-        return any(self._place(tier).storage.url == url for tier in self._config.tiers[1:])
-
-    def _place(self, tier: Tier) -> Repository:
-        far = self._far.get(tier.url)
-        return place_of(tier) if far is None else Repository(far)
+        return url in [storage.url for storage in self._tiers[1:]]
 
     def places(self) -> list[Repository]:
         """All of them, nearest first."""
-        self._owner.settle_older()
-        if self._session is None:  # of several ranks all attach at once, and one may look alone
-            self.attach()
-        in_memory = [Repository(self._attached)] if self._attached is not None else []
-        return in_memory + [self._place(tier) for tier in self._config.tiers]
+        return [*self._near(), *map(Repository, self._tiers[1:])]
 
     def _listed_once(self) -> list[Repository]:
         """The same. The nearest tier is listed each time: a writer that ends may still leave a snapshot there."""
-        found = self.places()
-        further = len(self._config.tiers) - 1
-        near, far = found[: len(found) - further], found[len(found) - further :]
-        return near + [self._listed.setdefault(one.storage.url, ListedOnce(one.storage)) for one in far]
+        near = self._near()
+        self._listed = self._listed or list(map(ListedOnce, self._tiers[1:]))
+        return [*near, *self._listed]
+
+    def _near(self) -> list[Repository]:
+        """What is in memory, and the nearest tier."""
+        nearest = self.nearest()
+        if self._session is None:  # of several ranks all attach at once, and one may look alone
+            self.attach()
+        return [nearest] if self._attached is None else [Repository(self._attached), nearest]
 
     def attach(self) -> None:
         """Restorer for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
-        url = self._config.root_url
-        if self._attached is not None or self._config.memory is None or self._pipeline.started or self._owner.closed:
+        if self._attached is not None or not self._memory or self._pipeline.started or self._owner.closed:
             return
+        url = self._config.root_url
         if self._session is not None:
             self._attached, held = memory.attach_together(self._session, url, ATTACH_SECONDS, self._emit)
         elif not self._answers(url):

@@ -8,10 +8,11 @@ it is counted. Host tensors are read directly, device tensors through page-locke
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -24,13 +25,11 @@ from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES, Move, private_memory, stream_into
+from ckpt_engine.restore.read import READ_BYTES, Landing, Move, moves_of, private_memory, read_moves
 from ckpt_engine.snapshot.cuda import CUDA, Runtime, home
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
 from ckpt_engine.state.sharding import problem as sharding_problem
-from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, joined
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.tree import TreePath, keyed
 
@@ -51,10 +50,22 @@ class Targets:
     stored: dict[str, tuple[Box, ...]]
     filled: dict[str, torch.Tensor]
 
-    @property
-    def live(self) -> dict[str, torch.Tensor]:
-        """All of them by entry name."""
-        return {**self.plain, **self.filled}
+
+def fill_live(
+    sources: Sources, manifest: Manifest, into: Any
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], int]:
+    """Fill what of the live state `into` takes entries without a second copy, see `live_targets`: by entry name.
+
+    Returns:
+        What is filled; what of it is as it is to be in the state; and bytes as of `read_regions`.
+
+    Raises:
+        StateError, CorruptError, NewerFormatError, StorageError: as `live_targets` and `read_moves`.
+    """
+    targets = live_targets(manifest.tree, into, manifest.entries)
+    fill(sources, manifest, targets.plain)
+    unverified_bytes = read_regions(sources, manifest, targets.regions, targets.stored)
+    return {**targets.plain, **targets.filled}, targets.filled, unverified_bytes
 
 
 def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry]) -> Targets:
@@ -67,8 +78,7 @@ def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry
         StateError: a live DTensor cannot be filled; names the entry.
     """
     uses: dict[str, list[tuple[Mapping[str, Any], Any]]] = {}
-    if into is not None:
-        _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
+    _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
     found = Targets({}, [], {}, {})
     for name, pairs in uses.items():
         node, live = pairs[0]
@@ -242,6 +252,18 @@ class _Wanted:
         piece = self.piece
         return piece.codec != RAW or piece.nbytes <= WHOLE_BYTES or self.last - self.first >= WHOLE_SHARE * piece.nbytes
 
+    def place(self, address: int, nbytes: int, skipped: int = 0) -> None:
+        """Copy what is needed of the decoded piece, all of it but its first `skipped` bytes, from where it is."""
+        flat = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=self.dtype)
+        for copy in self.copies:
+            # The run may reach beyond what was read; what is needed of it does not.
+            strides = [prod(copy.run.shape[dimension + 1 :]) for dimension in range(len(copy.run.shape))]
+            place = copy.box.slices(copy.run)
+            offset = sum(one.start * stride for one, stride in zip(place, strides, strict=True))
+            source = flat.as_strided(copy.box.shape, strides, copy.at - skipped // self.dtype.itemsize + offset)
+            with torch.no_grad():
+                copy.region.tensor[copy.box.slices(copy.region.box)].copy_(source)
+
 
 def read_regions(
     sources: Sources, manifest: Manifest, regions: Sequence[ArrayRegion], stored: Mapping[str, Sequence[Box]]
@@ -266,50 +288,39 @@ def read_regions(
     for region in regions:
         by_entry.setdefault(region.entry, []).append(region)
     wanted = [one for name, found in by_entry.items() for one in _wanted(manifest, name, found, stored[name])]
-    decoder = sources.decoder(manifest)
-    buffers = threading.local()
-
-    def buffer(number: int, nbytes: int) -> memoryview:
-        kept: dict[int, bytearray] = buffers.__dict__.setdefault("kept", {})
-        if len(kept.get(number, b"")) < nbytes:
-            kept[number] = bytearray(max(nbytes, WHOLE_BYTES))
-        return memoryview(kept[number])[:nbytes]
-
-    def run(span: Sequence[_Wanted]) -> int:
-        one = span[0]
-        file = manifest.files[one.piece.file].name
-        if not one.is_whole:
-            nbytes = one.last - one.first
-            data = buffer(0, nbytes)
-            sources.read(file, one.piece.offset + one.first, data)
-            _place(one, data, one.first)
-            return nbytes
-        start = one.piece.offset
-        stop = span[-1].piece.offset + span[-1].piece.nbytes
-        found = sources.view(file, start, stop - start)
-        if found is None:
-            found = buffer(0, stop - start)
-            sources.read(file, start, found)
-        for one in span:
-            piece = one.piece
-            data = found[piece.offset - start :][: piece.nbytes]
-            if digest(data) != piece.digest:
-                if data.readonly:
-                    data = buffer(1, piece.nbytes)
-                sources.repair(one.entry, file, piece, data)
-            _place(one, _decoded(decoder, one, data, buffer(2, piece.raw_nbytes)), 0)
-        return 0
-
-    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
-    pool = ThreadPoolExecutor(
-        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
+    whole = {(one.entry, one.start): one for one in wanted if one.is_whole}
+    parts = [one for one in wanted if not one.is_whole]
+    moves = [Move(one.entry, one.piece, one.start, 0) for one in whole.values()]
+    read_moves(
+        sources, manifest, moves, _Scatter(whole), [partial(_read_part, sources, manifest, one) for one in parts]
     )
-    try:
-        spans = joined([one for one in wanted if one.is_whole], READ_BYTES)
-        spans += [[one] for one in wanted if not one.is_whole]
-        return sum([done.result() for done in [pool.submit(run, span) for span in spans]])
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return sum([one.last - one.first for one in parts])
+
+
+def _read_part(sources: Sources, manifest: Manifest, one: _Wanted) -> None:
+    data = bytearray(one.last - one.first)
+    sources.read(manifest.files[one.piece.file].name, one.piece.offset + one.first, memoryview(data))
+    one.place(address_of(memoryview(data)), len(data), one.first)
+
+
+class _Scatter(Landing):
+    """Copies what is needed of pieces to all regions that overlap them."""
+
+    is_host = True
+
+    def __init__(self, wanted: Mapping[tuple[str, int], _Wanted]) -> None:
+        self._wanted = wanted
+        self._own = threading.local()
+
+    def room(self, nbytes: int, entry: str) -> int:  # noqa: ARG002
+        kept: mmap.mmap | None = getattr(self._own, "kept", None)
+        if kept is None or len(kept) < nbytes:
+            kept = self._own.kept = private_memory(max(nbytes, READ_BYTES))
+        return address_of(memoryview(kept))
+
+    def send(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._wanted[move.entry, move.start].place(move.address, move.piece.raw_nbytes)
 
 
 def _wanted(manifest: Manifest, name: str, regions: Sequence[ArrayRegion], boxes: Sequence[Box]) -> Iterator[_Wanted]:
@@ -345,29 +356,6 @@ def _position(run: Box, box: Box) -> int:
     return sum(at * prod(box.shape[dimension + 1 :]) for dimension, at in enumerate(run.offsets))
 
 
-def _place(wanted: _Wanted, data: memoryview, skipped: int) -> None:
-    """Copy what is needed of a piece, whose first `skipped` bytes `data` lacks."""
-    memory = (ctypes.c_char * data.nbytes).from_address(address_of(data))  # `data` may be read-only, and is only read
-    flat = torch.frombuffer(memory, dtype=wanted.dtype)
-    for copy in wanted.copies:
-        # The run may reach beyond what was read; what is needed of it does not.
-        first = copy.at - skipped // wanted.dtype.itemsize
-        strides = [prod(copy.run.shape[dimension + 1 :]) for dimension in range(len(copy.run.shape))]
-        place = copy.box.slices(copy.run)
-        offset = first + sum(one.start * stride for one, stride in zip(place, strides, strict=True))
-        source = flat.as_strided(copy.box.shape, strides, offset)
-        with torch.no_grad():
-            copy.region.tensor[copy.box.slices(copy.region.box)].copy_(source)
-
-
-def _decoded(decoder: Decoder, one: _Wanted, stored: memoryview, out: memoryview) -> memoryview:
-    if one.piece.codec == RAW:
-        return stored
-    decoder.decode(one.entry, one.start, one.piece, stored, out)
-    return out
-
-
-_ALIGN = 64
 _STRIP_UNIT = 2 << 20
 """Pieces of one request may take some more bytes than it has, to be aligned."""
 
@@ -378,17 +366,17 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     Every piece is verified before its bytes reach a tensor. If an error is raised, other pieces may have been copied.
 
     Raises:
-        CorruptError, NewerFormatError, StorageError: as `stream_into`.
+        CorruptError, NewerFormatError, StorageError: as `read_moves`.
     """
     if not targets:
         return
     away = {name: target for name, target in targets.items() if runtime.device(target) is not None and target.numel()}
-    stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
+    read_moves(sources, manifest, moves_of(manifest, {name: one for name, one in targets.items() if name not in away}))
     if not away:
         return
     landing = _PageLocked(away, runtime)
     try:
-        stream_into(sources, manifest, away, landing=landing)
+        read_moves(sources, manifest, moves_of(manifest, away), landing)
     finally:
         landing.close()
 
@@ -398,7 +386,6 @@ class _Strip:
 
     def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
         memory = private_memory(nbytes)
-        host_memory.advise(memory)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.sent: list[Any] = []
         """Happen when what was sent from it has arrived."""
@@ -420,8 +407,8 @@ class _Strip:
         self._pinned.unpin()
 
 
-class _PageLocked:
-    """A `Landing` of two strips for each thread: one is filled while a device copies from the other.
+class _PageLocked(Landing):
+    """Two strips for each thread: one is filled while a device copies from the other.
 
     Copies are queued behind what is queued in the streams that are current where this is made.
     """
@@ -434,15 +421,11 @@ class _PageLocked:
         self._own = threading.local()
         self._strips: list[_Strip] = []
 
-    def take(self, moves: Sequence[Move]) -> list[Move]:
-        """See `Landing`."""
-        starts = list(accumulate((-(-move.piece.raw_nbytes // _ALIGN) * _ALIGN for move in moves), initial=0))
-        self._own.strip = strip = self._next(starts[-1], self._homes[moves[0].entry])
-        first = strip.bytes.data_ptr()
-        return [replace(move, address=first + start) for move, start in zip(moves, starts, strict=False)]
+    def room(self, nbytes: int, entry: str) -> int:
+        self._own.strip = strip = self._next(nbytes, self._homes[entry])
+        return strip.bytes.data_ptr()
 
     def send(self, moves: Sequence[Move]) -> None:
-        """See `Landing`."""
         strip: _Strip = self._own.strip
         first = strip.bytes.data_ptr()
         for device, stream in self._streams.items():

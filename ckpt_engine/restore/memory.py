@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
-    StorageError,
     StorageMissingError,
     WaitTimeoutError,
     WriterError,
@@ -46,63 +44,21 @@ KNOCK_SECONDS = 5.0
 """How long a writer may take to say that it is there."""
 
 
-class SharedFile:
-    """A data file in the memory of another process. Thread safe.
-
-    Args:
-        name: of the data file.
-        fd: a descriptor of the memory, owned by this object from now on.
-        nbytes: bytes of the data file, from the start of the memory on.
-
-    Raises:
-        CorruptError: the memory is smaller.
-    """
-
-    def __init__(self, name: str, fd: int, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self._fd = fd
-        self._memory: memoryview | None = None
-        self._lock = threading.Lock()
-        if os.fstat(fd).st_size < nbytes:
-            raise CorruptError(f"the memory of {name} has {os.fstat(fd).st_size} bytes instead of {nbytes}")
-
-    def mapped(self) -> memoryview:
-        """Its memory. It stays mapped as long as anything refers to the result."""
-        with self._lock:
-            if self._memory is None:
-                if self._fd < 0:
-                    raise StorageError(f"{URL} was released")
-                try:
-                    self._memory = shared_bytes(self._fd, self.nbytes, writable=False)
-                except OSError as err:
-                    raise StorageError(f"cannot map {self.nbytes} bytes of {URL}: {err}") from err
-            return self._memory
-
-    def close(self) -> None:
-        """Unmap it, and give up the memory. Idempotent."""
-        with self._lock:
-            self._memory = None
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
-
 class MemoryStorage(ReadOnlyStorage):
     """One snapshot in the memory of other processes, read-only; see `Storage`. Nothing is copied before it is read.
 
     Args:
         texts: the run's record and the manifest, by name.
-        files: its data files, owned by this object from now on.
+        files: the memory of its data files, by name; it stays mapped as long as anything refers to it.
         beat: how far the trainer was when it died, as far as it said.
     """
 
     url = URL
 
-    def __init__(self, texts: Mapping[str, bytes], files: Sequence[SharedFile], beat: Beat | None = None) -> None:
+    def __init__(self, texts: Mapping[str, bytes], files: Mapping[str, memoryview], beat: Beat | None = None) -> None:
         self._beat = beat
         self._texts = texts
-        self._files = {file.name: file for file in files}
+        self._files = dict(files)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -112,8 +68,7 @@ class MemoryStorage(ReadOnlyStorage):
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         file = self._files.get(name)
         if file is not None:
-            stop = file.nbytes if nbytes is None else min(file.nbytes, start + nbytes)
-            return bytes(self.view(name, start, stop - start)) if start < stop else b""
+            return bytes(file[start:] if nbytes is None else file[start : start + nbytes])
         text = self._text(name)
         return text[start:] if nbytes is None else text[start : start + nbytes]
 
@@ -131,7 +86,7 @@ class MemoryStorage(ReadOnlyStorage):
         out[:] = found
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview:
-        """Bytes of the data file where they are. They stay mapped as long as anything refers to the result.
+        """Bytes of the data file where they are.
 
         Raises:
             StorageMissingError
@@ -142,17 +97,16 @@ class MemoryStorage(ReadOnlyStorage):
             raise StorageMissingError(f"{URL} does not have {name} as memory")
         if start + nbytes > file.nbytes:
             raise CorruptError(f"{URL}/{name} ends before byte {start + nbytes}")
-        return file.mapped()[start : start + nbytes].toreadonly()
+        return file[start : start + nbytes].toreadonly()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         found = [ObjectInfo(name, len(text)) for name, text in self._texts.items()]
-        found += [ObjectInfo(file.name, file.nbytes) for file in self._files.values()]
+        found += [ObjectInfo(name, file.nbytes) for name, file in self._files.items()]
         return iter([item for item in found if item.name.startswith(prefix)])
 
     def close(self) -> None:
-        """Unmap it, and give up the memory. Idempotent."""
-        for file in self._files.values():
-            file.close()
+        """Give up the memory. Idempotent."""
+        self._files.clear()
 
     def _text(self, name: str) -> bytes:
         try:
@@ -189,13 +143,14 @@ def attach(root_url: str, timeout: float) -> MemoryStorage | None:
     if reply is None:
         return None
     try:
-        body, file = reply.body, shared_file(reply)
+        body = reply.body
         manifest = {names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
-        return MemoryStorage({names.RECORD: str(body["record"]).encode(), **manifest}, [file], beat_of(reply))
+        texts = {names.RECORD: str(body["record"]).encode(), **manifest}
+        return MemoryStorage(texts, shared_file(reply), beat_of(reply))
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
-        for fd in reply.fds:
-            os.close(fd)
         return None
+    finally:
+        _close(reply)
 
 
 def is_held(root_url: str, timeout: float) -> bool:
@@ -206,15 +161,24 @@ def is_held(root_url: str, timeout: float) -> bool:
     return reply is not None and bool(reply.body.get("held"))
 
 
-def shared_file(reply: Received) -> SharedFile:
-    """What a writer offers with its reply to `control.SNAPSHOT`; owns its descriptor.
+def shared_file(reply: Received) -> dict[str, memoryview]:
+    """The data file that a writer offers with its reply to `control.SNAPSHOT`, by its name.
 
     Raises:
-        LookupError, ValueError, TypeError, CorruptError: it offers nothing that is of use.
+        LookupError, ValueError, TypeError, CorruptError, OSError: it offers nothing that is of use.
     """
     if reply.body.get("snapshot") is None or not reply.fds:
         raise LookupError("nothing is offered")
-    return SharedFile(str(reply.body["file"]), reply.fds[0], int(reply.body["nbytes"]))
+    return {str(reply.body["file"]): _image(reply)}
+
+
+def _image(reply: Received) -> memoryview:
+    return shared_bytes(reply.fds[0], int(reply.body["nbytes"]), writable=False)
+
+
+def _close(reply: Received) -> None:
+    for fd in reply.fds:
+        os.close(fd)
 
 
 def beat_of(reply: Received) -> Beat | None:
@@ -349,10 +313,10 @@ def _assembled(
         _gather(shares, root_url, wanted, here, size, deadline, beside)
         return _joined(wanted.snapshot, [shares[rank] for rank in range(size)]), ""
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CkptError) as err:
-        for reply in shares.values():
-            for fd in reply.fds:
-                os.close(fd)
         return None, str(err) or type(err).__name__
+    finally:
+        for reply in shares.values():
+            _close(reply)
 
 
 def _gather(
@@ -386,7 +350,7 @@ def _gather(
 
 
 def _joined(snapshot: str, replies: Sequence[Received]) -> MemoryStorage:
-    """The shares of all ranks, which it owns from now on unless it raises, as one snapshot."""
+    """The shares of all ranks as one snapshot."""
     parts = [part_records.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
     # In memory the shares of all ranks make one snapshot, also where nodes have roots of their own.
     manifest = part_records.merge([replace(part, place=()) for part in parts])
@@ -395,7 +359,7 @@ def _joined(snapshot: str, replies: Sequence[Received]) -> MemoryStorage:
         names.RECORD: str(replies[0].body["record"]).encode(),
         names.manifest_name(snapshot): manifest_codec.encode(manifest),
     }
-    files: list[SharedFile] = [shared_file(reply) for reply in replies]
+    files = {name: file for reply in replies for name, file in shared_file(reply).items()}
     return MemoryStorage(texts, files, max(beats, key=lambda beat: beat.step, default=None))
 
 
@@ -572,8 +536,7 @@ def rebuild_share(
                     fd, out = own_memory(share.nbytes, beside)
                 restore_chunk(out, lost, keeper, group, _image(parity), images)
             finally:
-                for one in parity.fds:
-                    os.close(one)
+                _close(parity)
         if share is None:
             raise LookupError(f"no machine has the parity of rank {lost}")
         verify(share, out)
@@ -586,7 +549,3 @@ def rebuild_share(
 
 def _as_given(share: PeerShare, fd: int) -> Received:
     return Received({**asdict(share), "manifest": share.part, "beat": None, "durable": False}, (fd,))
-
-
-def _image(reply: Received) -> memoryview:
-    return shared_bytes(reply.fds[0], int(reply.body["nbytes"]), writable=False)

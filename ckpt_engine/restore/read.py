@@ -12,11 +12,12 @@ import itertools
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol
+from itertools import accumulate
 
 import torch
 
@@ -31,24 +32,23 @@ from ckpt_engine.restore.memory import address_of
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, Rooms, chain_of, is_plain, joined
-from ckpt_engine.store.manifest import RAW, Manifest, Piece
+from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
 UNASKED_BYTES = 64 << 20
 """What any machine has room for: it is not asked."""
 
 
-def require_room(manifest: Manifest, names: Iterable[str]) -> None:
+def require_room(nbytes: int) -> None:
     """Refuse what this machine has no memory for: the kernel would give it out, and kill somebody later.
 
     Raises:
         FormatError: says how much is needed, and how much there is.
     """
-    needed = sum([manifest.entries[name].nbytes for name in names])
-    room = host_memory.look() if needed > UNASKED_BYTES else None
-    if room is not None and needed > room.nbytes:
+    room = host_memory.look() if nbytes > UNASKED_BYTES else None
+    if room is not None and nbytes > room.nbytes:
         raise FormatError(
-            f"its tensors need {units.size(needed)} of memory, and {units.size(room.nbytes)} are left ({room.limit})",
+            f"its tensors need {units.size(nbytes)} of memory, and {units.size(room.nbytes)} are left ({room.limit})",
             hint="load it where there is more, or with `into`, into tensors that are there",
         )
 
@@ -57,12 +57,16 @@ def private_memory(nbytes: int) -> mmap.mmap:
     """At least so much. Private: of shared memory the pages are small, and direct reads take twice as long; and whole
     huge pages, which the kernel then puts where they can be huge.
     """
-    if nbytes > host_memory.HUGE_BYTES:
+    is_large = nbytes >= host_memory.HUGE_BYTES
+    if is_large:
         nbytes = -(-nbytes // host_memory.HUGE_BYTES) * host_memory.HUGE_BYTES
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as err:
         raise FormatError(f"this machine gives no {units.size(nbytes)} of memory: {err}") from err
+    if is_large:
+        host_memory.advise(memory)
+    return memory
 
 
 def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -79,40 +83,41 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
         NewerFormatError: an encoding this version does not know.
         StorageError: the storages failed.
     """
-    entries = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
-    require_room(manifest, entries)
-    homes: dict[int | str, dict[str, int]] = {}
-    for name, entry in entries.items():
-        if entry.pieces and is_plain(entry):
-            homes.setdefault(entry.pieces[0].file, {})[name] = entry.pieces[0].offset
-        elif entry.pieces:  # it begins in a page where its first bytes do in a file
-            offset = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset
-            homes[name] = {name: offset - offset % dtype_of(entry.dtype).itemsize}
+    entries = manifest.entries if names is None else {name: manifest.entries[name] for name in names}
+    sizes = {name: entry.nbytes for name, entry in entries.items()}
+    require_room(sum(sizes.values()))
+    laid: dict[int, dict[str, int]] = {}
     found: dict[str, torch.Tensor] = {}
-    for offsets in homes.values():
-        found |= _fresh(manifest, offsets)
-    stream_into(sources, manifest, found, fresh=True)
     for name, entry in entries.items():
         if not entry.pieces:
             if 0 not in entry.shape:
                 raise CorruptError(f"{name!r} has no pieces in the manifest, and needs some")
             found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+        elif is_plain(entry):
+            laid.setdefault(entry.pieces[0].file, {})[name] = entry.pieces[0].offset
+        else:  # it begins in a page where its first bytes do in a file
+            offset = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset
+            found |= _fresh({name: offset - offset % dtype_of(entry.dtype).itemsize}, entries, sizes)
+    for offsets in laid.values():
+        found |= _fresh(offsets, entries, sizes)
+    read_moves(sources, manifest, moves_of(manifest, found, sizes), laid=set().union(*laid.values()))
     return found
 
 
-def _fresh(manifest: Manifest, offsets: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def _fresh(
+    offsets: Mapping[str, int], entries: Mapping[str, Entry], sizes: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     """Tensors for entries, to be filled: in one memory that begins with a page, as far from each other as these offsets
     are. Untouched memory costs nothing, so gaps are simply not read."""
     base = min(offsets.values()) // mmap.PAGESIZE * mmap.PAGESIZE
-    end = max([offset + manifest.entries[name].nbytes for name, offset in offsets.items()])
+    end = max([offset + sizes[name] for name, offset in offsets.items()])
     memory = private_memory(end - base)
-    host_memory.advise(memory)
     found = {}
     for name, offset in offsets.items():
-        entry = manifest.entries[name]
+        entry = entries[name]
         dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
         if not 0 < count * dtype.itemsize <= end - offset:
-            raise CorruptError(f"{name!r} has {entry.nbytes} bytes, not those of {entry.dtype} of shape {entry.shape}")
+            raise CorruptError(f"{name!r} has {sizes[name]} bytes, not those of {entry.dtype} of shape {entry.shape}")
         shaped = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset - base).view(entry.shape)
         found[name] = shaped.data  # no view for autograd: an object that keeps it may detach and resize it in place
     return found
@@ -122,43 +127,72 @@ READ_BYTES = 16 << 20
 """Bytes per request, at most."""
 
 
-class Landing(Protocol):
-    """Host memory in which pieces are made whose place is on a device. Several threads at once."""
+_ALIGN = 64
+
+
+class Landing(ABC):
+    """Host memory in which pieces are made whose place is elsewhere. Several threads at once."""
+
+    is_host = False
+    """What lies in a file as it is needed is sent from where it was read."""
+
+    @abstractmethod
+    def room(self, nbytes: int, entry: str) -> int:
+        """The address of so much memory, the thread's own until its next call; the first piece there is of `entry`."""
+
+    @abstractmethod
+    def send(self, moves: Sequence[Move]) -> None:
+        """They are whole and verified at their addresses: copy them to where they belong, or queue that."""
 
     def take(self, moves: Sequence[Move]) -> list[Move]:
-        """The same pieces with addresses in host memory, which are the thread's own until its next call."""
-        ...
-
-    def send(self, moves: Sequence[Move]) -> None:
-        """They are whole and verified there: queue their copies to where they belong."""
-        ...
+        """The same pieces with addresses in that memory."""
+        starts = list(accumulate((-(-move.piece.raw_nbytes // _ALIGN) * _ALIGN for move in moves), initial=0))
+        first = self.room(starts[-1], moves[0].entry)
+        return [replace(move, address=first + start) for move, start in zip(moves, starts, strict=False)]
 
 
-def stream_into(
-    sources: Sources,
-    manifest: Manifest,
-    targets: Mapping[str, torch.Tensor],
-    *,
-    fresh: bool = False,
-    landing: Landing | None = None,
-) -> None:
-    """Fill `targets` (contiguous tensors by entry name) with their entries.
-
-    Every piece is verified. If an error is raised, what is in the targets is undefined.
+def moves_of(
+    manifest: Manifest, targets: Mapping[str, torch.Tensor], sizes: Mapping[str, int] | None = None
+) -> list[Move]:
+    """Where each piece of each entry goes to fill `targets`: contiguous tensors by entry name.
 
     Args:
-        fresh: the memory of the targets has never been touched.
-        landing: of targets on devices; None: they are in host memory.
+        sizes: of the entries, if they are known.
+    """
+    for name, target in targets.items():
+        nbytes = manifest.entries[name].nbytes if sizes is None else sizes[name]
+        if nbytes != target.nbytes:
+            raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
+    return [
+        Move(name, piece, start, address + start)
+        for name, address in [(name, target.data_ptr()) for name, target in targets.items()]
+        for start, piece in manifest.entries[name].placed()
+    ]
+
+
+def read_moves(
+    sources: Sources,
+    manifest: Manifest,
+    moves: Sequence[Move],
+    landing: Landing | None = None,
+    others: Iterable[Callable[[], None]] = (),
+    laid: Container[str] | None = None,
+) -> None:
+    """Read these pieces to where they go, verified. If an error is raised, what is there is undefined.
+
+    Args:
+        landing: of what goes elsewhere than into host memory as it is; None: all does.
+        others: more to be done meanwhile, on the same threads.
+        laid: the memory has never been touched; of these entries it has nothing between them that other files fill.
 
     Raises:
         CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
         NewerFormatError: an encoding this version does not know.
         StorageError: the storages failed.
     """
-    moves = _moves(manifest, targets)
-    if not moves:
+    if not moves and not others:
         return
-    filler = _Filler(sources, manifest, fresh, landing)
+    filler = _Filler(sources, manifest, laid, landing)
     plain, chained = list[Move](), list[Move]()
     for move in moves:
         (plain if move.piece.base is None else chained).append(move)
@@ -167,7 +201,7 @@ def stream_into(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
     )
     try:
-        begun = [pool.submit(request) for request in filler.requests(plain)]
+        begun = [pool.submit(request) for request in (*filler.requests(plain), *others)]
         if chained:
             memory = Memory()
             for batch in batches(manifest, _together(chained)):
@@ -182,28 +216,17 @@ def stream_into(
         pool.shutdown(cancel_futures=True)
 
 
-def _moves(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[Move]:
-    """Where each piece of each entry goes."""
-    moves = list[Move]()
-    for name, target in targets.items():
-        entry, address = manifest.entries[name], target.data_ptr()
-        if entry.nbytes != target.nbytes:
-            raise CorruptError(f"{name!r} has {entry.nbytes} bytes in the manifest, and needs {target.nbytes}")
-        moves += [Move(name, piece, start, address + start) for start, piece in entry.placed()]
-    return moves
-
-
 @dataclass
 class _Filler:
     """Reads pieces of one snapshot into where they belong, verified. Several threads at once.
 
     Args:
-        _fresh, _landing: as for `stream_into`.
+        _laid, _landing: as for `read_moves`.
     """
 
     _sources: Sources
     _manifest: Manifest
-    _fresh: bool
+    _laid: Container[str] | None
     _landing: Landing | None
     _buffers: threading.local = field(default_factory=threading.local)
 
@@ -216,8 +239,7 @@ class _Filler:
         large enough. Fresh entries that lie in one piece share memory with nothing of other files, so all of them are,
         across gaps.
         """
-        fresh = {move.entry for move in moves} if self._fresh else set[str]()
-        laid = {name for name in fresh if is_plain(self._manifest.entries[name])}
+        laid = self._laid or ()
         alike: dict[tuple[bool, int, int], list[Move]] = {}
         others, found = list[Move](), list[Callable[[], None]]()
         for move in moves:
@@ -241,7 +263,7 @@ class _Filler:
         """Neighbours in a file and in memory, in one request."""
         first, last = run[0].piece, run[-1].piece
         out = _memory(run[0].address, last.offset + last.nbytes - first.offset)
-        if self._fresh:
+        if self._laid is not None:
             host_memory.populate(run[0].address, out.nbytes)
         file = self._manifest.files[first.file].name
         self._sources.read(file, first.offset, out)
@@ -262,24 +284,29 @@ class _Filler:
         if data is None:
             data = self._buffer(stop - start)
             self._sources.read(file.name, start, data)
-        places = span if self._landing is None else self._landing.take(span)
+        places, mended = span if self._landing is None else self._landing.take(span), list[memoryview]()
         for move in places:
             piece = move.piece
             stored = data[piece.offset - start :][: piece.nbytes]
             if digest(stored) != piece.digest:
                 if stored.readonly:
-                    stored = self._buffer(piece.nbytes)
+                    mended.append(stored := memoryview(bytearray(piece.nbytes)))
                 self._sources.repair(move.entry, file.name, piece, stored)
-            if self._fresh:
+            if self._laid is not None:
                 host_memory.populate(move.address, piece.raw_nbytes)
-            _place(self._decoder, move, stored)
+            if piece.codec != RAW:
+                self._decoder.decode(move.entry, move.start, piece, stored, _memory_of(move))
+            elif self._landing is not None and self._landing.is_host:
+                move.address = address_of(stored)
+            else:
+                ctypes.memmove(move.address, address_of(stored), piece.nbytes)
         if self._landing is not None:
             self._landing.send(places)
 
     def fill_together(self, mates: Sequence[Move], batch: Batch, decoder: Decoder, memory: Memory) -> None:
         """One that is made of a chain, or those of a group."""
         places = mates if self._landing is None else self._landing.take(mates)
-        if self._fresh:
+        if self._laid is not None:
             for place in places:
                 host_memory.populate(place.address, place.piece.raw_nbytes)
         decoder.read_together(places[0].start, {place.entry: (place.piece, _memory_of(place)) for place in places})
@@ -296,18 +323,9 @@ class _Filler:
         kept: mmap.mmap | None = getattr(self._buffers, "kept", None)
         if kept is None or len(kept) < nbytes:
             kept = self._buffers.kept = private_memory(-(-nbytes // DIRECT_MIN_BYTES) * DIRECT_MIN_BYTES)
-            host_memory.advise(kept)
             host_memory.populate(address_of(memoryview(kept)), len(kept))
         # Views are never released by hand: frames of an error that was caught may still hold parts of them.
         return memoryview(kept)[:nbytes]
-
-
-def _place(decoder: Decoder, move: Move, stored: memoryview) -> None:
-    piece = move.piece
-    if piece.codec == RAW:
-        ctypes.memmove(move.address, address_of(stored), piece.nbytes)
-        return
-    decoder.decode(move.entry, move.start, piece, stored, _memory_of(move))
 
 
 def _memory_of(move: Move) -> memoryview:
@@ -350,7 +368,6 @@ class Memory(Rooms):
 
     def _new(self, nbytes: int) -> mmap.mmap:
         made = private_memory(max(nbytes, host_memory.HUGE_BYTES))
-        host_memory.advise(made)
         host_memory.populate(address_of(memoryview(made)), len(made))
         return made
 

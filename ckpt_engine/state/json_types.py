@@ -30,6 +30,7 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -354,7 +355,8 @@ def member(cls: type, name: str | None) -> Any:
     return members.get(name)
 
 
-def dtype_of(name: Any) -> torch.dtype:
+@lru_cache(256)
+def dtype_of(name: str) -> torch.dtype:
     """The dtype that manifests call so.
 
     Raises:

@@ -483,7 +483,7 @@ def _is_packable(leaf: ArrayLeaf, array: torch.Tensor) -> bool:
 
 def _alone(arrays: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which arrays share no byte with any other."""
-    extents = np.array([_extent(array) for array in arrays], dtype=np.uint64).reshape(-1, 2)
+    extents = np.array([_addresses(array) for array in arrays], dtype=np.uint64).reshape(-1, 2)
     order = np.lexsort((extents[:, 1], extents[:, 0]))
     starts, stops = extents[order, 0], extents[order, 1]
     before = np.concatenate([np.zeros(1, np.uint64), np.maximum.accumulate(stops)[:-1]])
@@ -493,14 +493,9 @@ def _alone(arrays: Sequence[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.bool_]
     return found
 
 
-def _extent(array: torch.Tensor) -> tuple[int, int]:
-    start, size = array.data_ptr(), array.element_size()
-    if array.layout is not torch.strided or not array.numel():
-        return start, start
-    if array.is_contiguous():
-        return start, start + array.numel() * size
-    reach = sum((n - 1) * step for n, step in zip(array.shape, array.stride(), strict=True))
-    return start, start + (reach + 1) * size
+def _addresses(array: torch.Tensor) -> tuple[int, int]:
+    start, stop = drafting.extent(array)
+    return array.data_ptr(), array.data_ptr() + stop - start
 
 
 def _groups(

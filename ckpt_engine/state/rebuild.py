@@ -186,7 +186,7 @@ class Rebuilder:
                 self._copied.add(node["entry"])
             if "blocks" in node:
                 raw = put_together(raw, boxes_of(node, raw.shape))
-            self._tied[memory] = _new_tensor(raw, view, stride)
+            self._tied[memory] = raw if view is None and stride is None else _new_tensor(raw, view, stride)
         parameter = node.get("parameter")
         if not parameter:
             return self._tied[memory]
@@ -262,10 +262,8 @@ def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Seque
             raise ValueError(f"{view['dtype']} at byte {offset} of its memory")
         out = torch.empty(0, dtype=dtype)
         return out.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"]))
-    if stride is not None:
-        out = torch.empty_strided(raw.shape, tuple(stride), dtype=raw.dtype)
-        return out.copy_(raw)
-    return raw
+    out = torch.empty_strided(raw.shape, tuple(stride or ()), dtype=raw.dtype)
+    return out.copy_(raw)
 
 
 def _flat(raw: torch.Tensor) -> np.ndarray[Any, Any]:

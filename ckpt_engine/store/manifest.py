@@ -35,6 +35,8 @@ PACKED = "packed"
 """The kind of the node of such a component."""
 MANIFEST_VERSION = PACKED_VERSION
 """The newest that manifests are written in and read."""
+SLIMMED = "slimmed"
+"""The key in its notes: `{"from": <id>, "without": [<component>, ...]}`."""
 RAW = "raw"
 """The codec of bytes as they are."""
 _raw_nbytes: Callable[[Piece], int] = attrgetter("raw_nbytes")
@@ -205,6 +207,17 @@ class Manifest:
     tree: Any
     notes: Mapping[str, Any] = field(default_factory=dict)
     bases: Mapping[str, Mapping[str, Mapping[int, Piece]]] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return int(self.world.get("size", 1))
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The components that slimming took from it, see `copy.drop_components`."""
+        note = self.notes.get(SLIMMED)
+        return tuple(note["without"]) if isinstance(note, Mapping) else ()
 
 
 def require_whole(info: SnapshotInfo, url: str) -> None:

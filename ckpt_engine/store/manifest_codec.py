@@ -47,6 +47,7 @@ from ckpt_engine.store.manifest import (
     PARTIAL_VERSION,
     RANKS,
     RAW,
+    SLIMMED,
     STORED_VERSION,
     UNNAMED,
     VERSION,
@@ -350,7 +351,6 @@ _MOST_RANKS = 1 << 24
 _NAME = re.compile(r"[0-9A-Za-z_]{1,40}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 _WHOLE, _TEXT = frozenset({int}), frozenset({str})
-_SLIMMED = "slimmed"
 
 
 def check(manifest: Manifest, *, is_part: bool) -> None:
@@ -387,7 +387,7 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
             type(own) is dict and all(_RANK.fullmatch(rank) for rank in own), "components of ranks without a number"
         )
         require(all(type(one) is dict and "$" not in one for one in own.values()), "components of a rank are no dict")
-    slimmed = manifest.notes.get(_SLIMMED)
+    slimmed = manifest.notes.get(SLIMMED)
     if isinstance(slimmed, Mapping):
         without = slimmed.get("without")
         require(

@@ -48,7 +48,8 @@ def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
         elif "$" not in node or not depth:
             children = node.items()
         else:
-            _check_node(node, where, entries)
+            if (problem := _problem(node, node["$"], entries)) is not None:
+                raise CorruptError(f"malformed {str(node['$'])[:40]!r} node at {_show(where)}: {problem}")
             children = _children(node)
         for key, child in children:
             kind = type(child)
@@ -127,15 +128,10 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
             yield key, value
 
 
-def _check_node(node: Mapping[str, Any], where: _Where, entries: Mapping[str, Entry] | None) -> None:
-    kind = node["$"]
-    problem = _problem(node, kind, entries) if isinstance(kind, str) else "its kind is no text"
-    if problem:
-        raise CorruptError(f"malformed {str(kind)[:40]!r} node at {_show(where)}: {problem}")
-
-
-def _problem(node: Mapping[str, Any], kind: str, entries: Mapping[str, Entry] | None) -> str | None:
+def _problem(node: Mapping[str, Any], kind: Any, entries: Mapping[str, Entry] | None) -> str | None:
     """What is wrong with a node itself; of a kind that is not known here only what all kinds have in common."""
+    if not isinstance(kind, str):
+        return "its kind is no text"
     for key, types in _FIELDS.get(kind, {}).items():
         if type(node.get(key, _ABSENT)) not in types:
             return f"{key!r} is missing or of another type"

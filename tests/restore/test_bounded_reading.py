@@ -14,6 +14,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.copy.host_memory import MemoryLimit
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.restore import read
+from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import container, manifest_codec
 from ckpt_engine.store.container import PIECE_BYTES, digest
@@ -85,7 +86,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_read(
     monkeypatch.setattr(read.host_memory, "look", lambda: MemoryLimit(1500, "the limit of a test"))
     manifest = Repository(LocalStorage(root)).read(newest(root).stem)
     with pytest.raises(FormatError, match="the limit of a test"):
-        read.require_room(manifest, manifest.entries)
+        read.read_entries(Sources([LocalStorage(root)]), manifest)
 
 
 def test_leaves_that_share_an_entry_cost_no_memory_each() -> None:

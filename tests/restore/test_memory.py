@@ -20,10 +20,11 @@ from click.testing import CliRunner
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli import status
 from ckpt_engine.cli.main import commands
+from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import memory as memory_module
-from ckpt_engine.restore.memory import MemoryStorage, SharedFile
+from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
@@ -58,7 +59,7 @@ class Memory:
         os.ftruncate(self.fd, -(-file.nbytes // 4096) * 4096)
         os.pwrite(self.fd, disk.storage.get(file.name), 0)
         self.texts = {name: disk.storage.get(name) for name in (names.RECORD, names.manifest_name(newest))}
-        self.storage = MemoryStorage(self.texts, [SharedFile(file.name, os.dup(self.fd), file.nbytes)], beat)
+        self.storage = MemoryStorage(self.texts, {file.name: shared_bytes(self.fd, file.nbytes, writable=False)}, beat)
         self.place = Repository(self.storage)
         self.pieces = disk.read(newest).entries["model/big"].pieces
 
@@ -210,9 +211,9 @@ def test_what_was_released_is_an_error_and_no_crash(disk: Repository, memory: Me
     memory.storage.close()
     memory.storage.close()
     assert bytes(view) == expected
-    with pytest.raises(StorageError, match="released"):
+    with pytest.raises(StorageError, match="does not have"):
         memory.storage.get(memory.file)
-    assert load(memory.place, disk).place == "memory"  # of which only the texts are left: the disk had to serve
+    assert load(memory.place, disk).place == disk.storage.url
 
 
 def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
@@ -220,7 +221,7 @@ def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
     fd = os.memfd_create("short")
     os.ftruncate(fd, memory.nbytes - 1)
     with pytest.raises(CorruptError, match="bytes instead of"):
-        SharedFile(memory.file, fd, memory.nbytes)
+        shared_bytes(fd, memory.nbytes, writable=False)
     os.close(fd)
 
 

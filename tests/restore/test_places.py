@@ -359,7 +359,7 @@ def test_a_far_place_is_opened_by_the_thread_that_asks_it(run: Path, monkeypatch
 
     monkeypatch.setattr(ask_tiers, "open_storage", opens)
     monkeypatch.setattr(ask_tiers, "Signs", lambda: Signs(lambda: now[0]))
-    place = ask_tiers.place_of(Tier(url="s3://bucket/far/"))
+    place = Repository(ask_tiers.storage_of(Tier(url="s3://bucket/far/")))
     assert place.storage.url == "s3://bucket/far"
     assert opened == []
     (answer,) = ask_tiers.ask([place], ask_tiers.ids)
@@ -589,7 +589,7 @@ def test_a_far_place_is_asked_for_its_run_and_its_snapshots_side_by_side(
             return super().list(prefix)
 
     monkeypatch.setattr(ask_tiers, "open_storage", lambda url, _: Waiting(run / "far"))
-    (answer,) = ask_tiers.ask([ask_tiers.place_of(Tier(url="s3://bucket/far/"))], ask_tiers.ids)
+    (answer,) = ask_tiers.ask([Repository(ask_tiers.storage_of(Tier(url="s3://bucket/far/")))], ask_tiers.ids)
     assert answer.value is not None and len(answer.value) == 3
     assert answer.place.record() is not None
 
@@ -606,7 +606,7 @@ def test_an_object_store_is_not_asked_for_what_a_near_place_has_whole(
             return super().get(name, start, nbytes)
 
     monkeypatch.setattr(ask_tiers, "open_storage", lambda url, options: Listening(run / "far"))
-    far = ask_tiers.place_of(Tier(url="s3://bucket/far/"))
+    far = Repository(ask_tiers.storage_of(Tier(url="s3://bucket/far/")))
     found = choose.choose([Repository(LocalStorage(run / "near")), far])
     assert found is not None and found.sources[-1] is far
     assert not [name for name in asked if name.startswith("snapshots/")]

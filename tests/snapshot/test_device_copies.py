@@ -378,7 +378,7 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
     assert not devices.registered, "nothing stays page-locked"
     monkeypatch.setattr(load_in_place, "_takes_bytes", lambda live, entry: isinstance(live, torch.Tensor))
     fill = load_in_place.fill
-    monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
+    monkeypatch.setattr("ckpt_engine.restore.load_in_place.fill", lambda *rest: fill(*rest, runtime=devices))
     for step in (4, 5):
         with pumped(devices), Checkpointer(str(tmp_path)) as ckpt:
             ckpt.load(step, into=target)
@@ -426,7 +426,7 @@ def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkey
     devices = FakeDevices()
     devices.idle_until_waited_for = True
     fill = load_in_place.fill
-    monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
+    monkeypatch.setattr("ckpt_engine.restore.load_in_place.fill", lambda *rest: fill(*rest, runtime=devices))
     target = {name: devices.put(torch.zeros_like(tensor)) for name, tensor in state.items()}
     with Checkpointer(str(tmp_path)) as ckpt:
         ckpt.load(into=target)

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import (
@@ -221,14 +223,16 @@ def _read(
     Args:
         others: the trees of all ranks that saved it, where their number differs.
     """
-    live, finished, unverified_bytes = {}, {}, 0
+    live: Mapping[str, torch.Tensor] = {}
+    finished: Collection[str] = ()
+    rest: Sequence[str] | None = None
+    unverified_bytes = 0
     if takes is not None:
         live, finished, unverified_bytes = fill_live(sources, manifest, takes)
-    names: Collection[str] = manifest.entries
-    if manifest.world_size > 1:
-        wanted = set(entries_in([manifest.tree, *others.values()]))
-        names = [name for name in names if name in wanted]
-    entries = {**live, **read_entries(sources, manifest, [name for name in names if name not in live])}
+    if live or manifest.world_size > 1:
+        wanted = set(entries_in([manifest.tree, *others.values()])) - live.keys()
+        rest = [name for name in manifest.entries if name in wanted]
+    entries = {**live, **read_entries(sources, manifest, rest)}
     is_packed = PACKED in [node.get("$") for node in manifest.tree.values() if type(node) is dict]
     with uncollected():
         schemas = packs.schemas_of(manifest, lambda name: entries[name].numpy().tobytes()) if is_packed else {}

@@ -226,12 +226,16 @@ class _Copy:
     at: int
     box: Box
 
+    @property
+    def strides(self) -> list[int]:
+        """Of the run."""
+        return [prod(self.run.shape[dimension + 1 :]) for dimension in range(len(self.run.shape))]
+
     def bounds(self) -> tuple[int, int]:
         """The first element of the piece that is needed, and the one after the last."""
-        place = self.box.slices(self.run)
-        strides = [prod(self.run.shape[dimension + 1 :]) for dimension in range(len(place))]
-        first = sum(one.start * stride for one, stride in zip(place, strides, strict=True))
-        last = sum((one.stop - 1) * stride for one, stride in zip(place, strides, strict=True))
+        place = list(zip(self.box.slices(self.run), self.strides, strict=True))
+        first = sum(one.start * stride for one, stride in place)
+        last = sum((one.stop - 1) * stride for one, stride in place)
         return self.at + first, self.at + last + 1
 
 
@@ -257,10 +261,8 @@ class _Wanted:
         flat = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=self.dtype)
         for copy in self.copies:
             # The run may reach beyond what was read; what is needed of it does not.
-            strides = [prod(copy.run.shape[dimension + 1 :]) for dimension in range(len(copy.run.shape))]
-            place = copy.box.slices(copy.run)
-            offset = sum(one.start * stride for one, stride in zip(place, strides, strict=True))
-            source = flat.as_strided(copy.box.shape, strides, copy.at - skipped // self.dtype.itemsize + offset)
+            first = copy.bounds()[0] - skipped // self.dtype.itemsize
+            source = flat.as_strided(copy.box.shape, copy.strides, first)
             with torch.no_grad():
                 copy.region.tensor[copy.box.slices(copy.region.box)].copy_(source)
 

@@ -24,7 +24,8 @@ from ckpt_engine.copy.host_memory import HUGE_BYTES, Pinned, collapse, map_share
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Runtime
-from ckpt_engine.state.layout import WITHOUT_COPY, AddressRun, StatePlan
+from ckpt_engine.state.entries import WITHOUT_COPY
+from ckpt_engine.state.layout import AddressRun, StatePlan
 from ckpt_engine.store.manifest_codec import uncollected
 
 _PREFAULT_BYTES = 8 << 20

@@ -39,8 +39,9 @@ from ckpt_engine.snapshot.copying import (
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
+from ckpt_engine.state.entries import EntrySource
 from ckpt_engine.state.flatten import show_path
-from ckpt_engine.state.layout import CapturedState, EntrySource
+from ckpt_engine.state.layout import CapturedState
 
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3

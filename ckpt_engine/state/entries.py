@@ -34,13 +34,22 @@ class PackMembers:
     nbytes: np.ndarray[Any, np.dtype[np.uint64]]
 
 
-@dataclass(slots=True)
-class EntryDraft:
-    """An entry before it has an offset.
+WITHOUT_COPY = frozenset(
+    getattr(torch, f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8) if hasattr(torch, f"int{bits}")
+)
+"""Dtypes torch has no copy kernel for; they are copied as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySource:
+    """What is in one entry, and where its bytes come from.
 
     Args:
-        array: index into the arrays of a snapshot.
-        storage_bytes: see `layout.EntrySource`, as `rows`.
+        array: index into the arrays of a snapshot, in scan order; of a pack that of the first one.
+        storage_bytes: None for the array itself; (start, nbytes) of its storage when several views overlap in it.
+        lazy: may be copied until the next fence.
+        leaves: those that use it.
+        rows: (dimension, first, count) of the rows that this rank writes; None: all.
         whole, start_bytes: where only some rows are written: shape of the array, and where they start in it.
         grid: of a DTensor: how it is divided over the ranks. `shape` and `nbytes` are of what this rank has.
         members: of a pack.
@@ -61,6 +70,32 @@ class EntryDraft:
     grid: Grid | None = None
     members: PackMembers | None = None
 
+    @property
+    def path(self) -> TreePath:
+        """Of the first leaf that uses it."""
+        return self.leaves[0].path
+
+    def tensors(self, arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The live tensors whose bytes lie in the entry one behind another."""
+        return [self.tensor(arrays)] if self.members is None else [arrays[index] for index in self.members.arrays]
+
+    def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The live tensor to copy; of a pack a new one with all of it."""
+        found = arrays[self.array]
+        if self.members is not None:
+            return torch.cat([arrays[index].detach().view(-1) for index in self.members.arrays])
+        if self.storage_bytes is None:
+            if self.rows is not None:
+                found = found.detach().narrow(*self.rows)
+            return found.view(torch.uint8) if found.dtype in WITHOUT_COPY else found
+        start, nbytes = self.storage_bytes
+        if self.rows is not None:
+            _, first, nbytes = self.rows
+            start += first
+        return torch.empty(0, dtype=torch.uint8, device=found.device).set_(
+            found.untyped_storage(), start, (nbytes,), (1,)
+        )
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """As manifests name it."""
@@ -78,9 +113,9 @@ def drafts_of(
     lazy: LazyPredicate | None,
     names: Names,
     packed: Container[int] = (),
-) -> list[EntryDraft]:
+) -> list[EntrySource]:
     """One draft per distinct array, those that are `packed` left out; leaves that share memory share a draft."""
-    drafts: list[EntryDraft] = []
+    drafts: list[EntrySource] = []
     groups: dict[int | str, list[int]] = defaultdict(list)
     for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
         if index in packed:
@@ -131,7 +166,7 @@ def _draft(
     arrays: Sequence[torch.Tensor],
     names: Names,
     lazy: LazyPredicate | None,
-) -> EntryDraft:
+) -> EntrySource:
     first = arrays[cluster[0]]
     used = [leaves[i] for i in cluster]
     for i in cluster:
@@ -152,7 +187,7 @@ def _draft(
             if leaf.node["$"] == "tensor" and not first.is_contiguous() and is_dense(first.shape, first.stride()):
                 leaf.node["stride"] = list(first.stride())
         nbytes = first.numel() * first.element_size()
-        return EntryDraft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
+        return EntrySource(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
     start = min(extent(arrays[i])[0] for i in cluster)
     start -= start % max(arrays[i].element_size() for i in cluster)  # each is aligned in memory that begins there
     stop = max(extent(arrays[i])[1] for i in cluster)
@@ -171,12 +206,12 @@ def _draft(
             hint="save one of them, or copies",
         )
     nbytes, at = stop - start, (start, stop - start)
-    return EntryDraft(name, torch.uint8, (nbytes,), nbytes, cluster[0], at, is_lazy, used, device)
+    return EntrySource(name, torch.uint8, (nbytes,), nbytes, cluster[0], at, is_lazy, used, device)
 
 
 def _sharded(
     name: str, array: torch.Tensor, index: int, is_lazy: bool, used: list[ArrayLeaf], shard: Shard
-) -> EntryDraft:
+) -> EntrySource:
     """What this rank has of a DTensor. The boxes of all ranks lie one behind another; a leaf tells how if that is not
     the array in C order."""
     grid = shard.grid
@@ -187,7 +222,7 @@ def _sharded(
             leaf.node["blocks"] = [[list(box.offsets), list(box.shape)] for box in grid.boxes]
     number = grid.boxes.index(shard.box) if shard.box.count else 0
     size = array.element_size()
-    return EntryDraft(
+    return EntrySource(
         name,
         array.dtype,
         shard.box.shape,
@@ -223,13 +258,13 @@ class Names:
         return name
 
 
-def mine(drafts: Sequence[EntryDraft], ranks: Ranks) -> list[EntryDraft]:
+def mine(drafts: Sequence[EntrySource], ranks: Ranks) -> list[EntrySource]:
     """The drafts of `ranks.rank`, cut to its rows, in their order.
 
     Ranks that have the same box of a DTensor share it out among themselves, and all ranks what all have alike.
     """
     teams: dict[tuple[int, ...], list[_Part]] = defaultdict(list)
-    found: dict[int, list[EntryDraft]] = {}
+    found: dict[int, list[EntrySource]] = {}
     for number, draft in enumerate(drafts):
         if _is_own(draft):
             found[number] = [draft]
@@ -242,7 +277,7 @@ def mine(drafts: Sequence[EntryDraft], ranks: Ranks) -> list[EntryDraft]:
     return [draft for number in range(len(drafts)) for draft in found.get(number, ())]
 
 
-def structure_of(drafts: Sequence[EntryDraft]) -> str:
+def structure_of(drafts: Sequence[EntrySource]) -> str:
     """Equal on ranks whose common arrays are the same: names, dtypes, shapes and how they are divided, in one order.
 
     A line for all of them, whose order says who writes what, and one for each component: so it is known which differ.
@@ -253,12 +288,12 @@ def structure_of(drafts: Sequence[EntryDraft]) -> str:
         if not _is_own(draft):
             form = draft.shape if draft.grid is None else draft.grid.signature
             rows.append(f"{draft.name}\0{draft.dtype}\0{form}\n")
-            found.setdefault(str(draft.leaves[0].path[0]), []).append(rows[-1])
+            found.setdefault(str(draft.path[0]), []).append(rows[-1])
     lines = [f"{component} {digest(''.join(some).encode())}" for component, some in sorted(found.items())]
     return "\n".join([digest("".join(rows).encode()), *lines])
 
 
-def require_all(drafts: Sequence[EntryDraft], ranks: Ranks | None) -> None:
+def require_all(drafts: Sequence[EntrySource], ranks: Ranks | None) -> None:
     """Raise if a DTensor is not one of all ranks that take the snapshot.
 
     Raises:
@@ -295,11 +330,11 @@ class _Part:
     item: PlacedArray
 
 
-def _part(number: int, draft: EntryDraft, ranks: Ranks) -> _Part | None:
+def _part(number: int, draft: EntrySource, ranks: Ranks) -> _Part | None:
     """None: this rank has nothing of it."""
     everyone = tuple(range(ranks.size))
     if draft.grid is None:
-        item = PlacedArray(draft.nbytes, _rows(draft.shape), ranks.divides(draft.leaves[0].path))
+        item = PlacedArray(draft.nbytes, _rows(draft.shape), ranks.divides(draft.path))
         return _Part(number, everyone, item)
     box = draft.grid.of(ranks.rank)
     if box is None:
@@ -307,15 +342,15 @@ def _part(number: int, draft: EntryDraft, ranks: Ranks) -> _Part | None:
     return _Part(number, draft.grid.holders[box], PlacedArray(draft.nbytes, _rows(draft.shape)))
 
 
-def _is_own(draft: EntryDraft) -> bool:
-    return bool(draft.leaves[0].path[0] == RANKS)
+def _is_own(draft: EntrySource) -> bool:
+    return bool(draft.path[0] == RANKS)
 
 
 def _rows(shape: Sequence[int]) -> int:
     return shape[leading(shape)] if shape else 1
 
 
-def _sliced(draft: EntryDraft, part: Slice) -> EntryDraft:
+def _sliced(draft: EntrySource, part: Slice) -> EntrySource:
     rows = _rows(draft.shape)
     if part.rows == rows:
         return draft

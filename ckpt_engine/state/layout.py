@@ -17,64 +17,16 @@ from ckpt_engine.errors import StateError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.state import entries as drafting
 from ckpt_engine.state import entries as shares
-from ckpt_engine.state.entries import EntryDraft, PackMembers
+from ckpt_engine.state.entries import WITHOUT_COPY, EntrySource, PackMembers
 from ckpt_engine.state.flatten import ArrayLeaf, Flattener, Forms, LazyPredicate, Scan, bytes_tensor, first_of
 from ckpt_engine.store import packs
 from ckpt_engine.store.container import DTYPES, container_form, data_header
 from ckpt_engine.store.manifest import PACKED
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.packs import Pack, Schema
-from ckpt_engine.store.tree import TreePath
 
 ROOT_KEY = ""
 """Component name of a state that is not a plain dict with string keys."""
-
-WITHOUT_COPY = frozenset(
-    getattr(torch, f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8) if hasattr(torch, f"int{bits}")
-)
-"""Dtypes torch has no copy kernel for; they are copied as bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntrySource:
-    """Where the bytes of one entry come from.
-
-    Args:
-        array: index into the arrays of a snapshot, in scan order.
-        storage_bytes: None for the array itself; (start, nbytes) of its storage when several views overlap in it.
-        lazy: may be copied until the next fence.
-        path: of the first leaf that uses the entry.
-        rows: (dimension, first, count) of the rows that this rank writes; None: all.
-        members: of a pack, of whose arrays `array` is the first.
-    """
-
-    array: int
-    storage_bytes: tuple[int, int] | None
-    lazy: bool
-    path: TreePath
-    rows: tuple[int, int, int] | None = None
-    members: PackMembers | None = None
-
-    def tensors(self, arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The live tensors whose bytes lie in the entry one behind another."""
-        return [self.tensor(arrays)] if self.members is None else [arrays[index] for index in self.members.arrays]
-
-    def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The live tensor to copy; of a pack a new one with all of it."""
-        found = arrays[self.array]
-        if self.members is not None:
-            return torch.cat([arrays[index].detach().view(-1) for index in self.members.arrays])
-        if self.storage_bytes is None:
-            if self.rows is not None:
-                found = found.detach().narrow(*self.rows)
-            return found.view(torch.uint8) if found.dtype in WITHOUT_COPY else found
-        start, nbytes = self.storage_bytes
-        if self.rows is not None:
-            _, first, nbytes = self.rows
-            start += first
-        return torch.empty(0, dtype=torch.uint8, device=found.device).set_(
-            found.untyped_storage(), start, (nbytes,), (1,)
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,7 +172,7 @@ class Planner:
         signatures = {k: s.signature for k, s in scans.items()}
         return _Known(plan, signatures, Forms(arrays), addresses, copied, lazy, shared, views, devices)
 
-    def _lay_out(self, drafts: Sequence[EntryDraft]) -> tuple[Layout, bytes, tuple[EntrySource, ...]]:
+    def _lay_out(self, drafts: Sequence[EntrySource]) -> tuple[Layout, bytes, tuple[EntrySource, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
         ordered = sorted(drafts, key=lambda d: -d.dtype.itemsize)
         structure = ""
@@ -247,7 +199,7 @@ class Planner:
             form = (tuple(draft.shape), code, offset, nbytes)
             entries.append(EntryLayout(name, dtype, *form, draft.whole, draft.start_bytes))
             offset += nbytes
-        sources = tuple(_source(d) for d in ordered)
+        sources = tuple(ordered)
         known = self._known.plan.layout if self._known else None
         is_known = known and known.entries == tuple(entries) and known.header_nbytes == len(header)
         if known and is_known and known.structure == structure:
@@ -299,11 +251,6 @@ class _Known:
         return addresses if not self.views and first_of(told) == self.shared else None
 
 
-def _source(draft: EntryDraft) -> EntrySource:
-    path = draft.leaves[0].path
-    return EntrySource(draft.array, draft.storage_bytes, draft.lazy, path, draft.rows, draft.members)
-
-
 def _runs(
     layout: Layout, sources: Sequence[EntrySource], arrays: Sequence[torch.Tensor]
 ) -> tuple[tuple[AddressRun, ...], tuple[int, ...]]:
@@ -350,10 +297,10 @@ def _has_address(source: EntrySource, nbytes: int, arrays: Sequence[torch.Tensor
     return source.members is not None or (is_whole and plain)
 
 
-def _own_draft(name: str, data: torch.Tensor, index: int) -> EntryDraft:
+def _own_draft(name: str, data: torch.Tensor, index: int) -> EntrySource:
     """Of an array that is none of the state's."""
     leaf = ArrayLeaf((name,), {})
-    return EntryDraft(name, data.dtype, tuple(data.shape), data.nbytes, index, None, False, [leaf], data.device)
+    return EntrySource(name, data.dtype, tuple(data.shape), data.nbytes, index, None, False, [leaf], data.device)
 
 
 def _told(addresses: list[int], copied: set[int]) -> list[int]:
@@ -361,7 +308,7 @@ def _told(addresses: list[int], copied: set[int]) -> list[int]:
     return [0 if i in copied else address for i, address in enumerate(addresses)]
 
 
-def _crossing(draft: EntryDraft) -> tuple[str, bool]:
+def _crossing(draft: EntrySource) -> tuple[str, bool]:
     return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
 
 
@@ -401,7 +348,7 @@ class _Packing:
     """
 
     packed: set[int] = field(default_factory=set)
-    drafts: list[EntryDraft] = field(default_factory=list)
+    drafts: list[EntrySource] = field(default_factory=list)
     components: dict[str, _Component] = field(default_factory=dict)
 
     def close(self, trees: dict[str, Any], values: Mapping[str, int], names: drafting.Names) -> dict[str, torch.Tensor]:
@@ -522,7 +469,7 @@ def _packed(
     arrays: Sequence[torch.Tensor],
     lazy: LazyPredicate | None,
     names: drafting.Names,
-) -> tuple[EntryDraft, Pack]:
+) -> tuple[EntrySource, Pack]:
     first, leaf = arrays[members[0]], leaves[members[0]]
     shapes: dict[torch.Size, int] = {}
     numbers = [shapes.setdefault(arrays[index].shape, len(shapes)) for index in members]
@@ -532,7 +479,7 @@ def _packed(
     sizes = np.array(counts, np.uint64)[numbers] * np.uint64(first.element_size())
     total = int(sizes.sum()) // first.element_size()
     name = names.unique((key, f"packed {dtype}"))
-    draft = EntryDraft(
+    draft = EntrySource(
         name,
         first.dtype,
         (total,),

@@ -213,7 +213,7 @@ class Engine:
     @property
     def prepare_seconds(self) -> float:
         """Processor time that `prepare` has taken in the background so far."""
-        return self._pipeline.prepare_seconds
+        return self._pipeline.slots.touched_seconds
 
     @property
     def memory(self) -> bool:
@@ -408,11 +408,7 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight. See `Checkpointer.wait`."""
-        return self._pipeline.drain(arguments.seconds("timeout", timeout))
-
-    def arena_bytes(self) -> int:
-        """Host memory that is reserved for snapshots."""
-        return self._pipeline.arena_bytes()
+        return self._pipeline.drain(wait_seconds(arguments.seconds("timeout", timeout)))
 
     @property
     def snapshot_bytes(self) -> int:
@@ -432,7 +428,7 @@ class Engine:
         self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:
-            left, failed = self.ending.seconds_left(wait_seconds(most)), failed and not self.ending.stops
+            left, failed = self.ending.seconds_left(most), failed and not self.ending.stops
             self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda: self.ending.hurries)
         except WaitTimeoutError as err:
             if self.ending.tells and not self.ending.stops:

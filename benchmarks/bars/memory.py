@@ -96,7 +96,7 @@ def _arena(bench: Bench, size: Size) -> tuple[int, float]:
         wait_ready(checkpointer, lambda: None)
         checkpointer.save(state, step=1).wait()
         slots = checkpointer.config.slots
-        return slots, checkpointer.engine.arena_bytes() / slots / state_bytes(state)
+        return slots, checkpointer.engine._pipeline.slots.nbytes() / slots / state_bytes(state)
 
 
 def _many(bench: Bench, size: Size) -> tuple[list[Usage], int]:
@@ -121,7 +121,7 @@ def _many(bench: Bench, size: Size) -> tuple[list[Usage], int]:
                         Usage(
                             rss_bytes(trainer),
                             rss_bytes(writer),
-                            checkpointer.engine.arena_bytes(),
+                            checkpointer.engine._pipeline.slots.nbytes(),
                             trainer.num_fds() + writer.num_fds(),
                             trainer.num_threads() + writer.num_threads(),
                         )

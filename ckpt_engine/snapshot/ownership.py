@@ -41,6 +41,7 @@ class Tenure:
 
     Attributes:
         release: called before a newer engine takes over: whatever uses this one leaves the loop's objects alone.
+        replaced: a newer engine of this process has taken the run over.
     """
 
     def __init__(self, url: str, rank: int, close: Callable[[], object], drain: Callable[[float], object]) -> None:
@@ -49,7 +50,7 @@ class Tenure:
         self._close = close
         self._drain = drain
         self.release: Callable[[], object] = _nothing
-        self.closed = self._replaced = self._leaving = False
+        self.closed = self.replaced = self._leaving = False
         self._thread = threading.current_thread()
         self._pid = os.getpid()
 
@@ -57,9 +58,9 @@ class Tenure:
         """Raises ClosedError if the engine is closed, or gives way to a newer one now."""
         if self._leaving:
             return
-        if self._replaced and not self.closed:
+        if self.replaced and not self.closed:
             self._give_way()
-        if self._replaced:
+        if self.replaced:
             raise ClosedError(
                 f"a newer Checkpointer of this process writes {self._url} now",
                 hint="go on with the newer one; two runs at the same time need two folders",
@@ -100,17 +101,12 @@ class Tenure:
             del _tenures[self._key]
 
     @property
-    def replaced(self) -> bool:
-        """Whether a newer engine of this process has taken the run over."""
-        return self._replaced
-
-    @property
     def _is_idle(self) -> bool:
         """Whether no other thread can be in one of the engine's methods: all of them belong to one."""
         return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def _replace(self) -> None:
-        self._replaced = True
+        self.replaced = True
         _log.warning(
             "%s: an earlier Checkpointer of this process was not closed; what it has in flight becomes durable now, "
             "and it takes no more snapshots",

@@ -24,7 +24,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, not_pinned, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
 from ckpt_engine.snapshot.ownership import Lineage
-from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots, wait_seconds
+from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
 from ckpt_engine.snapshot.writer_link import Coming, Handover, Newest, OpenWriter, outlives_the_trainer
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
@@ -79,11 +79,12 @@ class Pipeline:
         self._check_lazy = check_lazy
         self._shared = None if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
-        self._slots = Slots(slots)
+        self.slots = Slots(slots)
         self._room = room
-        self._fitted_bytes = 0
+        self.snapshot_bytes = 0
+        """Host memory that one snapshot takes; 0 before the first state was seen."""
         self.memory = memory
-        self._newest = Newest(self._slots.release, of_ranks=session is not None)
+        self._newest = Newest(self.slots.release, of_ranks=session is not None)
         self._pulse: Pulse | None = None
         self._copier = Copier()
         self._unchanged = Unchanged()
@@ -120,7 +121,7 @@ class Pipeline:
         if self._lost:
             self._writer = Handover(Coming(self._open_writer, self.memory, self._tier), self._arrived)
             return
-        if not self._fitted_bytes:
+        if not self.snapshot_bytes:
             self._fit(0)
         if self.behind and self._starting is None:
             self._starting = Coming(self._open_writer, self.memory, self._tier)
@@ -175,12 +176,7 @@ class Pipeline:
         self._fit(slot_bytes(plan))
         self.start()
         if touch:
-            self._slots.warm_up(plan)
-
-    @property
-    def prepare_seconds(self) -> float:
-        """Processor time that making the arena ready has taken."""
-        return self._slots.touched_seconds
+            self.slots.warm_up(plan)
 
     def ready(self, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now."""
@@ -189,11 +185,11 @@ class Pipeline:
             return False
         if not durable and self._shared is not None and not self._shared.keeps_up:
             return False
-        return self._slots.ready() and (not durable or self._writer_has_time())
+        return self.slots.ready() and (not durable or self._writer_has_time())
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
-        return not self.memory or len(self._pending) < max(1, self._slots.count - 1 - self._newest.keep)
+        return not self.memory or len(self._pending) < max(1, self.slots.count - 1 - self._newest.keep)
 
     def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
@@ -228,10 +224,10 @@ class Pipeline:
         self.begin_step(step + 1)
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
-        slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
-        if self._slots.pin_problem is not None and not self._said_pinning:
+        slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
+        if self.slots.pin_problem is not None and not self._said_pinning:
             self._said_pinning = True
-            self._emit(Notice("WARNING", not_pinned(self._slots.pin_problem)))
+            self._emit(Notice("WARNING", not_pinned(self.slots.pin_problem)))
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -241,9 +237,9 @@ class Pipeline:
             staging, claims = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
         except BaseException:
             self._pending.pop(self._jobs, None)
-            self._slots.discard(slot.index)
+            self.slots.discard(slot.index)
             raise
-        with self._slots.undisturbed():
+        with self.slots.undisturbed():
             staging.begin(self._copier)
         if not staging.complete:
             self._staging = staging
@@ -269,7 +265,7 @@ class Pipeline:
             when: wall-clock and monotonic seconds of the instant.
         """
         assert self._writer is not None
-        self._writer.announce(slot, self._slots.known(), capture.plan)
+        self._writer.announce(slot, self.slots.known(), capture.plan)
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
         parent = self.lineage.parent
@@ -287,8 +283,8 @@ class Pipeline:
         if handle.durable:
             self._pending[job.job] = (handle, slot.index)
             if self.memory:
-                self._slots.retain(slot.index)
-        claims = self._unchanged.claim(slot.index, [one.index for one in self._slots.known()], capture)
+                self.slots.retain(slot.index)
+        claims = self._unchanged.claim(slot.index, [one.index for one in self.slots.known()], capture)
         submit = self._submitter(job, self._writer, handle, claims)
         views, check = slot.views(capture.plan), self._check_lazy
         return Staging(capture, views, submit, check=check, claims=claims, slot=slot.memory), claims
@@ -326,7 +322,7 @@ class Pipeline:
             return
         for job, handle, error in map(self._unsent.pop, list(self._unsent)):
             if self.memory:
-                self._slots.release(job.slot)  # the writer does not know of it
+                self.slots.release(job.slot)  # the writer does not know of it
             told = SnapshotFailed(job.snapshot or "", job.step, self._tier, error.code, error.message, error.hint or "")
             self._emit(told)
             if handle.durable:
@@ -338,7 +334,7 @@ class Pipeline:
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
             elif isinstance(message, SlotFreed):
-                self._slots.release(message.slot)
+                self.slots.release(message.slot)
                 self._held.discard(message.slot)
             elif not isinstance(message, Mirrored):
                 self._emit(message)
@@ -351,21 +347,21 @@ class Pipeline:
         """It will not become known when the slots of its hanging calls are free: others take their place."""
         self._writer, self._lost = None, True
         for slot in self._held:
-            self._slots.discard(slot)
+            self.slots.discard(slot)
         self._held.clear()
         self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
 
     def _fit(self, nbytes: int) -> None:
         """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
-        if 0 < nbytes <= self._fitted_bytes:
+        if 0 < nbytes <= self.snapshot_bytes:
             return
-        self._fitted_bytes = nbytes
+        self.snapshot_bytes = nbytes
         fit = host_memory.plan_arena(
             nbytes,
-            self._slots.count,
+            self.slots.count,
             memory=self.memory,
             room=self._room(),
-            held_bytes=self._slots.nbytes(),
+            held_bytes=self.slots.nbytes(),
             kept=self._newest.keep,
             process=self.process,
             started=self._writer is not None,
@@ -374,54 +370,45 @@ class Pipeline:
             return
         self._emit(Notice("WARNING", fit.warning))
         if nbytes:
-            self._slots.limit(fit.slots)
+            self.slots.limit(fit.slots)
         self.process &= fit.process
         if self._writer is not None and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
             if not self._writer.close(WRITER_CLOSE_SECONDS):
                 self.before_update()
                 self._hand_over(FENCE_TIMEOUT_SECONDS)  # no device may still copy into them
-                self._slots.discard_busy()  # it goes on by itself, and may still read them
+                self.slots.discard_busy()  # it goes on by itself, and may still read them
             self.poll()
             self._lose_writer()
         self.memory = fit.memory
 
-    def wait_for(self, handle: SaveHandle, timeout: float | None) -> bool:
+    def wait_for(self, handle: SaveHandle, timeout: float) -> bool:
         """Wait until the outcome of `handle` is known; False if the time was not enough. An error counts as shown."""
         self.before_update()
-        if not (self._hand_over(wait_seconds(timeout)) and self._wait(lambda: handle.settled, timeout)):
+        if not (self._hand_over(timeout) and self._wait(lambda: handle.settled, timeout)):
             return False
         if handle.error is not None and handle.error in self.failures:
             self.failures.remove(handle.error)
         return True
 
-    def drain(self, timeout: float | None) -> bool:
+    def drain(self, timeout: float) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
         with said_if_slow(partial(self._waited_for, timeout)):
             return self._drain(timeout)
 
-    def _waited_for(self, timeout: float | None) -> str | None:
-        return self._writer.client.unwritten(wait_seconds(timeout)) if self._writer is not None else None
+    def _waited_for(self, timeout: float) -> str | None:
+        return self._writer.client.unwritten(timeout) if self._writer is not None else None
 
-    def _drain(self, timeout: float | None) -> bool:
+    def _drain(self, timeout: float) -> bool:
         self.before_update()
-        if not self._hand_over(wait_seconds(timeout)):
+        if not self._hand_over(timeout):
             return False
         if self._starting is not None:
-            self._starting.wait(wait_seconds(timeout))
+            self._starting.wait(timeout)
             if self._still_starting:
                 return False
             self._adopt()
         return self._wait(lambda: not self._pending, timeout)
-
-    def arena_bytes(self) -> int:
-        """Host memory of the arena."""
-        return self._slots.nbytes()
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Host memory that one snapshot takes; 0 before the first state was seen."""
-        return self._fitted_bytes
 
     def close(
         self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
@@ -445,12 +432,12 @@ class Pipeline:
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
-        self._slots.close()
+        self.slots.close()
         if not drained:
             raise WaitTimeoutError(f"snapshots were still being written after {timeout:.0f} s")
 
-    def _wait(self, done: Callable[[], bool], timeout: float | None) -> bool:
-        deadline = time.monotonic() + wait_seconds(timeout)
+    def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
         self.poll()
         while not done():
             left = deadline - time.monotonic()
@@ -491,7 +478,7 @@ class Pipeline:
         if done.slot_held:
             self._held.add(slot)  # a call that hangs may still read it: `SlotFreed` gives it back
         else:
-            self._slots.release(slot)
+            self.slots.release(slot)
         if error is not None:
             self._fail(handle, error)
         if self._shared is not None and done.snapshot_id is not None:

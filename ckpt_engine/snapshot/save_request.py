@@ -81,7 +81,7 @@ class SaveOutcomes(Protocol):
 
     def poll(self) -> None: ...
 
-    def wait_for(self, handle: SaveHandle, timeout: float | None) -> bool: ...
+    def wait_for(self, handle: SaveHandle, timeout: float) -> bool: ...
 
 
 class SaveHandle:
@@ -129,7 +129,7 @@ class SaveHandle:
             SnapshotFailedError: it did not become durable; the cause is chained.
             WaitTimeoutError: not durable yet; it may still become so.
         """
-        most = seconds("timeout", timeout)
+        most = wait_seconds(seconds("timeout", timeout))
         if self.skipped is not None:
             raise SnapshotSkippedError(f"the snapshot of step {self.step} was skipped ({self.skipped})")
         if not self._pipeline.wait_for(self, most):

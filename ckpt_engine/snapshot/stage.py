@@ -86,7 +86,6 @@ class Staging:
         self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
-        self.worth_help = False
 
     def begin(self, copier: Copier) -> None:
         """Copy the eager part with the copier's help and leave the lazy part to it. Training thread only.
@@ -137,8 +136,8 @@ class Staging:
         if self._flight is not None:
             copier.devices.start(plan, self._flight)
         compared_bytes = sum([task.move.nbytes for task in tasks if not task.claim.hinted])
-        self.worth_help = compared_bytes + run_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
-        if self.worth_help or not self.lazy.complete.is_set():
+        worth_help = compared_bytes + run_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
+        if worth_help or not self.lazy.complete.is_set():
             copier.submit(self)
         self.eager.finish()
         if not self.hinted.complete.is_set():

@@ -16,7 +16,6 @@ from ckpt_engine.copy.job import EntryLayout, Layout
 from ckpt_engine.errors import StateError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.state import entries as drafting
-from ckpt_engine.state import entries as shares
 from ckpt_engine.state.entries import WITHOUT_COPY, EntrySource, PackMembers
 from ckpt_engine.state.flatten import ArrayLeaf, Flattener, Forms, LazyPredicate, Scan, bytes_tensor, first_of
 from ckpt_engine.store import packs
@@ -154,7 +153,7 @@ class Planner:
         drafts = [*packed.drafts, *drafting.drafts_of(leaves, arrays, lazy, names, packed.packed)]
         schemas = packed.close(trees, {key: len(scan.values) for key, scan in scans.items()}, names)
         drafts += [_own_draft(name, data, len(arrays) + n) for n, (name, data) in enumerate(schemas.items())]
-        shares.require_all(drafts, self._session.ranks if self._session is not None else None)
+        drafting.require_all(drafts, self._session.ranks if self._session is not None else None)
         layout, header, sources = self._lay_out(drafts)
         old = self._known.plan.trees if self._known else {}
         trees = {key: old[key] if key in old and old[key] == tree else tree for key, tree in trees.items()}
@@ -177,10 +176,10 @@ class Planner:
         ordered = sorted(drafts, key=lambda d: -d.dtype.itemsize)
         structure = ""
         if self._session is not None:
-            structure = shares.structure_of(ordered)
-            ordered = shares.mine(ordered, self._session.ranks)
+            structure = drafting.structure_of(ordered)
+            ordered = drafting.mine(ordered, self._session.ranks)
         # Then what can cross from a device in one piece: the same device, and as early or late. Other ranks have
-        # other devices, so that this comes after the shares. Small ones are copied together.
+        # other devices, so that this comes after the drafting. Small ones are copied together.
         ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d), d.lazy, d.nbytes >= SMALL_BYTES))
         rows = []
         for draft in ordered:

@@ -218,7 +218,7 @@ def test_the_arena_is_page_locked_and_the_device_memory_bounded(ckpt: Checkpoint
     ckpt.before_update()
     ckpt.wait(SECONDS)
     assert 0 < taken <= BUFFER_BYTES + 1024
-    assert any(slot._bytes.is_pinned() for slot in ckpt.engine._pipeline._slots.known())
+    assert any(slot._bytes.is_pinned() for slot in ckpt.engine._pipeline.slots.known())
 
 
 def test_restoring_into_device_tensors(ckpt: Checkpointer) -> None:

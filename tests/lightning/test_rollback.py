@@ -166,7 +166,7 @@ def test_what_is_only_in_memory_counts(tmp_path: Path) -> None:
         def on_train_batch_start(self, *args: Any) -> None:
             run = ckpt._run
             assert run is not None
-            while run.engine.arena_bytes() and run.engine._pipeline._slots._warm_up is not None:
+            while run.engine._pipeline.slots.nbytes() and run.engine._pipeline.slots._warm_up is not None:
                 run.engine.ready(durable=False)
 
     with pytest.raises(RollbackRequestedError):

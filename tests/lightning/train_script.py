@@ -42,7 +42,7 @@ class Patience(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         run = self._ckpt._run
-        if self._waited == os.getpid() or run is None or not run.engine.arena_bytes():
+        if self._waited == os.getpid() or run is None or not run.engine._pipeline.slots.nbytes():
             return
         self._waited = os.getpid()
         wait_for_the_arena(run.engine)

@@ -19,7 +19,7 @@ from ckpt_engine import Checkpointer
 with Checkpointer(tiers=["memory", sys.argv[1]]) as ckpt:
     for step in range(1, 6):
         ckpt.save({"w": torch.full((1_250_000,), float(step))}, step=step, durable=step == 3).wait(60)
-    arena, shm = ckpt.engine.arena_bytes(), os.statvfs("/dev/shm")
+    arena, shm = ckpt.engine._pipeline.slots.nbytes(), os.statvfs("/dev/shm")
     used = (shm.f_blocks - shm.f_bfree) * shm.f_frsize
 with Checkpointer(tiers=["memory", sys.argv[1]]) as ckpt:
     state = ckpt.load()

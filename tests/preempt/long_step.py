@@ -107,7 +107,7 @@ def lightning(root: str, report: Report) -> None:
 def _wait_for_room(engine: Any) -> None:
     """On a busy machine the arena is not ready at once, and nothing would be in memory."""
     deadline = time.monotonic() + 60.0
-    while engine.arena_bytes() and engine._pipeline._slots._warm_up is not None:
+    while engine._pipeline.slots.nbytes() and engine._pipeline.slots._warm_up is not None:
         engine.poll()
         engine.ready(durable=False)
         assert time.monotonic() < deadline

@@ -181,12 +181,12 @@ def test_a_rank_that_skips_says_so(tmp_path: Path) -> None:
     ranks = open_ranks(tmp_path / "run", 2, wait_seconds=50.0)
     save_all(ranks, 1)
     pipeline = ranks[1].engine._pipeline
-    take, pipeline._slots.take = pipeline._slots.take, lambda plan: None  # type: ignore[method-assign]
+    take, pipeline.slots.take = pipeline.slots.take, lambda plan: None  # type: ignore[method-assign]
     handles = on_all(lambda rank: ranks[rank].save(state_of(2, rank), step=2), 2)
     assert handles[1].skipped is not None
     with pytest.raises(SnapshotFailedError, match="rank 1 has no part in it: busy"):
         handles[0].wait(60)
-    pipeline._slots.take = take  # type: ignore[method-assign]
+    pipeline.slots.take = take  # type: ignore[method-assign]
     save_all(ranks, 3)
     close_all(ranks)
     assert_only_needed(tmp_path / "run", restarts=True)

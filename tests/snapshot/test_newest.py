@@ -245,7 +245,7 @@ class Rotation(RuleBasedStateMachine):
         assert self.arena.save().wait(PATIENCE_SECONDS) == "", (
             "slots have leaked: nothing is in flight, and still none is free"
         )
-        assert len(self.arena.pipeline._slots.known()) <= self.count
+        assert len(self.arena.pipeline.slots.known()) <= self.count
         pipeline.close(PATIENCE_SECONDS)
         for writer in self.arena.writers:
             writer.close(0.0)
@@ -430,7 +430,7 @@ def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int
     for _ in range(3):
         arena.save(durable=True)
         arena.writer.wait(0.0)
-    assert len(arena.pipeline._slots.known()) <= slots
+    assert len(arena.pipeline.slots.known()) <= slots
     arena.pipeline.close(PATIENCE_SECONDS)
 
 

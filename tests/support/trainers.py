@@ -35,7 +35,7 @@ def wait_for_the_arena(engine: Any) -> None:
     slot is touched as if a snapshot waited for it.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
-    slots = engine._pipeline._slots
+    slots = engine._pipeline.slots
     while (warm := slots._warm_up) is not None:
         warm.hurry()
         assert time.monotonic() < deadline, "the arena does not become ready"

@@ -156,14 +156,6 @@ def slot_bytes(plan: StatePlan) -> int:
     return plan.layout.nbytes + plan.layout.nbytes // 50 + mmap.PAGESIZE
 
 
-def not_pinned(problem: str) -> str:
-    """What is said once where slots cannot be page-locked."""
-    return (
-        f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
-        "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
-    )
-
-
 PREFAULT_TIMEOUT_SECONDS = 600.0
 _LOWEST_PRIORITY = 19
 

@@ -72,7 +72,7 @@ class SlotMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class Move:
     """Bytes of one contiguous CPU tensor; the tensors are kept so that the addresses stay valid."""
 
     dst: torch.Tensor
@@ -132,7 +132,7 @@ class CopyByAddress:
 class Compare:
     """Bytes that the slot is claimed to hold already; if it does not, and the claim is not hinted, they are copied."""
 
-    move: _Move
+    move: Move
     claim: Claim
 
     def run(self) -> None:
@@ -160,7 +160,7 @@ class Compare:
         return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
 
 
-Task = _Move | _Copy | CopyByAddress | Compare
+Task = Move | _Copy | CopyByAddress | Compare
 
 
 class CopyTasks:
@@ -244,7 +244,7 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
         if nbytes >= SMALL_BYTES and _movable(tensor):
-            tasks += _moves(view, tensor, slot)
+            tasks += moves_of(view, tensor, slot)
         else:
             small.append((view, tensor))
     for at in range(0, len(small), _GROUP):
@@ -253,14 +253,10 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
     return tasks
 
 
-def _moves(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[_Move]:
+def moves_of(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[Move]:
+    """The copy of a tensor, chunk by chunk."""
     nbytes = view.numel() * view.element_size()
-    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
-
-
-def compares(view: torch.Tensor, tensor: torch.Tensor, claim: Claim, slot: SlotMemory) -> list[Compare]:
-    """Comparisons of a claim, chunk by chunk."""
-    return [Compare(move, claim) for move in _moves(view, tensor, slot)]
+    return [Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
 
 
 def _movable(tensor: torch.Tensor) -> bool:
@@ -330,19 +326,12 @@ class Claims:
         return any(claim.hinted for claim in self.by_source.values())
 
 
-@dataclass(slots=True)
-class _Held:
-    """The tags of what one slot holds, by index of the source."""
-
-    layout: Layout | None
-    tags: dict[int, _Tag]
-
-
 class Unchanged:
     """The tags of all slots of one run. `claim`, then `settle` once that snapshot is staged, in turn."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Mapping[int, _Tag]] = {}
+        """By slot the tags of what it holds in the current layout, by index of the source."""
         self._last: dict[str, _Tag] = {}
         self._found_right: Counter[str] = Counter()
         self._changing: set[str] = set()
@@ -358,9 +347,9 @@ class Unchanged:
         plan = capture.plan
         if plan.layout is not self._layout:
             self._layout, self._large = plan.layout, _large(plan)
-        held = self._held.pop(slot, None)
+            self._held.clear()
+        there = self._held.pop(slot, {})
         self._held = {index: one for index, one in self._held.items() if index in known}
-        there = held.tags if held is not None and held.layout is self._layout else {}
         claims = Claims(slot)
         for index in self._large:
             name, source = plan.layout.entries[index].name, plan.sources[index]
@@ -386,7 +375,7 @@ class Unchanged:
             elif staged:
                 self._found_right[claim.name] += 1
         if staged:
-            self._held[claims.slot] = _Held(self._layout, dict(claims.tags))
+            self._held[claims.slot] = claims.tags
 
     def _give_up(self, name: str) -> None:
         """It changes: it is copied from now on."""

@@ -21,7 +21,7 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.snapshot.arena import SharedSlot, Slots, not_pinned, slot_bytes
+from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
 from ckpt_engine.snapshot.ownership import Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
@@ -227,7 +227,11 @@ class Pipeline:
         slot = self.slots.take(capture.plan) if not durable or self._writer_has_time() else None
         if self.slots.pin_problem is not None and not self._said_pinning:
             self._said_pinning = True
-            self._emit(Notice("WARNING", not_pinned(self.slots.pin_problem)))
+            text = (
+                f"host memory for snapshots cannot be page-locked ({self.slots.pin_problem}): `save` waits for the "
+                "copies from the GPU. Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
+            )
+            self._emit(Notice("WARNING", text))
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")

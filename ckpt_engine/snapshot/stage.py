@@ -32,9 +32,10 @@ from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
     Claims,
+    Compare,
     CopyTasks,
     SlotMemory,
-    compares,
+    moves_of,
     run_task,
     tasks_of,
 )
@@ -109,10 +110,12 @@ class Staging:
         if self._keep_copy:
             lazies = [(source, view) for source, view in zip(plan.sources, self._views, strict=True) if source.lazy]
             self._check = [(s, view, s.tensor(capture.arrays).detach().clone()) for s, view in lazies]
-        compared = {
-            index: compares(self._views[index], plan.sources[index].tensor(capture.arrays), claim, self._slot)
-            for index, claim in self._claims.by_source.items()
-        }
+        compared = self._claims.by_source
+        tasks = [
+            Compare(move, claim)
+            for index, claim in compared.items()
+            for move in moves_of(self._views[index], plan.sources[index].tensor(capture.arrays), self._slot)
+        ]
         sources = plan.sources
         left = [index for index in plan.apart if index not in compared]
         if plan.aboard:
@@ -120,7 +123,6 @@ class Staging:
         pairs = [(self._views[index], sources[index].tensor(capture.arrays)) for index in left]
         lazy = [(view, t.detach()) for index, (view, t) in zip(left, pairs, strict=True) if sources[index].lazy]
         eager = [pair for index, pair in zip(left, pairs, strict=True) if not sources[index].lazy] if lazy else pairs
-        tasks = [task for tasks in compared.values() for task in tasks]
         for task in tasks:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False

@@ -106,7 +106,9 @@ def encode_scalar(node: Any) -> Json | None:
             return None
         return {"$": "npscalar", "dtype": node.dtype.str, "hex": node.tobytes().hex()}
     if isinstance(node, bool | int | str):
-        return node if type(node) in (bool, int, str) else _plain(node)
+        if type(node) in (bool, int, str):
+            return node
+        return str.__str__(node) if isinstance(node, str) else int(node)
     if isinstance(node, float):
         return encode_float(float(node))
     if isinstance(node, complex):
@@ -130,10 +132,6 @@ def encode_scalar(node: Any) -> Json | None:
     if isinstance(node, np.dtype):
         return None if node.hasobject or node.names else {"$": "np.dtype", "v": node.str}
     return None
-
-
-def _plain(node: str | int) -> Json:
-    return str.__str__(node) if isinstance(node, str) else int(node)
 
 
 def _plain_bounds(node: range | slice) -> bool:

@@ -336,10 +336,6 @@ def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     return name if cls is None else json_types.member(cls, name)
 
 
-def _npscalar(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
-    return np.frombuffer(bytes.fromhex(node["hex"]), dtype=json_types.numpy_dtype(node["dtype"]))[0]
-
-
 def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:
     if _FRACTION.fullmatch(node["v"]) is None:  # Python takes exponents, and computes their powers of ten
         raise ValueError("not a fraction of two whole numbers")
@@ -446,7 +442,7 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "omegaconf": _omegaconf,
     "float": lambda _, n, __: _FLOATS[n["v"]],
     "complex": lambda r, n, p: complex(r.node(n["re"], p), r.node(n["im"], p)),
-    "npscalar": _npscalar,
+    "npscalar": lambda _, n, __: np.frombuffer(bytes.fromhex(n["hex"]), json_types.numpy_dtype(n["dtype"]))[0],
     "np.dtype": lambda _, n, __: json_types.numpy_dtype(n["v"]),
     "path": lambda _, n, __: (pathlib.PurePath if n["pure"] else pathlib.Path)(n["v"]),
     "datetime": lambda _, n, __: datetime.datetime.fromisoformat(n["v"]).replace(fold=n["fold"]),

@@ -367,9 +367,8 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
     parts = ("world", "software", "notes", "tree", "entries", "bases")
     wrong = [what for what in parts if not is_object(getattr(manifest, what))]
     require(not wrong, f"{' and '.join(map(repr, wrong))} is no object")
-    for beside in (manifest.world, manifest.software, manifest.notes):
-        if not is_shallow(beside, tree.MAX_DEPTH):
-            raise ValueError(f"something is nested deeper than {tree.MAX_DEPTH} levels")
+    beside = [manifest.world, manifest.software, manifest.notes]
+    require(is_shallow(beside, tree.MAX_DEPTH + 1), f"something is nested deeper than {tree.MAX_DEPTH} levels")
     size = manifest.world.get("size", 1)
     require(is_whole(size, 1, _MOST_RANKS), "'size' of the world is none")
     for file in manifest.files:

@@ -87,7 +87,7 @@ class Rebuilder:
         plain: bool = False,
         schemas: Mapping[str, Schema] = MappingProxyType({}),
     ) -> None:
-        self.entries = entries
+        self._entries = entries
         self._schemas = schemas
         self._arrays: Mapping[int, torch.Tensor] = {}
         self._values: Sequence[Any] = ()
@@ -165,14 +165,20 @@ class Rebuilder:
             "restored as a plain equivalent"
         )
 
+    def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
+        try:
+            return self._entries[node["entry"]]
+        except KeyError as err:
+            raise FormatError(f"{_show(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
+
     def tensor(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         """Leaves that shared memory when saved share it again."""
         if node["entry"] in self._finished:
-            return self.entries[node["entry"]]
+            return self.entry(node, path)
         view, stride = node.get("view"), node.get("stride")
         memory = (node["entry"], repr(view), tuple(stride or ()), repr(node.get("blocks")))
         if memory not in self._tied:
-            raw = self.entries[node["entry"]]
+            raw = self.entry(node, path)
             # Copies are made once for each entry, whatever a tree says: the number of leaves costs no memory.
             if stride is not None or "blocks" in node:
                 if node["entry"] in self._copied:
@@ -198,7 +204,7 @@ class Rebuilder:
         return inside.node(schema.tree, path)
 
     def _unpack(self, pack: Pack) -> list[torch.Tensor]:
-        flat, lengths = self.entries[pack.entry].view(-1), pack.lengths()
+        flat, lengths = self._entries[pack.entry].view(-1), pack.lengths()
         if flat.nbytes < _COPIED_BYTES * len(lengths):
             copies: Any = torch.split_with_sizes_copy  # torch types it as if it always filled given tensors
             made = copies(flat, lengths)
@@ -215,11 +221,11 @@ class Rebuilder:
             return found
         return [torch.nn.Parameter(one, requires_grad=parameter["requires_grad"]) for one in found]
 
-    def raw_bytes(self, node: Mapping[str, Any]) -> bytes | bytearray:
+    def raw_bytes(self, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
         """What is in an entry as bytes, once for all leaves that refer to it."""
         key = (node["$"], node["entry"])
         if key not in self._raw_bytes:
-            data = _flat(self.entries[node["entry"]]).data
+            data = _flat(self.entry(node, path)).data
             self._raw_bytes[key] = bytes(data) if node["$"] == "bytes" else bytearray(data)
         return self._raw_bytes[key]
 
@@ -264,15 +270,15 @@ def _flat(raw: torch.Tensor) -> np.ndarray[Any, Any]:
     return raw.contiguous().view(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
 
 
-def _ndarray(r: Rebuilder, node: Mapping[str, Any], _: TreePath) -> np.ndarray[Any, Any]:
-    flat = _flat(r.entries[node["entry"]])
+def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> np.ndarray[Any, Any]:
+    flat = _flat(r.entry(node, path))
     array: np.ndarray[Any, Any] = flat.view(json_types.numpy_dtype(node["dtype"])).reshape(node["shape"])
     return array
 
 
-def _bytes(r: Rebuilder, node: Mapping[str, Any], _: TreePath) -> bytes | bytearray:
+def _bytes(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
     if "b64" not in node:
-        return r.raw_bytes(node)
+        return r.raw_bytes(node, path)
     return (bytes if node["$"] == "bytes" else bytearray)(base64.b64decode(node["b64"]))
 
 

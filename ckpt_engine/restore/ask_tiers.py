@@ -95,7 +95,7 @@ class FarStorage(WrapperStorage):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(silent_seconds=self._silent_seconds)
+        return Capabilities(silent_seconds=self._silent_seconds, prepare=self.open_ahead)
 
     def _silent_seconds(self) -> float:
         """As `Capabilities` has it; 0 also while the library is still being imported."""

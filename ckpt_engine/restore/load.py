@@ -36,7 +36,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, announce, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory
-from ckpt_engine.restore.ask_tiers import FarStorage, ListedOnce, Places, Repair, Sources, storage_of
+from ckpt_engine.restore.ask_tiers import ListedOnce, Places, Repair, Sources, storage_of
 from ckpt_engine.restore.choose import (
     Away,
     Candidate,
@@ -438,8 +438,8 @@ class Restorer:
     def open_ahead(self) -> None:
         """Have the libraries of object stores imported while something else is waited for; nothing is asked."""
         for storage in self._tiers:
-            if isinstance(storage, FarStorage):
-                threading.Thread(target=storage.open_ahead, name="ckpt-open", daemon=True).start()
+            if (prepare := storage.capabilities.prepare) is not None:
+                threading.Thread(target=prepare, name="ckpt-open", daemon=True).start()
 
     def is_further(self, url: str) -> bool:
         """Whether that is how a further tier is called in events."""

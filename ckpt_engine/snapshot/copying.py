@@ -72,7 +72,7 @@ class SlotMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class _Move:
     """Bytes of one contiguous CPU tensor; the tensors are kept so that the addresses stay valid."""
 
     dst: torch.Tensor
@@ -132,7 +132,7 @@ class CopyByAddress:
 class Compare:
     """Bytes that the slot is claimed to hold already; if it does not, and the claim is not hinted, they are copied."""
 
-    move: Move
+    move: _Move
     claim: Claim
 
     def run(self) -> None:
@@ -160,7 +160,7 @@ class Compare:
         return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
 
 
-Task = Move | _Copy | CopyByAddress | Compare
+Task = _Move | _Copy | CopyByAddress | Compare
 
 
 class CopyTasks:
@@ -244,7 +244,7 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
         if nbytes >= SMALL_BYTES and _movable(tensor):
-            tasks += moves_of(view, tensor, slot)
+            tasks += chunks_of(view, tensor, slot)
         else:
             small.append((view, tensor))
     for at in range(0, len(small), _GROUP):
@@ -253,10 +253,10 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
     return tasks
 
 
-def moves_of(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[Move]:
+def chunks_of(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> list[_Move]:
     """The copy of a tensor, chunk by chunk."""
     nbytes = view.numel() * view.element_size()
-    return [Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
+    return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
 
 
 def _movable(tensor: torch.Tensor) -> bool:

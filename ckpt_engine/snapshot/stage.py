@@ -35,7 +35,7 @@ from ckpt_engine.snapshot.copying import (
     Compare,
     CopyTasks,
     SlotMemory,
-    moves_of,
+    chunks_of,
     run_task,
     tasks_of,
 )
@@ -114,7 +114,7 @@ class Staging:
         tasks = [
             Compare(move, claim)
             for index, claim in compared.items()
-            for move in moves_of(self._views[index], plan.sources[index].tensor(capture.arrays), self._slot)
+            for move in chunks_of(self._views[index], plan.sources[index].tensor(capture.arrays), self._slot)
         ]
         sources = plan.sources
         left = [index for index in plan.apart if index not in compared]

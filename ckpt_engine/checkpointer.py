@@ -245,12 +245,12 @@ class Checkpointer:
         Example:
             >>> ckpt.close(timeout=60)  # or `with Checkpointer(...) as ckpt`
         """
-        timeout = arguments.seconds("timeout", timeout)
+        self.engine.begin_close(timeout)
         try:
             if self._tracker is not None:
                 self._tracker.finish()
         finally:
-            self.engine.close(timeout, failed=failed)
+            self.engine.close(failed=failed)
 
     def __enter__(self) -> Self:
         return self

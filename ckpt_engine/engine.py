@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -66,9 +67,8 @@ class Ending:
         """How long something may be waited for."""
         return at_most
 
-    @property
-    def hurries(self) -> bool:
-        """Whether a wait that can be done without ends now."""
+    def hurries(self, copies: bool) -> bool:  # noqa: ARG002
+        """Whether a wait ends now; `copies`: one for what further tiers lack, which can be done without."""
         return False
 
     def leave(self) -> None:
@@ -132,6 +132,9 @@ class Engine:
         self.ending = Ending()
         self._why: Callable[[], str] = str
         self._closing = False
+        self._close_by = math.inf
+        self._in_vain_seconds = 0.0
+        """The newest `wait` took so long, and did not see the end of what is in flight."""
 
     @property
     def root_url(self) -> str:
@@ -407,19 +410,28 @@ class Engine:
         return ask_tiers.snapshots([self._restorer.nearest()] if nearest else self._restorer.places())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is in flight. See `Checkpointer.wait`."""
-        return self._pipeline.drain(wait_seconds(arguments.seconds("timeout", timeout)))
+        """Wait until nothing is in flight, not beyond a stop or what `begin_close` says. See `Checkpointer.wait`."""
+        began, most = time.monotonic(), wait_seconds(arguments.seconds("timeout", timeout))
+        done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self._hurries)
+        self._in_vain_seconds = 0.0 if done else time.monotonic() - began
+        return done
 
     @property
     def snapshot_bytes(self) -> int:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         return self._pipeline.snapshot_bytes
 
-    def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
-        """See `Checkpointer.close`."""
+    def begin_close(self, timeout: float | None) -> None:
+        """What comes from here on until `close` has ended takes so long in all, see `Checkpointer.close`."""
         most = arguments.seconds("timeout", timeout)
         if most is None:
             most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end
+        self._close_by = time.monotonic() + most - self._in_vain_seconds
+
+    def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
+        """See `Checkpointer.close`."""
+        if timeout is not None or self._close_by == math.inf:
+            self.begin_close(timeout)
         if self._closing:
             return
         self._closing = True
@@ -428,8 +440,9 @@ class Engine:
         self._restorer.detach()
         keeps = failed and self.memory and self._session is not None
         try:
-            left, failed = self.ending.seconds_left(most), failed and not self.ending.stops
-            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda: self.ending.hurries)
+            left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
+            failed = failed and not self.ending.stops
+            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=self._hurries)
         except WaitTimeoutError as err:
             if self.ending.tells and not self.ending.stops:
                 raise
@@ -455,6 +468,9 @@ class Engine:
             return self._pipeline.lineage.checked(begin(config), self.root_url)
 
         return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
+
+    def _hurries(self, copies: bool) -> bool:
+        return self.ending.hurries(copies)
 
     def _say_what_stays(self) -> None:
         if (news := self._pipeline.lineage.news(self.root_url)) is not None:

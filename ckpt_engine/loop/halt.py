@@ -160,11 +160,10 @@ class Halt(Ending):
         """Whether this rank, or all of them, got a request to stop."""
         return self.stop is not None
 
-    @property
-    def hurries(self) -> bool:
-        """A Ctrl-C came, or the time of another stop is over."""
+    def hurries(self, copies: bool) -> bool:
+        """A Ctrl-C came that ends a wait for copies, or the time of a stop is over."""
         stop = self.stop
-        return stop is not None and (stop.notice.interrupts or self.seconds_left(math.inf) <= 0.0)
+        return stop is not None and ((copies and stop.notice.interrupts) or self.seconds_left(math.inf) <= 0.0)
 
     @property
     def stop(self) -> Stop | None:

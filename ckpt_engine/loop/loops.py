@@ -407,6 +407,7 @@ class LoopProgress:
         Raises:
             WaitTimeoutError, SnapshotFailedError: as `Checkpointer.close`.
         """
+        self._engine.begin_close(None)
         try:
             self.finish()
         finally:

@@ -395,15 +395,15 @@ class Pipeline:
             self.failures.remove(handle.error)
         return True
 
-    def drain(self, timeout: float) -> bool:
-        """Wait until no snapshot is in flight; False if the time was not enough."""
+    def drain(self, timeout: float, hurries: Callable[[bool], bool] = never) -> bool:
+        """Wait until no snapshot is in flight; False if the time was not enough. `hurries`: as of `close`."""
         with said_if_slow(partial(self._waited_for, timeout)):
-            return self._drain(timeout)
+            return self._drain(timeout, hurries)
 
     def _waited_for(self, timeout: float) -> str | None:
         return self._writer.client.unwritten(timeout) if self._writer is not None else None
 
-    def _drain(self, timeout: float) -> bool:
+    def _drain(self, timeout: float, hurries: Callable[[bool], bool]) -> bool:
         self.before_update()
         if not self._hand_over(timeout):
             return False
@@ -412,23 +412,25 @@ class Pipeline:
             if self._still_starting:
                 return False
             self._adopt()
-        return self._wait(lambda: not self._pending, timeout)
+        return self._wait(lambda: not self._pending, timeout, hurries)
 
     def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
     ) -> None:
         """Finish what is in flight, stop the writer (see `WriterClient.close`), free the arena.
 
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
+        began = time.monotonic()
         with said_if_slow(partial(self._waited_for, timeout)):
-            drained = self._drain(timeout) if self._pending or self._staging or self._starting else True
+            drained = self._drain(timeout, hurries) if self._pending or self._staging or self._starting else True
             self._hint_fence.remove()
             self._hinted = None
             self._copier.close(max(timeout, _CHUNK_SECONDS))
             if self._writer is not None:
-                self._writer.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
+                left = max(0.0, began + timeout - time.monotonic())
+                self._writer.close(left, failed=failed, keeps=keeps, hurries=hurries)
                 self.poll()  # what further tiers had to say until the end
                 self._writer = None
             if self._shared is not None and (lacking := self._shared.lacking()) is not None:
@@ -438,14 +440,14 @@ class Pipeline:
             self._pulse = None
         self.slots.close()
         if not drained:
-            raise WaitTimeoutError(f"snapshots were still being written after {timeout:.0f} s")
+            raise WaitTimeoutError(f"snapshots were still being written after {time.monotonic() - began:.0f} s")
 
-    def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
+    def _wait(self, done: Callable[[], bool], timeout: float, hurries: Callable[[bool], bool] = never) -> bool:
         deadline = time.monotonic() + timeout
         self.poll()
         while not done():
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or hurries(False):
                 return False
             if self._writer is not None:
                 # There is no event when what was sent is with the kernel: look again soon.

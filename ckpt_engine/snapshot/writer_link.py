@@ -100,7 +100,7 @@ class Coming(WriterClient):
         *,
         failed: bool = False,  # noqa: ARG002 - it has nothing
         keeps: bool = False,  # noqa: ARG002
-        hurries: Callable[[], bool] = never,  # noqa: ARG002
+        hurries: Callable[[bool], bool] = never,  # noqa: ARG002
     ) -> bool:
         self.wait(timeout)
         return not self.alive

@@ -458,6 +458,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no plain dense bytes, or None."""
     if tensor.layout is not torch.strided:
         return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_nested:
+        return "nested layout"
     if tensor.is_quantized:
         return f"quantized dtype {tensor.dtype}"
     if tensor.device.type == "meta":

@@ -100,6 +100,8 @@ def encode_scalar(node: Any) -> Json | None:
     Subclasses of str, int and float are stored as their plain value.
     """
     if isinstance(node, enum.Enum):
+        if node.name not in type(node).__members__:
+            return None  # several flags, or none: their class would have to compute them again
         return {"$": "enum", "type": type_name(type(node)), "name": node.name}
     if isinstance(node, np.generic):
         if node.dtype.hasobject or node.dtype.names:

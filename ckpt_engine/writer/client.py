@@ -50,7 +50,7 @@ REAP_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 
 
-def never() -> bool:
+def never(_copies: bool) -> bool:
     """There is no hurry."""
     return False
 
@@ -139,18 +139,18 @@ class WriterClient(abc.ABC):
         self._answered.set()
         self._news.set()
 
-    def _wait_for_the_end(self, timeout: float, hurries: Callable[[], bool]) -> bool:
-        """Wait at most `timeout` seconds until the writer has nothing more to do."""
+    def _wait_for_the_end(self, timeout: float, hurries: Callable[[bool], bool]) -> bool:
+        """Wait at most `timeout` seconds until the writer has nothing more to do; `hurries`: see `close`."""
         began = time.monotonic()
         self._close_by = began + timeout
         try:
             # In short waits: a signal that comes right before one is heard after it.
             while not self._closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
                 now = time.monotonic()
-                if now >= self._close_by:
+                if now >= self._close_by or (not self._only_copies and hurries(False)):
                     self._say_left()
                     return False
-                if self._only_copies and now >= began + TELL_SECONDS and hurries():
+                if self._only_copies and now >= began + TELL_SECONDS and hurries(True):
                     self._say_left()
                     self._goes_on = True
                     return True
@@ -200,7 +200,7 @@ class WriterClient(abc.ABC):
 
     @abc.abstractmethod
     def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
     ) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
@@ -212,7 +212,7 @@ class WriterClient(abc.ABC):
         Args:
             failed: training has ended because of an error.
             keeps: what is in memory only stays there, for the process that restarts it.
-            hurries: asked again and again: whether to leave what further tiers still lack.
+            hurries: asked again and again: whether to wait no more; True: for what further tiers still lack.
         """
 
     @abc.abstractmethod

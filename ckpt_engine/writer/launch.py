@@ -52,15 +52,16 @@ class ThreadWriter(WriterClient):
         *,
         failed: bool = False,
         keeps: bool = False,  # noqa: ARG002 - it ends with the trainer
-        hurries: Callable[[], bool] = never,
+        hurries: Callable[[bool], bool] = never,
     ) -> bool:
         if self._foreign:
             return True
-        self._closing = True
+        self._closing, began = True, time.monotonic()
         self._queue.finish(failed=failed)
         ended = self._wait_for_the_end(timeout, hurries)
         if not ended:
-            self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
+            why = f"not durable {time.monotonic() - began:.0f} s after closing"
+            self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
         return ended
 
     @property
@@ -83,6 +84,9 @@ class ThreadWriter(WriterClient):
 
 ENTRY = Path(__file__).with_name("__main__.py")
 _TAIL_BYTES = 8192
+_LOOK_SECONDS = 5.0
+_LOOKS = 2
+"""So often in a row a writer is found stopped before that is said: a job that goes on as a whole does so bit by bit."""
 
 
 class CannotSpawnError(WriterError):
@@ -137,17 +141,17 @@ class ProcessWriter(WriterClient):
         return self._process.pid
 
     def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
     ) -> bool:
         if self._foreign:
             return True
-        self._closing, self._leaving = True, keeps
+        self._closing, self._leaving, began = True, keeps, time.monotonic()
         self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
         closed = self._wait_for_the_end(timeout, hurries)
         if closed and not self._goes_on:
             self._listener.join(REAP_SECONDS)
             return True
-        late = "" if closed else f"not durable {timeout:.0f} s after closing; "
+        late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
         why = f"{late}the writer process {self.pid} goes on by itself"
         self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
         self._abandoned = True
@@ -192,13 +196,17 @@ class ProcessWriter(WriterClient):
         selector.register(stderr, selectors.EVENT_READ)
         if self._exit_fd is not None:
             selector.register(self._exit_fd, selectors.EVENT_READ)
-        connected = True
+        connected, looks, look_at = True, 0, time.monotonic() + _LOOK_SECONDS
         while True:
             if connected:
                 selector.modify(
                     self._channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
                 )
-            ready = {key.fd for key, _ in selector.select()}
+            ready = {key.fd for key, _ in selector.select(_LOOK_SECONDS)}
+            if time.monotonic() >= look_at:
+                looks, look_at = looks + 1 if self._is_stopped else 0, time.monotonic() + _LOOK_SECONDS
+                if looks == _LOOKS:
+                    self._say_stopped()
             self._read_stderr(selector, ready)
             if connected and self._abandoned:
                 selector.unregister(self._channel)
@@ -219,6 +227,18 @@ class ProcessWriter(WriterClient):
                         self._closed.set()
             if self._exit_fd in ready or (self._exit_fd is None and not connected):
                 return
+
+    @property
+    def _is_stopped(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def _say_stopped(self) -> None:
+        """Nothing else does: its socket takes what it is sent, and snapshots are busy."""
+        text = f"the writer process {self.pid} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
+        self._mailbox.hear(protocol.event(Notice("WARNING", f"{text} {self.pid}` lets it go on")))
 
     def _read_stderr(self, selector: selectors.BaseSelector, ready: Container[int]) -> None:
         stderr = self._process.stderr

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,14 @@ def test_every_command_is_documented() -> None:
                     continue
                 assert re.search(rf"[`\[ ]{name}\b", section[1]), (verb, name)
     assert re.findall(r"^## ckpt ([\w-]+)", PAGE, re.MULTILINE) == list(VERBS)
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(tmp_path: Path) -> None:
+    """Most of what a quick verb takes are imports, and Ctrl-C comes then."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ckpt_engine.cli import command; command()"
+    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, preexec_fn=hears
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -224,6 +224,25 @@ def test_a_stopped_writer_never_blocks_the_trainer(processes: Writers, stage: St
     assert len(check_all(processes.root)) == 3
 
 
+def test_a_writer_that_stays_stopped_is_named_once(
+    processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else says why all snapshots are busy; the line says how it goes on."""
+    monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.02)
+    client = processes.start()
+    os.kill(client.pid, signal.SIGSTOP)
+    assert client.wait(WAIT_SECONDS)
+    (said,) = client.poll()
+    assert isinstance(said, Notice)
+    assert said.message.endswith(f"no snapshot becomes durable; `kill -CONT {client.pid}` lets it go on")
+    assert not client.wait(0.2)
+    os.kill(client.pid, signal.SIGCONT)
+    stage.share(client)
+    job = stage.job(1)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+
+
 def test_closing_too_early_leaves_the_writer_to_finish(
     tmp_path: Path, processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,7 +220,7 @@ def test_ctrl_c_ends_the_wait_for_copies(run: Run, monkeypatch: pytest.MonkeyPat
         waits = Waits(run, monkeypatch, lambda: interrupts and signal.pthread_kill(main, signal.SIGINT))
         monkeypatch.setattr(client, "TELL_SECONDS", WAIT_SECONDS if interrupts else 0.0)
         assert run.client is not None
-        assert run.client.close(WAIT_SECONDS, hurries=lambda: not interrupts)
+        assert run.client.close(WAIT_SECONDS, hurries=lambda _: not interrupts)
     except KeyboardInterrupt:
         pytest.fail("it is raised")
     finally:
@@ -237,7 +237,7 @@ def test_an_end_without_time_says_that_copies_are_missing(run: Run, monkeypatch:
     assert run.weather[run.far].reached.wait(WAIT_SECONDS)
     monkeypatch.setattr(client, "TELL_SECONDS", 0.0)
     assert run.client is not None
-    assert run.client.close(WAIT_SECONDS, hurries=lambda: True)
+    assert run.client.close(WAIT_SECONDS, hurries=lambda _: True)
     assert [one.message for one in run.all(Notice)] == [
         "not everything is on the further tiers yet; the writer thread goes on with it as long as this process lives, "
         "and then the next run does"

@@ -11,6 +11,7 @@ import enum
 import fractions
 import pathlib
 import random
+import re
 import sys
 import types
 import uuid
@@ -270,6 +271,8 @@ def test_parameters_stay_parameters() -> None:
         ({"a": [1, {"b": object()}]}, "a/1/b"),
         ({"t": torch.eye(3).to_sparse()}, "t"),
         ({"t": torch.empty(2, device="meta")}, "t"),
+        ({"flags": re.ASCII | re.DOTALL}, "flags"),
+        ({"flags": enum.Flag("Bits", "A B")(0)}, "flags"),
         ({"o": np.array([object()])}, "o"),
         ({"masked": np.ma.masked_array([1.0, 2.0], mask=[True, False])}, "masked"),
         ({"c": collections.defaultdict(lambda: 3)}, "c"),
@@ -283,6 +286,14 @@ def test_what_needs_pickle_is_refused_naming_the_leaf(state: dict, where: str) -
     with pytest.raises((UnstorableLeafError, StateError)) as caught:
         Planner(Flattener()).capture(state)
     assert where in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_naming_the_leaf() -> None:
+    """Its layout says strided, and it has no sizes that could be asked for."""
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(UnstorableLeafError, match="cannot store tensor at a/t: nested layout"):
+        Planner(Flattener()).capture({"a": {"t": nested}})
 
 
 @pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).state_dict], ids=["module", "method"])

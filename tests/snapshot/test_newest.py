@@ -128,7 +128,7 @@ class FakeWriter:
         return True
 
     def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
     ) -> bool:
         self.closed = True
         for fd in self.slots.values():

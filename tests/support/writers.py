@@ -16,7 +16,7 @@ PATIENCE_SECONDS = 60.0
 
 
 @contextmanager
-def no_writing(ckpt: Checkpointer) -> Iterator[None]:
+def no_writing(ckpt: Checkpointer) -> Iterator[psutil.Process]:
     """The writer process is stopped: what is saved in the block stays in flight."""
     ckpt.engine.start()
     assert ckpt.engine._pipeline._writer is not None
@@ -29,7 +29,7 @@ def no_writing(ckpt: Checkpointer) -> Iterator[None]:
         while process.status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        yield
+        yield process
     finally:
         process.resume()
 

@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.observe.events import Requested
+from tests.support.writers import no_writing
 from tests.tracking.runs import BATCH, LOADERS, Augmented, Net, saved, seed_everything
 
 STEPS = 12
@@ -157,6 +160,40 @@ def test_a_stop_after_the_last_batch_saves_the_final_state(tmp_path: Path) -> No
         train(tmp_path, STEPS, sigterm)
     assert ended.value.code == 143
     assert [one.reason for one in saved(tmp_path)] == ["end"]
+
+
+@contextmanager
+def busy_writer(root: Path, **options: Any) -> Iterator[Checkpointer]:
+    """A complete loop whose last snapshots a stopped writer has; where it is waited for too long it goes on."""
+    seed_everything(0)
+    model, loader = Net(), LOADERS["shuffled"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    ckpt = Checkpointer(root, every_n_steps=1, slots=1, **options)
+    run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+    with no_writing(ckpt) as writer:
+        too_long = Timer(20.0, writer.resume)
+        too_long.start()
+        for _ in range(run.epoch, 1):
+            for x, y, _ids in loader:
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+        yield ckpt
+        too_long.cancel()
+
+
+def test_close_waits_as_long_as_it_is_given_for_a_writer_that_does_not_answer(tmp_path: Path) -> None:
+    """The final snapshot, which finds no free slot, waits within that time too."""
+    with busy_writer(tmp_path) as ckpt, pytest.raises(WaitTimeoutError):
+        ckpt.close(timeout=0.5)
+
+
+def test_a_stop_ends_the_wait_for_the_last_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It comes while the end of the run waits for a writer that does not answer: the grace counts from there."""
+    with busy_writer(tmp_path, preemption={"grace": 1.0}) as ckpt, pytest.raises(SystemExit) as ended:
+        Timer(0.5, sigterm, [ckpt]).start()
+        ckpt.close()
+    assert ended.value.code == 143
+    assert "the final state was not saved: earlier snapshots are still being written" in caplog.text
 
 
 def test_ctrl_c_interrupts_after_a_snapshot(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import signal
 
 
 def command() -> None:
-    """The console script. Ctrl-C while its modules are imported ends it at once, as a signal that it does not handle."""
+    """The console script. Ctrl-C while its modules are imported ends it at once, as an unhandled signal does."""
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

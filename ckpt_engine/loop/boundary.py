@@ -23,7 +23,7 @@ from ckpt_engine.config.live import change
 from ckpt_engine.config.sections import Status
 from ckpt_engine.data.private_names import is_dead_worker
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import LeaseHeldError, RanksError, StorageError, UnstorableLeafError, WriterError
+from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
@@ -464,7 +464,7 @@ class TrainingRun:
         Raises:
             LeaseHeldError: another process writes this run.
             StorageError, WriterError: with `on_error: raise`, as `Checkpointer.save`.
-            UnstorableLeafError: the same, and if it is the first one: then it is for the user to mend now.
+            StateError: the same, and if it is the first one: then it is for the user to mend now.
         """
         step, began = instant.step, time.perf_counter()
         if self.stopping.vetoed(due=True):
@@ -486,8 +486,8 @@ class TrainingRun:
                 notes=notes,
                 durable=durable,
             )
-        except (StorageError, WriterError, UnstorableLeafError) as err:
-            wrong = isinstance(err, UnstorableLeafError) and not self._took
+        except (StorageError, WriterError, StateError) as err:
+            wrong = isinstance(err, StateError) and not self._took
             if wrong or isinstance(err, LeaseHeldError) or self.config.on_error == "raise":
                 raise
             self._log.error("no snapshot of step %d: %s", step, err)

@@ -5,6 +5,7 @@ It knows which slot is free, being filled or being persisted, and makes slots re
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -22,6 +23,7 @@ import torch
 from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.host_memory import HUGE_BYTES, Pinned, collapse, map_shared
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
+from ckpt_engine.observe.units import size
 from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Runtime
 from ckpt_engine.state.entries import WITHOUT_COPY
@@ -30,6 +32,7 @@ from ckpt_engine.store.manifest_codec import uncollected
 
 _PREFAULT_BYTES = 8 << 20
 _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
+_LARGER_FILES = "raise the limit of the size of files (`ulimit -f`): it is for shared memory and for data files alike"
 
 
 @dataclass(slots=True)
@@ -63,9 +66,10 @@ class SharedSlot:
             os.ftruncate(self.fd, self.nbytes)
             memory = map_shared(self.fd, self.nbytes, writable=True)
         except OSError as err:
+            limited = err.errno == errno.EFBIG
             raise StateError(
-                f"cannot reserve {self.nbytes / 1e9:.2f} GB of host memory for the arena: {err}",
-                hint="lower `slots`, or give the job more memory",
+                f"cannot reserve {size(self.nbytes)} of host memory for the arena: {err}",
+                hint=_LARGER_FILES if limited else "lower `slots`, or give the job more memory",
             ) from err
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.is_cold = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,28 @@ def test_the_defaults_write_with_a_thread_where_a_process_would_be_killed(
 def _client(ckpt: Checkpointer) -> object:
     assert ckpt.engine._pipeline._writer is not None
     return ckpt.engine._pipeline._writer.client
+
+
+def test_a_state_that_has_outgrown_its_memory_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has snapshots already, training can go on, and each that is missing is said with what to do."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with Checkpointer(tmp_path, every_n_steps=2, at_end=False, writer="thread") as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer)
+            for step in range(1, 7):
+                if step == 4:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+                    model.register_buffer("big", torch.zeros(1 << 19))
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+                run.step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.global_step == 6
+    assert [one.step for one in Checkpointer(tmp_path).snapshots()] == [2]
+    assert "no snapshot of step 4: [CKPT200] cannot reserve 2" in caplog.text
+    assert "→ raise the limit of the size of files (`ulimit -f`)" in caplog.text

@@ -28,6 +28,15 @@ SETTLE_SECONDS = 60.0
 _log = logging.getLogger(LOGGER_NAME)
 
 
+def _open_standard_descriptors() -> None:
+    """Those that are closed would be ours next, such as the arena's, and what libraries print would go there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
 class Tenure:
     """The time in which one engine writes a run: from `claim` until it is closed, or a newer one claims the run.
 
@@ -78,6 +87,7 @@ class Tenure:
         older = _tenures.get(self._key)
         if older is self:
             return
+        _open_standard_descriptors()
         self._thread = threading.current_thread()
         if older is not None and older._pid == os.getpid():
             older._replace()

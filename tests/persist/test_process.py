@@ -243,6 +243,20 @@ def test_a_writer_that_stays_stopped_is_named_once(
     assert outcome(client, job.job).ok
 
 
+def test_what_is_printed_to_a_closed_descriptor_does_not_reach_the_writer(tmp_path: Path) -> None:
+    """A daemon may have closed its standard streams, and libraries in C print all the same."""
+    kept = os.dup(0)
+    os.close(0)
+    try:
+        with Checkpointer(tmp_path / "run") as ckpt:
+            ckpt.engine.start()
+            os.write(0, b"a library says something\n")
+            ckpt.save({"weights": [1.0]}, step=1).wait(WAIT_SECONDS)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
 def test_closing_too_early_leaves_the_writer_to_finish(
     tmp_path: Path, processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

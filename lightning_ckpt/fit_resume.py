@@ -294,8 +294,10 @@ class FitResume(Resume):
         return BoundaryKind(self._own["kind"]) is BoundaryKind.FINISHED
 
     def nothing_left(self) -> None:
-        """A rerun trains nothing: the random streams are as the finished run left them, and its curves."""
+        """A rerun trains nothing: the random streams are as the finished run left them, its metrics, and its curves."""
         rng.restore(self._own["rng"])
+        if self.finished:  # else the means of the epoch are missing
+            run_state.restore_tables(self._internals, self._module.device, self._own["tables"])
         self._continue_curves()
 
     def restore_optimizers(self, original: Callable[[Any], None], checkpoint: Any) -> None:

@@ -57,13 +57,17 @@ def test_more_epochs_continue_a_finished_run_exactly(name: str, tmp_path: Path) 
 
 
 def test_a_rerun_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
-    """The same script again trains no batch, takes no snapshot and ends with the same weights and random streams."""
+    """The same script again trains no batch, takes no snapshot and ends with the same weights, streams and metrics."""
     first = fit(Case(val=3), [at_end(tmp_path)])
     before = saved(tmp_path)
     again = fit(Case(val=3), [at_end(tmp_path)], ckpt_path="auto", seed=5)
     assert again.trace == []
     assert saved(tmp_path) == before
     assert again.digest == first.digest
+    assert {"loss_epoch", "val_loss"} <= again.trainer.callback_metrics.keys()
+    for name in ("callback_metrics", "logged_metrics"):
+        found, expected = (dict(getattr(one.trainer, name)) for one in (again, first))
+        assert found == {key: value for key, value in expected.items() if not key.startswith("ckpt/")}
 
 
 @pytest.mark.parametrize("steps", [7, 8, 9])

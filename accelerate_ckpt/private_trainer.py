@@ -260,6 +260,13 @@ class TrainerInternals:
 
         original = self._replace("_maybe_log_save_evaluate", maybe_log)
 
+    @property
+    def ended(self) -> bool:
+        """The last entry of the history is the summary of the training that has just ended."""
+        state = self._trainer.state
+        last = state.log_history[-1] if state.log_history else {}
+        return "train_loss" in last and last.get("step") == state.global_step
+
     def running_loss(self) -> dict[str, Any]:
         """The loss since the last log and the step of that log, all loss and the step it counts from, and the
         operations that are not counted yet.
@@ -267,9 +274,7 @@ class TrainerInternals:
         trainer = self._trainer
         loss = getattr(trainer, _RUNNING_LOSS, self._shown)
         # At its end a training adds what is left to the total: one that is started again, or goes on, does so again.
-        last = trainer.state.log_history[-1] if trainer.state.log_history else {}
-        ended = "train_loss" in last and last.get("step") == trainer.state.global_step
-        added = float(loss) if ended and loss is not None else 0.0
+        added = float(loss) if self.ended and loss is not None else 0.0
         return {
             "loss": None if loss is None else loss.detach().clone(),
             "total": float(getattr(trainer, _TOTAL_LOSS)) - added,

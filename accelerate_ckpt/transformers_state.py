@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from accelerate_ckpt.private_trainer import TrainerInternals
-from ckpt_engine.audit.attributes import DerivedObject
+from ckpt_engine.audit.attributes import DerivedObject, Variables
 from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.errors import ArgumentError, ResumeError
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
@@ -80,7 +81,18 @@ class TrainerSurroundings(Surroundings):
 
     def audited(self) -> Mapping[str, Any]:
         callbacks = {f"callbacks.{type(one).__name__}": one for one in self._foreign}
-        return {"trainer": DerivedObject(self._trainer, Trainer), **callbacks}
+        args, config = self._trainer.args, getattr(self._trainer.model, "config", None)
+        return {
+            "trainer": DerivedObject(self._trainer, Trainer),
+            "trainer.args": DerivedObject(args, TrainingArguments),
+            "args": Variables(partial(getattr, args), frozenset({"max_grad_norm"}), module=args),
+            **(
+                {"model.config": DerivedObject(config, PretrainedConfig)}
+                if isinstance(config, PretrainedConfig)
+                else {}
+            ),
+            **callbacks,
+        }
 
     def accumulating(self) -> bool:
         return not self._trainer.accelerator.sync_gradients
@@ -91,7 +103,7 @@ class TrainerSurroundings(Surroundings):
         values = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
         moment = _Moment(
             values | {"global_step": step, "epoch": epoch},
-            len(state.log_history),
+            len(state.log_history) - self._internals.ended,  # a training that is longer, or begun again, says its own
             [[type(one).__name__, _text_of(one.state())] for one in callbacks if isinstance(one, ExportableState)],
             self._internals.running_loss(),
             self._files,

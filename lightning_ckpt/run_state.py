@@ -21,7 +21,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
+from ckpt_engine.audit.attributes import Variables
 from ckpt_engine.audit.roots import roots_of_loader
 from ckpt_engine.loop import components
 from ckpt_engine.loop.distributed_models import FlatModels
@@ -435,8 +436,19 @@ OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()
 """Attributes of Lightning's own classes, which users' classes inherit."""
 
 
+_SETTINGS = frozenset(
+    {
+        *("accumulate_grad_batches", "gradient_clip_val"),
+        *("check_val_every_n_epoch", "limit_val_batches", "log_every_n_steps"),
+    }
+)
+"""Arguments of a trainer that a callback may change while it trains."""
+
+
 def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collection[Callback]) -> dict[str, Any]:
-    """Model, data module, the user's callbacks and what is in the loaders, by the names that users know them by."""
+    """Model, data module, the user's callbacks, what is in the loaders, and the trainer's settings, by the names that
+    users know them by.
+    """
     data: Any = getattr(trainer, "datamodule", None)
     own = [one for one in callbacks_of(trainer) if not of_framework(type(one)) or isinstance(one, LambdaCallback)]
     callbacks = [one for one in own if one not in left_out]
@@ -446,6 +458,7 @@ def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collectio
         **{f"callbacks.{type(one).__name__}": one for one in callbacks},
         **_in_loaders("train_dataloader", trainer.train_dataloader),
         **_in_loaders("val_dataloaders", trainer.val_dataloaders),
+        "trainer": Variables(partial(getattr, trainer), _SETTINGS, module=trainer),
     }
 
 

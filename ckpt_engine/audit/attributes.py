@@ -176,19 +176,19 @@ def _content(cell: types.CellType, _: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """A root that is no object: variables of a module, or of a function that is running.
+    """A root of some variables only: of a module, of a function that is running, or of an object.
 
     Args:
         read: gives the value of a name, or `MISSING`.
         assigned: names of variables that get new values.
         within: names of variables whose values change within.
-        module: that new values are assigned to.
+        module: or another object, that new values are assigned to.
     """
 
     read: Callable[[str], Any]
     assigned: frozenset[str] = frozenset()
     within: frozenset[str] = frozenset()
-    module: types.ModuleType | None = None
+    module: Any = None
 
 
 class Walk:

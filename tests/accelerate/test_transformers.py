@@ -194,6 +194,14 @@ def test_between_epochs_a_grown_dataset_goes_on(tmp_path: Path) -> None:
     assert any("dataset_length was 22, now 30" in one.why for one in report(tmp_path / "run").not_restored)
 
 
+def test_a_finished_run_that_is_started_again_ends_as_it_had(tmp_path: Path) -> None:
+    """Its history has one summary, as if it had been started once."""
+    first = train_hf({"num_train_epochs": 1}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    again = train_hf({"num_train_epochs": 1}, resume_only(tmp_path / "run"), tmp_path / "out", seed=11)
+    assert trained(again) == 0
+    assert again.digest == first.digest
+
+
 @pytest.mark.parametrize("loggers", ["on", "off"])
 def test_reports_get_our_numbers(loggers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reports to a service gets them with the trainer's; the trainer's own history does not."""

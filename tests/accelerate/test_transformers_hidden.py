@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_ckpt import TransformersCallback
 from tests.support.digests import seed_everything
@@ -57,12 +58,14 @@ class Scales(TrainerCallback):  # type: ignore[misc]
             assert ckpt.tracker._engine.wait(30)
 
 
-def train(folder: Path, options: Any, seed: int = 0, kind: Any = Trainer) -> list[float]:
+def train(
+    folder: Path, options: Any, seed: int = 0, kind: Any = Trainer, arguments: Any = TrainingArguments
+) -> list[float]:
     """One process: the log of the callback."""
     seed_everything(seed)
     ours = [TransformersCallback(options)]
     callback = Scales(ours)
-    arguments = TrainingArguments(
+    made = arguments(
         str(folder),
         use_cpu=True,
         per_device_train_batch_size=2,
@@ -77,7 +80,7 @@ def train(folder: Path, options: Any, seed: int = 0, kind: Any = Trainer) -> lis
         seed=seed,
         dataloader_pin_memory=False,
     )
-    trainer = kind(Net(), arguments, train_dataset=Points(), callbacks=[*ours, callback])
+    trainer = kind(Net(), made, train_dataset=Points(), callbacks=[*ours, callback])
     trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer))
     return callback.log
 
@@ -157,3 +160,34 @@ def test_what_a_derived_trainer_has_in_its_class_is_restored(tmp_path: Path) -> 
     assert train(tmp_path / "out", resume_only(folder), seed=7, kind=OfTheClass) == whole
     found = next(one.detail for one in report(folder).restored if one.name == "hidden state")
     assert {"OfTheClass.calls", "OfTheClass.window", "OfTheClass.mean"} <= set(found.split(", "))
+
+
+@dataclasses.dataclass
+class Softness(TrainingArguments):  # type: ignore[misc]
+    softness: float = 1.0
+
+
+class Anneals(Trainer):  # type: ignore[misc]
+    """It scales the loss by an argument and an entry of the model's configuration that change as it trains."""
+
+    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        model.config = PretrainedConfig()
+        model.config.scale = 1.0
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        self.args.softness *= 0.9
+        self.args.max_grad_norm += 0.1
+        self.model.config.scale *= 0.8
+        return super().compute_loss(*args, **options) * self.args.softness * self.model.config.scale
+
+
+def test_arguments_that_change_as_it_trains_are_restored(tmp_path: Path) -> None:
+    """Those of the script's own class, how gradients are clipped, and what the model's configuration has."""
+    whole = train(tmp_path / "out", every_boundary(tmp_path / "run"), kind=Anneals, arguments=Softness)
+    middle = [one for one in saved(tmp_path / "run") if one.reason != "end"][2]
+    folder = only(tmp_path / "run", middle, tmp_path / "again")
+    assert train(tmp_path / "out", resume_only(folder), seed=7, kind=Anneals, arguments=Softness) == whole
+    (restored,) = [one.detail for one in report(folder).restored if one.name == "hidden state"]
+    for name in ("trainer.args.softness", "args.max_grad_norm", "model.config.scale"):
+        assert name in restored

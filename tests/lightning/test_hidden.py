@@ -73,6 +73,7 @@ class Curriculum(Callback):
         self.batches += 1
         self.began = time.time()
         trainer.datamodule.scale = 1.0 + 0.1 * self.batches + self.epochs
+        trainer.gradient_clip_val = 0.01 * self.batches
 
 
 class Net(pl.LightningModule):
@@ -357,7 +358,7 @@ def report(folder: Path) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("crashes", [(5,), (2, 7, 10)])
 def test_attributes_of_all_objects_go_on(tmp_path: Path, crashes: tuple[int, ...]) -> None:
-    """Model, data module, data set and callback; only the time, which differs from the start, is left and named."""
+    """Model, data module, data set, callback and trainer; only the time, which differs from the start, is left and named."""
     wanted = fit(tmp_path / "whole", 1, None)
     got: dict[str, str] = {}
     for seed, crash_at in enumerate((*crashes, None), 1):
@@ -369,6 +370,7 @@ def test_attributes_of_all_objects_go_on(tmp_path: Path, crashes: tuple[int, ...
     for name in ("model._calls", "model.queue", "model.ema", "model.drop.p", "datamodule.noisy.dice"):
         assert name in restored, restored
     assert "callbacks.Curriculum.batches" in restored
+    assert "trainer.gradient_clip_val" in restored
 
 
 @pytest.mark.filterwarnings("ignore")

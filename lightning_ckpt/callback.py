@@ -202,8 +202,8 @@ class AdaptiveCheckpoint(Callback):
     def _require_own_folder(self, trainer: pl.Trainer) -> None:
         from lightning_ckpt.compat import callbacks_of
 
-        others = [one for one in callbacks_of(trainer) if isinstance(one, AdaptiveCheckpoint) and one is not self]
-        if self.config.root_url in [one.config.root_url for one in others]:
+        ours = [one.config.root_url for one in callbacks_of(trainer) if isinstance(one, AdaptiveCheckpoint)]
+        if ours.count(self.config.root_url) > 1:
             raise ConfigError(
                 f"two AdaptiveCheckpoint of this Trainer write {self.config.root_url}",
                 hint="remove one of them, or give each a folder of its own",

@@ -313,6 +313,10 @@ class FitResume(Resume):
         self.to_restore = None
         optimizers = run_state.named_optimizers(self._trainer)
         self.add([], components.made_otherwise(self._own.get("made"), optimizers))
+        before, now = len(checkpoint["lr_schedulers"]), len(self._trainer.lr_scheduler_configs)
+        if before != now and not restart.averages(self._trainer):
+            why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
+            self.add([], [NotRestored("schedulers", why)])
         states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
         self._regrouped = run_state.restore_groups(self._trainer, self._module, states, saved)
         try:

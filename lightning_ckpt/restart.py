@@ -199,10 +199,9 @@ class Kept:
         return self._move_to_other_optimizers() + self._put_back_callbacks()
 
     def _put_back_schedules(self) -> None:
-        averages = any(isinstance(one, StochasticWeightAveraging) for one in callbacks_of(self._trainer))
+        averaged = averages(self._trainer)
         for (scheduler, kept), config in zip(self._schedules, self._trainer.lr_scheduler_configs, strict=False):
-            # Weight averaging has its own, and restores it.
-            if config.scheduler is scheduler or (not averages and type(config.scheduler) is type(scheduler)):
+            if config.scheduler is scheduler or (not averaged and type(config.scheduler) is type(scheduler)):
                 config.scheduler.load_state_dict(kept)
 
     def _move_to_other_optimizers(self) -> list[NotRestored]:
@@ -230,6 +229,11 @@ class Kept:
                 why = f"its {self._hook} changes what was restored, and load_state_dict() does not put it back"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
         return missing
+
+
+def averages(trainer: pl.Trainer) -> bool:
+    """Whether weight averaging has a scheduler of its own, which it restores."""
+    return any(isinstance(one, StochasticWeightAveraging) for one in callbacks_of(trainer))
 
 
 def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> bool:

@@ -394,9 +394,11 @@ def test_two_callbacks_with_two_folders_share_a_trainer(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_of_one_folder_are_refused(tmp_path: Path) -> None:
-    """The error comes before training begins."""
-    with pytest.raises(ConfigError, match="two AdaptiveCheckpoint of this Trainer write"):
-        fit(Case(), [resumer(tmp_path), resumer(tmp_path)], ckpt_path="auto")
+    """The error comes before training begins; one that is there twice is two."""
+    ckpt = resumer(tmp_path)
+    for both in ([ckpt, resumer(tmp_path)], [ckpt, ckpt]):
+        with pytest.raises(ConfigError, match="two AdaptiveCheckpoint of this Trainer write"):
+            fit(Case(), both, ckpt_path="auto")
 
 
 def test_the_folder_as_ckpt_path_is_refused_with_what_to_write(tmp_path: Path) -> None:

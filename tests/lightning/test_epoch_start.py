@@ -317,3 +317,15 @@ def test_an_optimizer_that_the_script_makes_otherwise_is_seen(tmp_path: Path) ->
         fit(Case(), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
     fit(Case(model=Faster), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
     assert any("['lr'] is 0.01 as in the snapshot, not 0.05" in row["why"] for row in report(tmp_path)["not_restored"])
+
+
+def test_schedulers_that_the_script_makes_or_leaves_out_now_are_named(tmp_path: Path) -> None:
+    """The saved one is in no schedule now, or the new one begins at its first step: Lightning says nothing."""
+    scheduled = Case(schedule=("decay", "step", ""))
+    for folder, before, now, why in (
+        (tmp_path / "out", scheduled, Case(), "the snapshot has 1 of them, and configure_optimizers() makes 0 now"),
+        (tmp_path / "in", Case(), scheduled, "the snapshot has 0 of them, and configure_optimizers() makes 1 now"),
+    ):
+        fit(before, every_batch(folder), max_epochs=1)
+        fit(now, [resumer(folder)], ckpt_path="auto", max_epochs=2)
+        assert ("schedulers", why) in [(row["name"], row["why"]) for row in report(folder)["not_restored"]]

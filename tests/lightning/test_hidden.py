@@ -358,7 +358,7 @@ def report(folder: Path) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("crashes", [(5,), (2, 7, 10)])
 def test_attributes_of_all_objects_go_on(tmp_path: Path, crashes: tuple[int, ...]) -> None:
-    """Model, data module, data set, callback, trainer; only the time, which differs from the start, is left and named."""
+    """Those of the trainer, too; only the time, which differs from the start, is left and named."""
     wanted = fit(tmp_path / "whole", 1, None)
     got: dict[str, str] = {}
     for seed, crash_at in enumerate((*crashes, None), 1):

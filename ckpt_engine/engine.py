@@ -422,7 +422,11 @@ class Engine:
         return self._pipeline.snapshot_bytes
 
     def begin_close(self, timeout: float | None) -> None:
-        """What comes from here on until `close` has ended takes so long in all, see `Checkpointer.close`."""
+        """What comes from here on until `close` has ended takes so long in all.
+
+        Args:
+            timeout: see `Checkpointer.close`.
+        """
         most = arguments.seconds("timeout", timeout)
         if most is None:
             most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end

@@ -87,13 +87,16 @@ class _AtWork:
             self._next = time.monotonic() + _LINES_SECONDS
             click.echo(f"{_CLEARED if sys.stderr.isatty() else ''}{line}", err=True)
 
+    def draw(self) -> None:
+        click.echo(f"{_CLEARED}{self.now()}", err=True, nl=False)
+
     def watch(self, ended: threading.Event) -> None:
         """Shows it, or says it after some seconds, and now and then after that, until the command has ended."""
         self._next = time.monotonic() + _QUIET_SECONDS
         while not ended.wait(_SHOWN_SECONDS):
             with self.lock:
                 if moves := self.moves:
-                    click.echo(f"{_CLEARED}{self.now()}", err=True, nl=False)
+                    self.draw()
             if not moves and time.monotonic() >= self._next:
                 self.say(self.now())
 
@@ -120,7 +123,10 @@ def showing(now: Callable[[], str], *, hidden: bool) -> Iterator[None]:
     """In the block, `now` says what the command does: on a terminal in a line that changes and goes at the end,
     elsewhere as `at_work` does."""
     before, moves = _at_work.now, not hidden and sys.stderr.isatty()
-    _at_work.now, _at_work.moves = now, moves
+    with _at_work.lock:
+        _at_work.now, _at_work.moves = now, moves
+        if moves:
+            _at_work.draw()
     try:
         yield
     finally:

@@ -123,6 +123,7 @@ def test_without_a_record_the_message_says_what_to_look_at(ckpt: Ckpt, run_folde
 
 SCRIPT = """
 import os, signal, sys, time
+print(time.time(), flush=True)
 import torch
 from ckpt_engine import Checkpointer
 root, dies_at = sys.argv[1], int(sys.argv[2])
@@ -140,24 +141,26 @@ with Checkpointer(root, every_n_steps=20) as ckpt:
             time.sleep(0.01)  # a step that computes something
             if run.global_step == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-print(time.time())
+    print(time.time())
 """
 
 
 def test_the_parts_of_a_real_run_that_is_killed_twice_add_up(ckpt: Ckpt, tmp_path: Path) -> None:
-    """To the time from its first start until its end, within 1 %: the record is read that three processes have left."""
+    """To the time from its first start until its end: the record is read that three processes have left."""
     script, root = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
     interpreters.run([sys.executable, "-c", ""])  # what it imports is no time of the run
-    began = time.time()
+    asked, lines = time.time(), list[str]()
     for dies_at in (70, 150, -1):
         command = [sys.executable, str(script), str(root), str(dies_at)]
         done = interpreters.run(command, capture_output=True, text=True)
         assert (done.returncode == 0) == (dies_at < 0), done.stderr
-    wall = float(done.stdout) - began
+        lines += done.stdout.split()
+    ended = time.time()
+    first, *_, last = map(float, lines)
     answer = ckpt("goodput", root, "--json").json
     spent = answer["seconds"]
-    assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
+    assert last - first <= sum(spent.values()) <= ended - asked
     assert [one["end"] for one in answer["attempts"]] == [GONE, GONE, CLOSED]
     assert spent["productive"] >= 300 * 0.01
     assert spent["replay"] >= 9 * 0.01

@@ -78,6 +78,7 @@ class Taken(NamedTuple):
     interval_steps: int | None
     true_overhead: float
     wait_seconds: float
+    reason: str
 
 
 @dataclass
@@ -212,6 +213,7 @@ class IrregularTraining(Training):
             super()._persisted(point, begin, end)
 
     def _snapshot(self, reason: str) -> None:
+        self.reason = reason
         if not self.waits or len(self.queue) < self.settings.slots:
             super()._snapshot(reason)
             return
@@ -227,7 +229,7 @@ class IrregularTraining(Training):
         if self.fails(len(self.taken)):
             self.failing.add(point)
         overhead = (self.clock.now - self.window_start) / self.window_clean - 1.0
-        self.taken.append(Taken(self.step, point.instant, self.cadence.interval_steps, overhead, wait))
+        self.taken.append(Taken(self.step, point.instant, self.cadence.interval_steps, overhead, wait, self.reason))
         self.window_start, self.window_clean = self.clock.now, 0.0
         self.newest.renew(point.instant, point.instant)
 

@@ -226,10 +226,11 @@ def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) ->
     storage = place.repository.storage
     assert isinstance(storage, MemoryStorage)
     until_durable(root, 2)
-    (file,) = storage._files.values()
-    fd = os.open(f"/proc/self/fd/{file._fd}", os.O_RDWR)
-    os.pwrite(fd, b"\xee" * 8, 500_000)
-    os.close(fd)
+    for link in Path(f"/proc/{log['writer']}/fd").iterdir():
+        if "arena" in str(link.readlink()):
+            fd = os.open(link, os.O_RDWR)
+            os.pwrite(fd, b"\xee" * 8, 500_000)
+            os.close(fd)
     with pytest.raises(NoUsableSnapshotError, match="do not match their digest"):
         load([place.repository])
     found = load([place.repository, Repository(LocalStorage(root))])

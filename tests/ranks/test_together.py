@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.config import load_config
 from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
@@ -157,7 +158,9 @@ def test_a_resumed_run_is_copied_to_other_machines_after_its_first_step(replicat
     loaded = object() if resumed else None
     rest: dict[str, Any] = {"ready": lambda **_: True, "count": 0, "times": RunTimes(SystemClock()), "memory": True}
     engine: Any = SimpleNamespace(ranks=ranks, replicates=replicates, loaded=loaded, **rest)
-    cadence = SharedCadence(FrequencySettings.from_options(every_n_steps=100), SystemClock(), LogSink(), engine)
+    cadence = SharedCadence(
+        FrequencySettings.of(load_config("/nowhere", every_n_steps=100)), SystemClock(), LogSink(), engine
+    )
     cadence.start(40)
     found = []
     for step in (41, 42, 43):

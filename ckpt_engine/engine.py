@@ -134,7 +134,7 @@ class Engine:
         self._closing = False
         self._close_by = math.inf
         self._in_vain_seconds = 0.0
-        """The newest `wait` took so long, and did not see the end of what is in flight."""
+        """The newest `wait` since a snapshot was taken took so long, and did not see the end of what is in flight."""
 
     @property
     def root_url(self) -> str:
@@ -277,6 +277,8 @@ class Engine:
         self.times.boundary(wanted.step)
         began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
+        if handle.skipped is None:
+            self._in_vain_seconds = 0.0
         self.times.waited("stall", time.monotonic() - began)
         self._pipeline.spend(self.times)
         self._say_what_stays()

@@ -31,7 +31,8 @@ def no_writing(ckpt: Checkpointer) -> Iterator[psutil.Process]:
             time.sleep(0.001)
         yield process
     finally:
-        process.resume()
+        with suppress(psutil.NoSuchProcess):  # it was resumed before, and has ended
+            process.resume()
 
 
 def writers_of(pid: int) -> list[psutil.Process]:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ckpt_engine import Checkpointer
+from ckpt_engine import Checkpointer, engine
 from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.observe.events import Requested
 from tests.support.writers import no_writing
@@ -185,6 +186,24 @@ def test_close_waits_as_long_as_it_is_given_for_a_writer_that_does_not_answer(tm
     """The final snapshot, which finds no free slot, waits within that time too."""
     with busy_writer(tmp_path) as ckpt, pytest.raises(WaitTimeoutError):
         ckpt.close(timeout=0.5)
+
+
+def test_a_wait_in_vain_before_the_newest_snapshot_takes_no_time_from_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours may lie between: the last snapshots are waited for as long as is documented."""
+    later = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(engine, "time", clock)
+    ckpt = Checkpointer(tmp_path)
+    with no_writing(ckpt) as writer:
+        ckpt.save({"w": torch.ones(4)}, step=1)
+        Timer(0.1, later.__setitem__, [0, 10_000.0]).start()
+        assert not ckpt.wait(0.5)
+        assert ckpt.save({"w": torch.ones(4)}, step=2).skipped is None
+        Timer(0.5, writer.resume).start()
+        ckpt.close()
+    assert [one.step for one in saved(tmp_path)] == [1, 2]
 
 
 def test_a_stop_ends_the_wait_for_the_last_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

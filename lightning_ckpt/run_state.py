@@ -438,8 +438,11 @@ OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()
 
 _SETTINGS = frozenset(
     {
-        *("accumulate_grad_batches", "gradient_clip_val"),
-        *("check_val_every_n_epoch", "limit_val_batches", "log_every_n_steps"),
+        "accumulate_grad_batches",
+        "gradient_clip_val",
+        "check_val_every_n_epoch",
+        "limit_val_batches",
+        "log_every_n_steps",
     }
 )
 """Arguments of a trainer that a callback may change while it trains."""

@@ -151,7 +151,7 @@ class AdaptiveCheckpoint(Tracker):
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
-        feed = self._training
+        feed = self._resumed
         waits = self._restoring and feed is not None and feed.resuming
         if waits and not self._recent and not self._begun_again and self._loops.tracked(optimizer) is not None:
             assert feed is not None
@@ -333,6 +333,9 @@ def ranks_of(accelerator: Accelerator) -> Ranks | None:
     return ProcessGroupRanks(own={OWN_KEY})
 
 
+_ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
+
+
 class Accumulation(Surroundings):
     """The accelerator's counter of `accumulate()`.
 
@@ -358,4 +361,8 @@ class Accumulation(Surroundings):
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])
-        return []
+        if not self.accumulating():
+            return []
+        # `accumulate()` was entered before the batch was asked for: it has counted from another step than it did then.
+        self._accelerator.sync_gradients = True
+        return [] if self._accelerator.num_processes == 1 else [NotRestored("accumulation", _ASKS_WITHIN)]

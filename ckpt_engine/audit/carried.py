@@ -289,7 +289,10 @@ def _is_iterated(value: Any) -> bool:
             return False
         if isinstance(one, DataLoader) and followed_by(one) is not None:
             return False
-        inner = [each for each in gc.get_referents(one) if id(each) not in seen and not isinstance(each, _NO_PARTS)]
+        parts = gc.get_referents(one)
+        if isinstance(one, GeneratorType) and one.gi_frame is not None:
+            parts += [one.gi_frame.f_globals.get(name) for name in one.gi_code.co_names]
+        inner = [each for each in parts if id(each) not in seen and not isinstance(each, _NO_PARTS)]
         seen.update(map(id, inner))
         waiting += inner[: _MOST_PARTS - len(waiting)]
     return True

@@ -38,6 +38,8 @@ from ckpt_engine.loop.shape import (
 from ckpt_engine.observe.units import count
 from ckpt_engine.snapshot import arguments
 
+_OR_CARRY = ", or keep it in track(…, carry=Carry(…))"
+_NO_EPOCHS = "run.epoch counts passes over tracked loaders"
 _MOST_LOOKS = 64
 _MANY_STEPS = 50
 
@@ -75,6 +77,8 @@ class Loops:
         """Batches of the epoch, and steps, that the saved run had trained."""
         self._around: dict[str, tuple[Sequence[Count], int, bool]] = {}
         self._logged: set[str] = set()
+        self.counted: Mapping[str, int] = {}
+        """What a resumed loop that announces its steps had counted."""
         self._begun_on = self._stepped_on = threading.get_ident()
 
     # ---- while the loop runs
@@ -124,7 +128,9 @@ class Loops:
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
         others = [one for one in self._feeds if one is not feed and one.trained]
-        feed.alone = feed.trained and not any(one.active or one.begun_at > feed.begun_at for one in others)
+        shared = feed.finished and any(one.active and one.asked_from == feed.asked_from for one in others)
+        left = not any(one.active or one.begun_at > feed.begun_at for one in others)
+        feed.alone = feed.trained and (left or shared)
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
 
@@ -263,8 +269,18 @@ class Loops:
         if not self._saved:
             return
         for one in self._feeds:
-            if one is not training and own["feeds"].get(one.name, {}).get("alone"):
+            saved = own["feeds"].get(one.name, {})
+            if one is not training and saved.get("alone") and not saved.get("open"):
                 one.skips = max(one.epochs - training.epochs, 0)
+
+    def counts_again(self) -> str | None:
+        """What a loop that announces its steps counts from its beginning again, at the first step after a resume."""
+        saved, self.counted = self.counted, {}
+        now = (ask := Ask(self._home)).numbers() if saved else {}
+        if any(saved.get(name, value) < value for name, value in now.items()):
+            return None  # an inner loop may have begun again
+        less = (_was(name, saved[name], value, ask) for name, value in now.items() if value < saved.get(name, value))
+        return next((f"{one} run.global_step ({_NO_EPOCHS}){_OR_CARRY}" for one in less), None)
 
     def arrives(self, feed: Feed) -> bool:
         """Whether this loader is asked from where it was when the snapshot was taken."""
@@ -317,11 +333,8 @@ class Loops:
         for name, now in ask.numbers().items():
             before = saved["numbers"].get(name, now)
             if before != now:
-                function, _, variable = name.rpartition(".")
-                found.append(
-                    f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from run.epoch, "
-                    "run.global_step or run.resumed_batches, or keep it in track(…, carry=Carry(…))"
-                )
+                starts = "run.epoch, run.global_step or run.resumed_batches"
+                found.append(f"{_was(name, before, now, ask)} {starts}{_OR_CARRY}")
         saved_as = saved.get("made", {})
         for name, made in ask.made_before().items():
             if saved_as.get(name, made) != made:
@@ -331,6 +344,11 @@ class Loops:
                     "before it asks for the batch, and again after a resume: make it when the batch is there"
                 )
         return found
+
+
+def _was(name: str, before: int, now: int, ask: Ask) -> str:
+    function, _, variable = name.rpartition(".")
+    return f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from"
 
 
 def _way_here(home: frozenset[CodeType]) -> list[Any]:

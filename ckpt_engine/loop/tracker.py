@@ -30,6 +30,7 @@ from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
+from ckpt_engine.loop.shape import At
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -88,11 +89,13 @@ class Tracker(LoopProgress):
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
+        self._turn: At = ()
+        """Where the loop asked for the first batch of its turn."""
         self._late: tuple[list[Restored], list[NotRestored]] = ([], [])
         """What a loop without a loader has found where it begins."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
-        self._restoring = self._begun_again = self._closed = False
+        self._restoring = self._unfinished = self._begun_again = self._closed = False
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -128,7 +131,8 @@ class Tracker(LoopProgress):
         if self._dirty:
             self._resume.add(*self._late)
             self._late = ([], [])
-            for problem in (self._loops.start.problem(), None if self._announced else self._loops.behind()):
+            behind = None if self._announced else self._loops.behind()
+            for problem in (self._loops.start.problem(), behind, self._loops.counts_again()):
                 if problem is not None and self._engine.loaded is not None:
                     self._resume.say(problem)
                 elif problem is not None:
@@ -167,10 +171,8 @@ class Tracker(LoopProgress):
             unseen = 0 < self._boundaries_missed < _UNSEEN_STEPS and not self._announced
             if unseen and self._training is None and error is None:
                 self._say_what_is_unseen()
-            if self._restoring and self._training is not None and self._training.asked_at:
-                self._log.error(
-                    "resumed at step %d, and the loop asked for batches and has trained on none", self._steps
-                )
+            if self._restoring and error is None and (self._unfinished or any(one.asked_at for one in self._feeds)):
+                self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
             if complete and self._run.config.at_end:
                 self._take_at_end()
             elif not complete and error is not None:
@@ -230,20 +232,21 @@ class Tracker(LoopProgress):
         self._asked_at.setdefault(feed, time.monotonic())
         self._engine.times.begin()
         self._settle()
-        self._counted = self._counted and feed is not self._training
         for problem in self._loops.asked(feed):
             self._resume.say(problem)
+        self._turn = self._turn or feed.asked_from
+        self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
         if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
             self._audit.begin("batch")
             self._audit.boundary(self._counters(feed), taking=False)
-        if self._restoring and feed is self._training and feed.resuming:
+        if self._restoring and feed is self._resumed and feed.resuming:
             self._reloaded.clear()
             self._audit.begin("batch")
             self._resume.at_first_fetch()
             self._gradients.install()  # a pass that sees none does not use up the saved position
             self._run.cadence.start(self._steps)
             self._arrive(feed)
-        elif self._restoring and feed is self._training:
+        elif self._restoring and feed is self._resumed:
             self._arrive(feed)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
@@ -253,7 +256,7 @@ class Tracker(LoopProgress):
     def given(self, feed: Feed) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
-        if feed is self._training:
+        if feed in (self._training, self._resumed):
             self._resume.publish()
 
     def failed(self, feed: Feed, error: Exception) -> None:
@@ -270,9 +273,11 @@ class Tracker(LoopProgress):
         self._settle()
         self._loops.over(feed)
         if self._restoring:
-            if not (feed is self._training and feed.finished and feed.delivered == self._resumed_batches):
-                self._resume.again(feed)
-                self._reloaded.append(feed)
+            ended = feed.finished and not feed.without_step
+            if feed is not self._resumed or not ended:
+                if not (ended and feed.delivered):  # else its saved pass was at its end, which the loop has now seen
+                    self._resume.again(feed)
+                    self._reloaded.append(feed)
                 return
             self._restoring = False  # the snapshot was taken after the last batch, which was not known to be the last
         if feed is self._resumed:
@@ -316,6 +321,7 @@ class Tracker(LoopProgress):
 
     def _boundary(self, feed: Feed | None) -> None:
         self._counted, self._boundaries_missed = False, 0
+        self._turn = () if feed is None else feed.asked_from
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         around, unclear = self._loops.boundary(feed, self._due)
         self._training, obstacle = around or self._training, obstacle or unclear
@@ -389,13 +395,14 @@ class Tracker(LoopProgress):
         return self._capture.state(own, gradients, undo)
 
     def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
-        there = None if feed is None else states[feed.name]
+        counts = self._training or feed
         return {
             "finished": finished,
             "training": None if feed is None else feed.name,
+            "counts": None if counts is None else counts.name,
             "feeds": dict(states),
-            "epoch": 0 if there is None else there["epochs"],
-            "batch": 0 if there is None else there["delivered"],
+            "epoch": 0 if counts is None else states[counts.name]["epochs"],
+            "batch": 0 if feed is None else states[feed.name]["delivered"],
             "step": self._steps,
             "metrics": dict(self.metrics),
             "loop": {} if finished else self._loops.state(feed),
@@ -442,16 +449,19 @@ class Tracker(LoopProgress):
         if own["cadence"] is not None:
             self._run.resume(own["cadence"])
         if own["training"] is not None:
-            self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
-            self._resumed_batches = self._training.delivered
-            self._restoring = True
-            self._loops.expect(own, self._training)
+            feeds = {one.name: one for one in self._feeds}
+            self._resumed = feeds[own["training"]]
+            self._training = feeds.get(own.get("counts") or "", self._resumed)
+            self._resumed_batches = self._resumed.delivered
+            self._restoring, self._unfinished = True, not own["finished"]
+            self._loops.expect(own, self._resumed)
             if not own["finished"]:
                 rng.restore(streams)  # until the first batch what the script draws is its own
         elif own["cadence"] is not None:
             if later := own.get("loop", {}).get("start", False):
                 rng.restore(streams)
             self._loops.start.expect(own["rng"], later=later)
+            self._loops.counted = own.get("loop", {}).get("numbers", {})
 
     def _begins(self) -> None:
         if self._training is None and not any(one.active for one in self._feeds):

@@ -127,3 +127,37 @@ def test_a_second_loader_that_has_ended_resumes_exactly(endless: bool, seedable:
     assert len(snapshots) >= 4
     for snapshot in snapshots[:: 5 if endless else 3]:  # their heirs resume from those between
         assert_continues(train_two_loaders, case, reference, snapshot, tmp_path / "run", tmp_path / snapshot.id)
+
+
+def train_within(case: Case, options: Mapping[str, Any] | None, *, seed: int = 0, trace: Any = None) -> Outcome:
+    """Asks for each batch within `accumulate`."""
+    seed_everything(seed)
+    trace = [] if trace is None else trace
+    accelerator = make_accelerator(case)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, shuffled(16)())
+    ckpt = None if options is None else AdaptiveCheckpoint(accelerator, options)
+    for epoch in range(ckpt.epoch if ckpt is not None else 0, case.epochs):
+        batches = iter(loader)
+        for batch in range(ckpt.resumed_batches if ckpt is not None else 0, 4):
+            with accelerator.accumulate(model):
+                x, y, ids = next(batches)
+                durable(ckpt)
+                loss = ((model(x) - y) ** 2).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            trace.append(("train", epoch, batch, tuple(ids.tolist()), loss.detach().item().hex()))
+    found = digest(weights=model.state_dict(), optimizer=optimizer.state_dict())
+    accelerator.end_training()
+    accelerator._dataloaders.clear()
+    return Outcome(trace, found)
+
+
+def test_a_loop_that_asks_within_accumulate_resumes_exactly(tmp_path: Path) -> None:
+    """It has counted its next step before the batch that a resume begins with."""
+    reference, snapshots = taken(train_within, case := Case(accumulate=2), tmp_path / "run")
+    assert snapshots
+    for snapshot in snapshots:
+        assert_continues(train_within, case, reference, snapshot, tmp_path / "run", tmp_path / snapshot.id)

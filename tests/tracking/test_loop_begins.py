@@ -393,3 +393,31 @@ def test_where_no_loop_is_seen_that_is_said(tmp_path: Path) -> None:
     life(tmp_path, steps_in_a_library, 1, 3)
     life(tmp_path, steps_in_a_library, 2)
     assert any(row["why"].startswith("no loop is seen") for row in report(tmp_path)["not_restored"])
+
+
+def counts_epochs_by_itself(script: Script) -> None:
+    run = script.track()
+    for _ in range(run.epoch, STEPS):
+        script.learn(torch.ones(2, 3))
+        run.step()
+
+
+def counts_epochs_and_steps(script: Script) -> None:
+    run = script.track()
+    for epoch in range(run.global_step // 3, STEPS // 3):
+        for turn in range(run.global_step % 3, 3):
+            script.learn(torch.full((2, 3), 1.0 + epoch + turn))
+            run.step()
+
+
+@pytest.mark.parametrize(("loop", "said"), [(counts_epochs_by_itself, 1), (counts_epochs_and_steps, 0)])
+def test_a_loop_that_counts_from_its_beginning_again_is_named(
+    loop: Callable[[Script], None], said: int, tmp_path: Path
+) -> None:
+    """No loader counts its epochs: it would train as many again. An inner loop that begins again is no fault."""
+    life(tmp_path, loop, die_at=6)
+    losses = life(tmp_path, loop)
+    found = [one["why"] for one in report(tmp_path)["not_restored"]]
+    assert len(losses) == (STEPS if said else STEPS - 6)
+    assert [why.partition(" in ")[0] for why in found] == ["_ was 5"] * said, found
+    assert all("start it from run.global_step (run.epoch counts" in why for why in found)

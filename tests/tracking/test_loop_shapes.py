@@ -300,6 +300,60 @@ def counts_the_steps_of_an_endless_one(run: Watched) -> None:
         step(run, batch, number)
 
 
+GLOBAL: list[DataLoader[Any]] = []
+
+
+def endless_global() -> Iterator[Any]:
+    while True:
+        yield from GLOBAL[0]
+
+
+def takes_from_a_global_one(run: Watched) -> None:
+    run.track()
+    GLOBAL[:] = [run.loader]
+    batches = endless_global()
+    for number in range(run.step, 16):
+        step(run, next(batches), number)
+    GLOBAL.clear()
+
+
+def pairs_an_endless_one_first(run: Watched) -> None:
+    """More passes over the one that is asked first than epochs."""
+    second = shuffled(14)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for other, batch in zip(endless(second), run.loader, strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()))
+
+
+def takes_turns_at_one_place(run: Watched) -> None:
+    loaders = [run.loader, shuffled(14), shuffled(10)]
+    run.track(second=loaders[1], third=loaders[2])
+    batches = list(map(iter, loaders))
+    for number in range(run.step, 16):
+        try:
+            batch = next(batches[number % 3])
+        except StopIteration:
+            batches[number % 3] = iter(loaders[number % 3])
+            batch = next(batches[number % 3])
+        step(run, batch, number)
+
+
+def takes_turns_until_all_are_over(run: Watched) -> None:
+    loaders = [run.loader, shuffled(14), shuffled(10)]
+    run.track(second=loaders[1], third=loaders[2])
+    for epoch in range(run.epoch, 2):
+        batches = list(map(iter, loaders))
+        while batches:
+            for one in list(batches):
+                try:
+                    batch = next(one)
+                except StopIteration:
+                    batches.remove(one)
+                    continue
+                step(run, batch, epoch)
+
+
 def looks_at_a_batch_in_each_epoch(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
@@ -433,6 +487,9 @@ EXACT: tuple[Loop, ...] = (
     samples_from_endless_ones,
     pairs_an_endless_one_with_its_steps,
     counts_the_steps_of_an_endless_one,
+    pairs_an_endless_one_first,
+    takes_turns_at_one_place,
+    takes_turns_until_all_are_over,
     looks_at_a_batch_in_each_epoch,
     prints_a_count,
     drops_the_first_batch_of_an_iterator,
@@ -528,6 +585,7 @@ def generations(
 QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
     takes_three_at_once: 3,  # one of them where the second loader ends next
+    **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
     counts_from_zero: 1,
 }
 """How many boundaries of a loop the quick tests resume from."""
@@ -573,7 +631,9 @@ def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -
             pytest.fail(f"{where}: {life.outcome.trace[:3]} instead of {rest_of(reference, snapshot)[:3]}")
 
 
-@pytest.mark.parametrize("loop", [pairs_an_endless_one_with_its_steps, counts_the_steps_of_an_endless_one])
+@pytest.mark.parametrize(
+    "loop", [pairs_an_endless_one_with_its_steps, counts_the_steps_of_an_endless_one, takes_from_a_global_one]
+)
 def test_what_goes_on_over_several_passes_is_no_fault(loop: Loop, tmp_path: Path) -> None:
     """Of a `zip` or `enumerate` around a generator the saved run knows in its second pass how far it is."""
     live(loop, every_boundary(tmp_path / "run"))
@@ -600,3 +660,37 @@ def test_a_loop_that_cannot_be_repeated_says_so_before_it_trains(loop: Loop, sha
                 silent.append((where, life.said_before_the_first_step))
     assert silent == []
     assert spoken
+
+
+def takes_one_of_two(run: Watched, order: Iterable[int]) -> None:
+    loaders = [run.loader, shuffled(14)]
+    run.track(second=loaders[1])
+    batches = list(map(iter, loaders))
+    for which in order:
+        try:
+            batch = next(batches[which])
+        except StopIteration:
+            batches[which] = iter(loaders[which])
+            batch = next(batches[which])
+        step(run, batch, which)
+
+
+def test_a_loader_that_had_no_more_batches_ends_once(tmp_path: Path) -> None:
+    """Also where the resumed loop draws another loader to ask first, which is said."""
+    takes_one_of_two(first := Watched(every_boundary(tmp_path / "run")), [0, 0, 0, 0, 0, 0, 1, 1])
+    first.end()
+    snapshot = next(one for one in saved(tmp_path / "run") if one.step == 7)
+    takes_one_of_two(again := Watched(resume_only(only(tmp_path / "run", snapshot, tmp_path / "again"))), [0, 0, 1])
+    assert [which for which, *_ in again.end().trace] == [0, 0, 1]
+    again.read()
+    assert any("makes its first step with a batch of 'loader'" in why for why in again.said)
+
+
+def test_a_resumed_loop_that_asks_for_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its training was not complete: it does not end as one that has nothing left to do."""
+    breaks_after_it_trained(first := Watched(every_boundary(tmp_path / "run")))
+    first.end()
+    again = Watched(resume_only(only(tmp_path / "run", saved(tmp_path / "run")[2], tmp_path / "again")))
+    again.track()
+    again.end()
+    assert "resumed at step 3, and the loop has trained on no batch" in caplog.text

@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import UsedObject, Variables, attributes_of, is_used, reached, steppers_of
-from ckpt_engine.audit.roots import OURS, of_modules
+from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
 from ckpt_engine.audit.values import MISSING, Frozen, digest, freeze, is_iterator, is_own
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.plugins import is_library_file
@@ -218,6 +218,13 @@ Calls = frozenset[tuple[CodeType, int]]
 def calls_now() -> Calls:
     """The calls that are under way."""
     return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
+
+
+def taking_part(own: Mapping[str, Any], loaders: Mapping[str, Any], outside: Calls) -> dict[str, Any]:
+    """What takes part in training, by name: `own`, what these loaders read, and what `objects_used` finds."""
+    read = (roots_of_loader(name, loader) for name, loader in loaders.items())
+    known = {**own, **{path: root for found in read for path, root in found.items()}}
+    return {**known, **{name: value for name, value in objects_used(outside).items() if name not in known}}
 
 
 def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:

@@ -291,9 +291,9 @@ class LoopResume(Resume):
         self._audit.expect(self._own["audit"], self._own["hidden"])
         return self._audit.restore("batch")
 
-    def say(self, problem: str) -> None:
-        """The loop does not go on as it would have."""
-        self.add([], [NotRestored("the loop", problem)])
+    def say(self, problem: str | None) -> None:
+        """How the loop does not go on as it would have; None: it does."""
+        self.add([], [NotRestored("the loop", problem)] if problem else [])
 
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""

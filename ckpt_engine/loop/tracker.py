@@ -16,8 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.audit.carried import calls_now, objects_used
-from ckpt_engine.audit.roots import read_by_loading, roots_of_loader
+from ckpt_engine.audit.carried import calls_now, taking_part
+from ckpt_engine.audit.roots import read_by_loading
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
@@ -147,7 +147,7 @@ class Tracker(LoopProgress):
             StateError: as `Checkpointer.before_update`.
         """
         self._failing.last.changes()
-        self._say_what_is_skipped()
+        self._resume.say(self._loops.skips_again(ended=False))
         self._run.complete_copies()
 
     def finish(self, *, complete: bool | None = None) -> None:
@@ -170,7 +170,8 @@ class Tracker(LoopProgress):
                 complete = done and not self._dirty and error is None
             unseen = 0 < self._boundaries_missed < _UNSEEN_STEPS and not self._announced
             if unseen and self._training is None and error is None:
-                self._say_what_is_unseen()
+                self._stopping.watch.unseen = True
+                self._loops.say_unseen(self._boundaries_missed)
             if self._restoring and error is None and (self._unfinished or any(one.asked_at for one in self._feeds)):
                 self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
             if complete and self._run.config.at_end:
@@ -239,14 +240,13 @@ class Tracker(LoopProgress):
         if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
             self._audit.begin("batch")
             self._audit.boundary(self._counters(feed), taking=False)
-        if self._restoring and feed is self._resumed and feed.resuming:
-            self._reloaded.clear()
-            self._audit.begin("batch")
-            self._resume.at_first_fetch()
-            self._gradients.install()  # a pass that sees none does not use up the saved position
-            self._run.cadence.start(self._steps)
-            self._arrive(feed)
-        elif self._restoring and feed is self._resumed:
+        if self._restoring and feed is self._resumed:
+            if feed.resuming:
+                self._reloaded.clear()
+                self._audit.begin("batch")
+                self._resume.at_first_fetch()
+                self._gradients.install()  # a pass that sees none does not use up the saved position
+                self._run.cadence.start(self._steps)
             self._arrive(feed)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
@@ -267,7 +267,7 @@ class Tracker(LoopProgress):
 
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""
-        self._say_what_is_skipped(ended=True)
+        self._resume.say(self._loops.skips_again(ended=True))
         self._recent.discard(feed)
         began = self._asked_at.pop(feed, None)
         self._settle()
@@ -288,15 +288,11 @@ class Tracker(LoopProgress):
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
 
-    def _say_what_is_skipped(self, *, ended: bool = False) -> None:
-        if (problem := self._loops.skips_again(ended=ended)) is not None:
-            self._resume.say(problem)
-
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         if (optimizer := self._loops.tracked(stepped)) is None:
             return
-        if self._restoring and not self._begun_again and (problem := self._loops.elsewhere()) is not None:
-            self._resume.say(problem)
+        if self._restoring and not self._begun_again:
+            self._resume.say(self._loops.elsewhere())
         self._trains_again()
         self._dirty = True
         self._stepped.mark(optimizer)
@@ -311,11 +307,8 @@ class Tracker(LoopProgress):
             self._training = next(one for one in self._feeds if one in self._recent)
         self._boundaries_missed += 1
         if self._boundaries_missed == _UNSEEN_STEPS:
-            self._say_what_is_unseen()
-
-    def _say_what_is_unseen(self) -> None:
-        self._stopping.watch.unseen = True
-        self._loops.say_unseen(self._boundaries_missed)
+            self._stopping.watch.unseen = True
+            self._loops.say_unseen(self._boundaries_missed)
 
     # ---- boundaries
 
@@ -420,19 +413,13 @@ class Tracker(LoopProgress):
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
 
     def _audited(self) -> dict[str, Any]:
-        """What takes part in training, by name."""
-        loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
-        own = {path: root for found in loaders for path, root in found.items()}
-        known = {**self._parts.objects, **self._surroundings.audited(), **own}
-        return {**known, **{n: value for n, value in objects_used(self._outside).items() if n not in known}}
+        loaders = {name: source.base for name, source in self._sources.items()}
+        return taking_part({**self._parts.objects, **self._surroundings.audited()}, loaders, self._outside)
 
     def _ahead(self) -> set[str]:
-        names = [one.name for one in self._feeds if one.position.lookahead]
-        return read_by_loading({name: self._sources[name].base for name in names})
-
-    def _announce(self, feed: Feed | None) -> None:
-        """Make the arena ready in the background, once the optimizers have their state."""
-        self._run.prepare(self._instant(feed, self._positions()).state())
+        return read_by_loading(
+            {one.name: self._sources[one.name].base for one in self._feeds if one.position.lookahead}
+        )
 
     # ---- resuming
 
@@ -525,7 +512,8 @@ class _LoopBoundary:
         if due or tracker._audit.looks_early:
             tracker._audit.boundary(tracker._counters(self._feed), taking=due)
         if not (due or tracker._prepared):
-            tracker._announce(self._feed)
+            # The optimizers have their state now: the arena is made ready in the background.
+            tracker._run.prepare(tracker._instant(self._feed, tracker._positions()).state())
 
     def obstacle(self) -> str | None:
         if self._obstacle is None:

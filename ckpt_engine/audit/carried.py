@@ -220,9 +220,9 @@ def calls_now() -> Calls:
     return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
 
 
-def taking_part(own: Mapping[str, Any], loaders: Mapping[str, Any], outside: Calls) -> dict[str, Any]:
-    """What takes part in training, by name: `own`, what these loaders read, and what `objects_used` finds."""
-    read = (roots_of_loader(name, loader) for name, loader in loaders.items())
+def taking_part(own: Mapping[str, Any], sources: Mapping[str, Any], outside: Calls) -> dict[str, Any]:
+    """What takes part in training, by name: `own`, what the loaders of these sources read, and what `objects_used` finds."""
+    read = (roots_of_loader(name, source.base) for name, source in sources.items())
     known = {**own, **{path: root for found in read for path, root in found.items()}}
     return {**known, **{name: value for name, value in objects_used(outside).items() if name not in known}}
 

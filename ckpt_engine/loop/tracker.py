@@ -366,9 +366,8 @@ class Tracker(LoopProgress):
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
         if self._restoring or feed is not self._training:
             return None
-        obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         states = self._positions()
-        over = obstacle or is_at_end(states[feed.name])
+        over = obstacle_of(feed, accumulating=self._surroundings.accumulating()) or is_at_end(states[feed.name])
         return None if over else self._run.take(self._instant(feed, states), reason)
 
     def _positions(self) -> dict[str, Any]:
@@ -413,8 +412,7 @@ class Tracker(LoopProgress):
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
 
     def _audited(self) -> dict[str, Any]:
-        loaders = {name: source.base for name, source in self._sources.items()}
-        return taking_part({**self._parts.objects, **self._surroundings.audited()}, loaders, self._outside)
+        return taking_part({**self._parts.objects, **self._surroundings.audited()}, self._sources, self._outside)
 
     def _ahead(self) -> set[str]:
         return read_by_loading(

@@ -221,7 +221,7 @@ def calls_now() -> Calls:
 
 
 def taking_part(own: Mapping[str, Any], sources: Mapping[str, Any], outside: Calls) -> dict[str, Any]:
-    """What takes part in training, by name: `own`, what the loaders of these sources read, and what `objects_used` finds."""
+    """What takes part in training, by name: `own`, what these loaders read, and what `objects_used` finds."""
     read = (roots_of_loader(name, one.base) for name, one in sources.items())
     known = {**own, **{path: root for found in read for path, root in found.items()}}
     return {**known, **{name: value for name, value in objects_used(outside).items() if name not in known}}

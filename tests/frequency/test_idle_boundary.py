@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +22,8 @@ from ckpt_engine.loop import failing_loop
 from ckpt_engine.loop.tracker import Tracker
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.run import FitRun
+from tests.accelerate.runs import make_accelerator
+from tests.tracking.runs import Case
 
 STEPS = 40
 BOUNDARY, STEP = 45, 150
@@ -113,7 +114,7 @@ def _plain(folder: Path | None, calls: Calls) -> None:
 
 
 def _accelerate(folder: Path | None, calls: Calls) -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = make_accelerator(Case())  # one of a test before may be in the middle of an accumulation
     model, optimizer, loader = accelerator.prepare(*_parts())
     ckpt = None if folder is None else AccelerateCheckpoint(accelerator, str(folder), **NEVER)
     _loop(calls, model, optimizer, loader)

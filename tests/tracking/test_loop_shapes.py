@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
+from ckpt_engine import Checkpointer
 from tests.tracking.runs import (
     BATCH,
     Augmented,
@@ -694,3 +696,20 @@ def test_a_resumed_loop_that_asks_for_nothing_is_named(tmp_path: Path, caplog: p
     again.track()
     again.end()
     assert "resumed at step 3, and the loop has trained on no batch" in caplog.text
+
+
+def test_a_call_that_has_run_often_asks_from_the_same_place(tmp_path: Path) -> None:
+    """Python 3.11 is at the first of its two instructions then, and each step counts all the same."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [DataLoader(torch.ones(40, 2), batch_size=2), DataLoader(torch.ones(40, 2), batch_size=2)]  # type: ignore[arg-type]
+
+    def one(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+
+    with Checkpointer(tmp_path, every_n_steps=10**6, at_end=False) as ckpt:
+        run = ckpt.track(model=model, optimizer=optimizer, first=loaders[0], second=loaders[1])
+        fresh = compile("for step in range(30):\n    one(next(asked[step % 2]))\n", str(tmp_path / "loop.py"), "exec")
+        exec(fresh, {"one": one, "asked": list(map(iter, loaders))})  # code that has not run before
+    assert run.global_step == 30

@@ -106,6 +106,16 @@ def other_tests_are_foreign(request: pytest.FixtureRequest) -> None:
         modules._FOREIGN.discard(request.module.__name__)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def accelerate_begins() -> None:
+    """Its classes keep what the tests of another file left, an unfinished accumulation included."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.PartialState._reset_state()
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+
+
 def _engines() -> list[Any]:
     ownership = sys.modules.get("ckpt_engine.snapshot.ownership")
     return [] if ownership is None else list(ownership._tenures.values())

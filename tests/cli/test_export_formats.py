@@ -65,7 +65,6 @@ def test_dcp_reads_the_folder_into_a_live_state_and_as_one_file(ckpt: Ckpt, tmp_
 def test_accelerate_loads_the_folder(ckpt: Ckpt, tmp_path: Path) -> None:
     """`load_state` puts models, optimizer, scheduler, registered objects and all host streams back."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     loop, other = Loop().trained(3), nn.Linear(2, 2)
     streams = rng.capture()
@@ -84,7 +83,6 @@ def test_accelerate_loads_the_folder(ckpt: Ckpt, tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, float]) -> None:
             self.best = state["best"]
 
-    AcceleratorState._reset_state(True)
     accelerator, fresh, second, best = Accelerator(cpu=True), Loop(seed=5), nn.Linear(2, 2), Best()
     accelerator.prepare(fresh.model, second, fresh.optimizer, fresh.scheduler)
     accelerator.register_for_checkpointing(best)

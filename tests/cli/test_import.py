@@ -100,9 +100,7 @@ def test_a_step_that_accelerate_does_not_count_is_asked_for(
 ) -> None:
     """Accelerate's own counter stays 0 without `accumulate`, and begins again in each epoch with it."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
     plain = nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(plain, kind(plain.parameters(), lr=0.1))
@@ -134,11 +132,9 @@ def test_dcp_there_and_back(ckpt: Ckpt, tmp_path: Path) -> None:
 def test_accelerate_there_and_back(ckpt: Ckpt, tmp_path: Path) -> None:
     """What `save_state` wrote is, after import and export, what `load_state` reads: streams and loaders included."""
     from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader, TensorDataset
 
     def made(seed: int) -> tuple[Any, Loop, Any]:
-        AcceleratorState._reset_state(True)
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
         loop = Loop(seed=seed)
         loader = DataLoader(TensorDataset(torch.arange(40.0).view(10, 4)), batch_size=2, shuffle=True)

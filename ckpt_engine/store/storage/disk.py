@@ -338,6 +338,24 @@ def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
+_libc = ctypes.CDLL(None)
+
+
+def is_resident(fd: int, at: int) -> bool:
+    """Whether the page cache has the page at `at`, as far as the kernel says so.
+
+    Asked with `RWF_NOWAIT` for a page that is missing, the kernel reads ahead what is then read a second time.
+    """
+    answer = ctypes.c_ubyte(0)
+    try:
+        page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=at - at % mmap.ALLOCATIONGRANULARITY)
+    except (OSError, ValueError):  # a file system without maps; the end of the file
+        return False
+    with page:
+        _libc.mincore(ctypes.byref(ctypes.c_char.from_buffer(page)), ctypes.c_size_t(1), ctypes.byref(answer))
+    return bool(answer.value & 1)
+
+
 class _Reader:
     """Three ways to read one file; `None` or 0 says that a way is not possible here.
 
@@ -361,15 +379,13 @@ class _Reader:
         if not self._may_be_cached:
             return None
         try:
-            # Each question for a page that is missing makes the kernel read it, and asked for all it reads ahead what
-            # is then read a second time.
-            os.preadv(self._fd, [part[:PAGE_BYTES]], at, os.RWF_NOWAIT)
-            return os.preadv(self._fd, [part], at, os.RWF_NOWAIT)
+            if is_resident(self._fd, at):
+                return os.preadv(self._fd, [part], at, os.RWF_NOWAIT)
         except OSError as err:
             if err.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            self._may_be_cached = False
-            return None
+        self._may_be_cached = False
+        return None
 
     def direct(self, part: memoryview, at: int) -> int:
         """Read whole pages around the page cache, by way of other memory where these are not pages of `part`."""

@@ -231,7 +231,8 @@ class Checkpointer:
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
         """Finish what is in flight, give back the lease and the memory. Idempotent.
 
-        When the nearest tier has everything, further ones are waited for, `wait_at_end` seconds at most.
+        When the nearest tier has everything, further ones are waited for, `wait_at_end` seconds at most. In a fork of
+        the process that takes the snapshots this does nothing.
 
         Args:
             timeout: seconds for all of that; None: 10 min, and `wait_at_end`.
@@ -247,7 +248,7 @@ class Checkpointer:
         """
         self.engine.begin_close(timeout)
         try:
-            if self._tracker is not None:
+            if self._tracker is not None and not self.engine.tenure.forked:
                 self._tracker.finish()
         finally:
             self.engine.close(failed=failed)

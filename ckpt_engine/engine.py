@@ -333,7 +333,7 @@ class Engine:
 
     def before_update(self) -> float:
         """See `Checkpointer.before_update`."""
-        seconds = self._pipeline.before_update()
+        seconds = 0.0 if self.tenure.forked else self._pipeline.before_update()
         if seconds:
             self.times.waited("fence", seconds)
         return seconds
@@ -438,7 +438,7 @@ class Engine:
         """See `Checkpointer.close`."""
         if timeout is not None or self._close_by == math.inf:
             self.begin_close(timeout)
-        if self._closing:
+        if self._closing or self.tenure.forked:
             return
         self._closing = True
         self.times.over()

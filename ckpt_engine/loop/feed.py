@@ -9,6 +9,7 @@ not come back to.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -130,7 +131,7 @@ class Feed:
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
         # forked meanwhile would try to join its siblings.
         self._outer = weakref.ref(source.outer)
-        self._listener = weakref.ref(listener)
+        self._listener, self._pid = weakref.ref(listener), os.getpid()
         self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
         self._length = exactness.known_length(source.base) if source.share == 1 else None
         if source.outer is source.base:
@@ -351,7 +352,7 @@ class Feed:
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
-        if (listener := self._listener()) is not None:
+        if (listener := self._hears()) is not None:
             listener.over(self)
 
     def _position(self) -> State:
@@ -380,9 +381,12 @@ class Feed:
         return deref(self._outer)
 
     # -- what the pass reports
+    def _hears(self) -> FeedListener | None:
+        return self._listener() if os.getpid() == self._pid else None  # a fork may read the data, and trains nothing
+
     def _asked(self) -> None:
         self.asked_at = next(_clock)
-        if (listener := self._listener()) is not None:
+        if (listener := self._hears()) is not None:
             listener.asked(self)
         self._resumed, self.starts = None, False
 
@@ -394,13 +398,13 @@ class Feed:
         self._recorded += 1
         if self.lead.ahead is None:
             self.lead.given(batch)
-        if (listener := self._listener()) is not None:
+        if (listener := self._hears()) is not None:
             listener.given(self)
         if self._share == 0:
             self.position.forget()  # a loaded position holds until a batch is fetched
 
     def _failed(self, error: Exception) -> None:
-        if (listener := self._listener()) is not None:
+        if (listener := self._hears()) is not None:
             listener.failed(self, error)
 
     def _ended(self) -> None:

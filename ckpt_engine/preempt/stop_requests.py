@@ -47,7 +47,7 @@ class SignalWatch:
     """
 
     def __init__(self, signals: Sequence[signal.Signals], clock: Clock, wake: Wake) -> None:
-        self._signals = tuple(signals)
+        self.signals = tuple(signals)
         self._now = clock.monotonic
         self._wake = wake
         self._owner = os.getpid()
@@ -62,9 +62,9 @@ class SignalWatch:
     def install(self) -> list[str]:
         """Start watching; what cannot be watched, and why. Signals belong to the main thread of Python."""
         if threading.current_thread() is not threading.main_thread():
-            return [f"{one.name}: training does not run on the main thread" for one in self._signals]
+            return [f"{one.name}: training does not run on the main thread" for one in self.signals]
         problems = []
-        for number in self._signals:
+        for number in self.signals:
             previous = signal.getsignal(number)
             if previous is None:
                 problems.append(f"{number.name}: its handler was not set by Python and could not be put back")
@@ -73,6 +73,7 @@ class SignalWatch:
                 signal.signal(number, self._handler)
         if self._previous:
             self._wake.hear_signals()
+            _installed.append(self)
         return problems
 
     def note(self, number: int) -> None:
@@ -85,6 +86,8 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             return
         self._wake.ignore_signals()
+        if self in _installed:
+            _installed.remove(self)
         if self._of_children is not None and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
             signal.signal(signal.SIGCHLD, self._of_children)
         while self._previous:
@@ -93,10 +96,9 @@ class SignalWatch:
                 signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number)
         if os.getpid() != self._owner:
-            self._handle_in_fork(number, frame, previous)
             return
+        previous = self._previous.get(number)
         again = number == signal.SIGINT and self._pressed
         self._pressed |= number == signal.SIGINT
         self.interrupted |= again
@@ -108,14 +110,11 @@ class SignalWatch:
         if callable(previous) and (previous is not signal.default_int_handler or again):
             previous(number, frame)
 
-    def _handle_in_fork(self, number: int, frame: FrameType | None, previous: Any) -> None:
-        if number == signal.SIGINT:
-            return
-        if callable(previous):
-            previous(number, frame)
-        elif previous is signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+    def leave_fork(self) -> None:
+        """In a fork: put back what was there, but for Ctrl-C. Ours would never run where the fork waits in C."""
+        for number, previous in self._previous.items():
+            if number != signal.SIGINT and signal.getsignal(number) == self._handler:
+                signal.signal(number, previous)
 
 
 def notice_of(number: int, instant: float) -> StopNotice:
@@ -424,13 +423,29 @@ _hearer: Wake | None = None
 """The bell that signals ring."""
 
 
+_installed: list[SignalWatch] = []
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """A signal to a fork waits until its handlers are right: Python drops what comes before."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number for one in _installed for number in one.signals})
+
+
 def _after_fork() -> None:
-    """What comes to a fork is not for the thread of its parent."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_fork() -> None:
+    """What comes to a fork is not for its parent."""
     global _hearer
+    for one in _installed:
+        one.leave_fork()
     if _hearer is not None:
         _hearer = None
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_fork)

@@ -61,10 +61,20 @@ class Tenure:
         self.release: Callable[[], object] = _nothing
         self.closed = self.replaced = self._leaving = False
         self._thread = threading.current_thread()
-        self._pid = os.getpid()
+        self._pid: int | None = None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that claimed the run: it has none of the engine's threads."""
+        return self._pid not in (None, os.getpid())
 
     def require_open(self) -> None:
-        """Raises ClosedError if the engine is closed, or gives way to a newer one now."""
+        """Raises ClosedError if the engine is closed, of another process, or gives way to a newer one now."""
+        if self.forked:
+            raise ClosedError(
+                f"process {self._pid} takes the snapshots of {self._url}, and this one is a fork of it",
+                hint="take them in that process, or make a Checkpointer of another folder here",
+            )
         if self._leaving:
             return
         if self.replaced and not self.closed:
@@ -88,8 +98,9 @@ class Tenure:
         if older is self:
             return
         _open_standard_descriptors()
+        self._pid = os.getpid()
         self._thread = threading.current_thread()
-        if older is not None and older._pid == os.getpid():
+        if older is not None and not older.forked:
             older._replace()
         _tenures[self._key] = self
         atexit.register(self._end)
@@ -97,7 +108,7 @@ class Tenure:
     def settle_older(self) -> bool:
         """Let an older engine of this process make durable what it has in flight; whether there is one."""
         older = _tenures.get(self._key)
-        if older is None or older is self or older._pid != os.getpid():
+        if older is None or older is self or older.forked:
             return False
         if older._is_idle:
             older._quietly(lambda: older._drain(SETTLE_SECONDS))
@@ -141,7 +152,7 @@ class Tenure:
 
     def _end(self) -> None:
         """The interpreter ends: a snapshot that is being staged would be lost, though not those with the writer."""
-        if self._pid == os.getpid():
+        if not self.forked:
             self._quietly(self.release)  # why it ends is not known: no place for a snapshot of the final state
             self._close()
 

@@ -357,16 +357,19 @@ class StepFence:
 
     With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
     anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
+    A fork of the process has copies of the weights, and none of the threads that copy.
     """
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
         self._reported: set[type] = set()
         self._handle: RemovableHandle | None = None
+        self._pid: int | None = None
 
     def install(self) -> None:
         """Start watching; harmless when installed already."""
         if self._handle is None:
+            self._pid = os.getpid()
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
@@ -378,6 +381,8 @@ class StepFence:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if os.getpid() != self._pid:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not self._runs_closure_first(optimizer):
             self._fence()

@@ -131,6 +131,7 @@ def test_a_fork_notes_nothing_and_ends_as_it_would_without_us() -> None:
     watched = watch(TERM, INT)
     assert in_fork(lambda: send(TERM)) == -TERM
     assert in_fork(lambda: send(INT)) == 7
+    assert in_fork(lambda: os._exit(signal.getsignal(TERM) is signal.SIG_DFL)) == 1, "it also ends one that waits in C"
     assert watched.heard is None
 
 

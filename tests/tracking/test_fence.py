@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine import Checkpointer
+from ckpt_engine.errors import CkptError, ClosedError
+from ckpt_engine.snapshot.copying import CopyTasks
 from ckpt_engine.snapshot.stage import Staging, StepFence
 from tests.tracking.runs import Case, every_boundary, saved, train_plain
 
@@ -31,3 +41,45 @@ def test_the_comparison_sees_a_missing_fence(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(StepFence, "install", lambda fence: None)
     with pytest.raises(CkptError, match="changed"):
         train_plain(Case(evaluation=None), every_boundary(tmp_path, every_n_steps=2, on_error="raise"))
+
+
+def test_a_fork_waits_for_no_copy_and_takes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that copy are not in it: the fence is the parent's, and so is each boundary."""
+    parent, finish = os.getpid(), CopyTasks.finish
+
+    def finish_in_parent(tasks: CopyTasks) -> None:
+        assert os.getpid() == parent, "in a fork, a copy that a thread has begun never ends"
+        finish(tasks)
+
+    monkeypatch.setattr(CopyTasks, "finish", finish_in_parent)
+    model, loader = nn.Linear(8, 1), DataLoader(TensorDataset(torch.ones(4, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def child() -> None:
+        optimizer.step()
+        assert len(list(loader)) == 4
+        with pytest.raises(ClosedError, match="is a fork of it"):
+            ckpt.save({}, step=9)
+        ckpt.close()
+
+    with Checkpointer(tmp_path, writer="thread", every_n_steps=1) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        for step, (x,) in enumerate(loader):
+            model(x).sum().backward()
+            if step == 2:
+                assert exit_status_of_fork(child) == 0
+            optimizer.step()
+    assert ckpt.snapshots()[-1].step == 4
+
+
+def exit_status_of_fork(action: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        try:
+            action()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a child of a test never returns into it
+            traceback.print_exc(file=sys.stderr)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

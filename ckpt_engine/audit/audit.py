@@ -5,7 +5,6 @@ Hidden state: attributes that training changes and no `state_dict` names. Saved,
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import operator
@@ -14,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from ckpt_engine.audit.attributes import REFERENCES, AttributeHolder, Walk
@@ -23,16 +21,19 @@ from ckpt_engine.audit.roots import KeptDraws, of_modules
 from ckpt_engine.audit.source import attribute_decides
 from ckpt_engine.audit.values import (
     CONTAINERS,
-    GENERATORS,
     MISSING,
     PLAIN,
     Frozen,
+    Looked,
     address,
-    copy_stream,
+    changes_within,
     digest,
+    fill,
     freeze,
     is_iterator,
+    nbytes_of,
     shapes,
+    tensors_in,
     type_of,
 )
 from ckpt_engine.observe.resume_report import NotRestored, Restored
@@ -216,17 +217,20 @@ class HiddenState:
         """
         prefixes = tuple(f"{name}." for name in ahead)
         rows: dict[str, Any] = {}
+        objects: dict[int, str] = {}
         nbytes = 0
         latest = self._latest
         for path, value in itertools.chain(latest.moved(), latest.states_of(self._first)) if latest is not None else ():
             if path in rows:
                 continue
             why = _AHEAD if prefixes and f"{path}.".startswith(prefixes) else self._why_not(path, value)
-            if not why and (size := _nbytes(value)):
+            if not why and (size := nbytes_of(value)):
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
             begin = self._first.get(path) or self._begin_of(path)
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
+            if latest is not None and not why and changes_within(value):
+                rows[path] |= {"object": objects.setdefault(id(value), path), "kept": latest.kept(path, value)}
         return rows
 
     def ids(self) -> set[int]:
@@ -278,6 +282,8 @@ class HiddenState:
             return _ONCE
         if self._mode == "report":
             return "hidden: report only names it"
+        if self._latest is not None and self._latest.is_saved(value):
+            return "it shares the memory of a weight or buffer, which a copy of it would not follow"
         if isinstance(value, KeptDraws):
             return "its results were drawn at random, and functools keeps them"
         if is_iterator(value):
@@ -299,7 +305,7 @@ def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dic
 
 def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of `HiddenState.state` with small values, and the large values alone, by path."""
-    large = {path for path, row in rows.items() if _nbytes(row.get("value")) > _LARGE_BYTES}
+    large = {path for path, row in rows.items() if nbytes_of(row.get("value")) > _LARGE_BYTES}
     small = {path: {k: v for k, v in row.items() if k != "value" or path not in large} for path, row in rows.items()}
     return small, {path: rows[path]["value"] for path in large}
 
@@ -307,35 +313,6 @@ def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def put_together(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `taken_apart`."""
     return {path: {**row, "value": large[path]} if path in large else row for path, row in small.items()}
-
-
-class _Looked:
-    """Tensors and arrays as they were when they were looked at last, for looks at the same ones.
-
-    To read a tensor of a GPU the host waits until all queued work is done. So what tells whether one has moved is its
-    version; a kernel of the user that writes without a trace there shows at the looks 1, 2, 4, 8, …, which read all.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
-        self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
-        self._looks = 0
-
-    def again(self) -> None:
-        """All of them are looked at once more."""
-        self._before, self._now = self._now, {}
-        self._looks += 1
-
-    def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
-        """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
-        counted = isinstance(value, torch.Tensor) and not value.is_inference()
-        version = (address(value), value._version) if counted else (0, 0)
-        unread = counted and value.is_cuda and self._looks & (self._looks - 1) != 0 and version[0] not in saved
-        one = self._before.get(id(value))
-        if not (quick or unread) or one is None or one[0]() is not value or one[1] != version:
-            one = (weakref.ref(value), version, ("version", *version) if unread else freeze(value, saved))
-        self._now[id(value)] = one
-        return one[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,9 +336,9 @@ class _Beginning:
             for one in self._watched
             for name, value in one.before.items()
         }
-        self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.before}
+        self._of = {f"{one.holder.path}.{name}": one for one in self._watched for name in one.before}
         self._by_path = {one.holder.path: one.holder for one in self._watched}
-        self._looked = _Looked()
+        self._looked = Looked()
 
     def differences(self, later: _Beginning) -> Iterator[tuple[str, _Unrepeated]]:
         """By path what has changed until then."""
@@ -383,7 +360,30 @@ class _Beginning:
 
     def holder_of(self, path: str) -> AttributeHolder | None:
         """Whose attribute it is, one that is not there yet included."""
-        return self._holders.get(path) or self._by_path.get(path.rpartition(".")[0])
+        return self._of[path].holder if path in self._of else self._by_path.get(path.rpartition(".")[0])
+
+    def kept(self, path: str, value: Any) -> str:
+        """What of it is still the objects of that moment: all, the container, or nothing."""
+        one, name = self._of.get(path), path.rpartition(".")[2]
+        if one is None or one.before[name] is not value:
+            return "nothing"
+        same = [*map(id, tensors_in(value))] == [id(ref()) for ref in one.within[name]]
+        return "all" if same else "container"
+
+    def is_saved(self, value: Any) -> bool:
+        """Whether it is memory of what a `state_dict` has, or holds such."""
+        tensors = (one for one in tensors_in(value) if isinstance(one, torch.Tensor))
+        return any(address(one) in self._address_of_saved for one in tensors)
+
+    def same_at(self, path: str, value: Any) -> str:
+        """Another path that had the same object at that moment; empty: none."""
+        rows = ((other, one.before[other.rpartition(".")[2]]) for other, one in self._of.items() if other != path)
+        return next((other for other, was in rows if was is value), "")
+
+    def value_at(self, path: str) -> Any:
+        """What is there now, or `MISSING`."""
+        holder = self.holder_of(path)
+        return MISSING if holder is None else holder.values.get(path.rpartition(".")[2], MISSING)
 
     def described(self) -> dict[str, tuple[str, str]]:
         """Class and digest of all attributes."""
@@ -397,9 +397,9 @@ class _Beginning:
     def states_of(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Those of modules, moved or not: a fresh process may begin with any other."""
         for path in paths:
-            holder, name = self._holders.get(path), path.rpartition(".")[2]
-            if holder is not None and holder.states and name in holder.values:
-                yield path, holder.values[name]
+            one, name = self._of.get(path), path.rpartition(".")[2]
+            if one is not None and one.holder.states and name in one.holder.values:
+                yield path, one.holder.values[name]
 
     def is_of_module(self, path: str) -> bool:
         """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
@@ -448,14 +448,16 @@ class _Watched:
 
     Attributes:
         before: those of the beginning.
+        within: the tensors and arrays that they were or held then.
         rows: name, path and value of those that may have moved: what is another object, or may change within.
     """
 
-    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows")
+    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows", "within")
 
     def __init__(self, holder: AttributeHolder) -> None:
         self.holder = holder
         self.before = {name: holder.values[name] for name in holder.names()}
+        self.within = {name: list(map(weakref.ref, tensors_in(value))) for name, value in self.before.items()}
         self.look()
 
     def look(self) -> None:
@@ -463,7 +465,7 @@ class _Watched:
         path, values, before = self.holder.path, self.holder.values, self.before
         self._all_names, self._all_values = list(values), list(values.values())
         rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
-        self.rows = [row for row in rows if _changes_within(row[2]) or row[2] is not before.get(row[0], MISSING)]
+        self.rows = [row for row in rows if changes_within(row[2]) or row[2] is not before.get(row[0], MISSING)]
 
     def untouched(self) -> bool:
         """Whether every attribute is the object that was looked at last. Cheap."""
@@ -495,15 +497,6 @@ def _has_grown(now: Any, before: Any) -> bool:
     return any(map(_has_grown, now, before))
 
 
-def _changes_within(value: Any) -> bool:
-    """Whether it may compare as another one while it stays the same object."""
-    kind = type(value)
-    if kind is tuple:
-        return any(map(_changes_within, value))
-    iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
-    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *CONTAINERS))
-
-
 def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str | None) -> str | None:
     """None: it was put back. Else why not, or "" where it is already what it was.
 
@@ -530,44 +523,24 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
         return f"{changes}, and it has another shape now"
     elif (None if begin is None else digest(begin)) != first:
         return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
-    _assign(holder, name, now, saved)
-    return None
+    kept, shared = row.get("kept", "all"), begun.value_at(row.get("object", path))
+    if holder.in_place and kept == "nothing" and (other := begun.same_at(path, now)):
+        return f"{changes}, and it begins as the same object as {other}"
+    if not (holder.in_place or holder.states) and freeze(shared) == freeze(saved):
+        holder.assign(name, shared)
+        return None
+    return None if _assign(holder, name, now, saved, kept) else f"{changes}, and it has another shape now"
 
 
-def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
-    """In place where others may refer to the object, else as a new value."""
-    if holder.shares:
-        holder.assign(name, saved)
-    elif isinstance(now, GENERATORS) and type(now) is type(saved):
-        copy_stream(now, saved)
-    elif isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
-        alike = now.shape == saved.shape and now.dtype == saved.dtype
-        if alike and (holder.states or not now.requires_grad):
-            with torch.no_grad():
-                now.copy_(saved)
-        else:
-            holder.assign(name, saved.to(now.device))
-    elif holder.in_place and isinstance(now, np.ndarray) and (now.shape, now.dtype) == (saved.shape, saved.dtype):
-        now[...] = saved
-    elif isinstance(now, list | dict) and shapes(now) and shapes(now) == shapes(saved):
-        for key in now if isinstance(now, dict) else range(len(now)):
-            _assign(holder, name, now[key], saved[key])
-    elif isinstance(now, list | collections.deque) and type(now) is type(saved):
-        now.clear()
-        now.extend(saved)
-    elif (isinstance(now, dict) and isinstance(saved, dict)) or (isinstance(now, set) and isinstance(saved, set)):
-        now.clear()
-        now.update(saved)
-    else:
-        holder.assign(name, saved)
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    return sum(map(_nbytes, value)) if isinstance(value, list | tuple | collections.deque) else 0
+def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any, kept: str) -> bool:
+    """In place where training changes it so, as others may refer to the object, else as a new value."""
+    replaced = holder.shares or (kept == "nothing" and not (holder.in_place or holder.states))
+    if not replaced and fill(now, saved, within=kept == "all"):
+        return True
+    if not holder.in_place:
+        both = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
+        holder.assign(name, saved.to(now.device) if both else saved)
+    return not holder.in_place
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import itertools
 import pathlib
 import random
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -180,6 +181,35 @@ def copy_stream(stream: Any, saved: Any) -> None:
     streams.decode(stream, streams.encode(saved))
 
 
+def fill(now: Any, saved: Any, *, within: bool) -> bool:
+    """Give an object the content of another one; False: it cannot have it.
+
+    Args:
+        within: tensors and arrays in a container stay the objects that they are.
+    """
+    if isinstance(now, GENERATORS) and type(now) is type(saved):
+        copy_stream(now, saved)
+    elif isinstance(now, torch.Tensor | np.ndarray) and shapes(now) == shapes(saved):
+        fits = bool(now.flags.writeable if isinstance(now, np.ndarray) else now.is_leaf)
+        if fits:
+            with torch.no_grad():
+                now[...] = saved
+        return fits
+    elif within and isinstance(now, list | dict) and shapes(now) and shapes(now) == shapes(saved):
+        for key in now if isinstance(now, dict) else range(len(now)):
+            if not fill(now[key], saved[key], within=True):
+                now[key] = saved[key]
+    elif isinstance(now, list | collections.deque) and type(now) is type(saved):
+        now.clear()
+        now.extend(saved)
+    elif isinstance(now, dict | set) and isinstance(saved, dict if isinstance(now, dict) else set):
+        now.clear()
+        now.update(saved)
+    else:
+        return False
+    return True
+
+
 def shapes(value: Any) -> Any:
     """Of a tensor or array, or of a list or dict of such or of streams only; None of anything else."""
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -189,3 +219,58 @@ def shapes(value: Any) -> Any:
     items = value.items() if isinstance(value, dict) else enumerate(value)
     rows = {key: type(one) if isinstance(one, GENERATORS) else shapes(one) for key, one in items}
     return None if None in rows.values() else rows
+
+
+def changes_within(value: Any) -> bool:
+    """Whether it may compare as another one while it stays the same object."""
+    kind = type(value)
+    if kind is tuple:
+        return any(map(changes_within, value))
+    iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
+    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *CONTAINERS))
+
+
+def nbytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, dict):
+        return sum(map(nbytes_of, value.values()))
+    return sum(map(nbytes_of, value)) if isinstance(value, list | tuple | collections.deque) else 0
+
+
+def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Any]:
+    """The tensors and arrays that a value is or holds."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield value
+    elif depth > 0 and isinstance(value, dict | list | tuple | collections.deque):
+        for one in itertools.islice(value.values() if isinstance(value, dict) else value, MOST_ITEMS):
+            yield from tensors_in(one, depth - 1)
+
+
+class Looked:
+    """Tensors and arrays as they were when they were looked at last, for looks at the same ones.
+
+    To read a tensor of a GPU the host waits until all queued work is done. So what tells whether one has moved is its
+    version; a kernel of the user that writes without a trace there shows at the looks 1, 2, 4, 8, …, which read all.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+        self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+        self._looks = 0
+
+    def again(self) -> None:
+        """All of them are looked at once more."""
+        self._before, self._now = self._now, {}
+        self._looks += 1
+
+    def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
+        """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
+        counted = isinstance(value, torch.Tensor) and not value.is_inference()
+        version = (address(value), value._version) if counted else (0, 0)
+        unread = counted and value.is_cuda and self._looks & (self._looks - 1) != 0 and version[0] not in saved
+        one = self._before.get(id(value))
+        if not (quick or unread) or one is None or one[0]() is not value or one[1] != version:
+            one = (weakref.ref(value), version, ("version", *version) if unread else freeze(value, saved))
+        self._now[id(value)] = one
+        return one[2]

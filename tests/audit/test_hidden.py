@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine.audit.attributes import UsedObject
+from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.audit import HiddenState
 from ckpt_engine.audit.roots import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
@@ -135,6 +135,121 @@ def test_what_moved_is_found_alone_and_put_back(path: str) -> None:
         assert value_at(fresh, path) == value_at(net, path)
         assert list(hidden.state()) == [path]
         net = fresh
+
+
+class Shared(nn.Module):
+    """Its attributes begin as the same objects, or as views of one memory; or there is nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.was = self.layer.bias.detach()
+        self.zero = self.now = torch.zeros(3)
+        self.empty = self.window = [0.0, 0.0]
+        self.layers = [torch.zeros(3)] * 2
+        self.by_name = dict.fromkeys("ab", torch.zeros(3))
+        self.arrays = [np.zeros(3), np.zeros(3)]
+        self.steered = [torch.zeros(3, requires_grad=True)]
+        self.both = torch.zeros(2, 3)
+        self.upper = self.both[0]
+        self.lazy: torch.Tensor | None = None
+        self.other: torch.Tensor | None = None
+        self.first = self.dice = random.Random(1)
+
+
+def lazily(net: Shared) -> None:
+    if net.lazy is None:
+        net.lazy = net.other = torch.zeros(3)
+    net.lazy += 1
+
+
+def set_item(items: Any, key: Any) -> None:
+    items[key] = items[key] + 1
+
+
+@torch.no_grad()
+def steer(net: Shared) -> None:
+    net.steered[0] += 1
+
+
+REPLACED: dict[str, Callable[[Shared], Any]] = {
+    "a view of a weight by a copy": lambda net: setattr(net, "was", net.was + 1),
+    "one of two names": lambda net: setattr(net, "now", net.now + 1),
+    "a list with two names": lambda net: setattr(net, "window", [*net.window[1:], net.window[1] + 1]),
+    "one of a list of the same": lambda net: set_item(net.layers, 1),
+    "one of a dict of the same": lambda net: set_item(net.by_name, "a"),
+    "a stream with two names": lambda net: setattr(net, "dice", random.Random(2)),
+    "within one of two arrays": lambda net: net.arrays[0].__iadd__(1),
+    "within one with a gradient": steer,
+    "within a view": lambda net: net.upper.add_(1),
+    "a view by a copy": lambda net: setattr(net, "upper", net.upper + 1),
+    "nothing, by one for two names": lazily,
+}
+
+
+def all_of(net: Shared) -> dict[str, Any]:
+    """Its attributes, in a form that compares."""
+    rows = {name: getattr(net, name) for name in vars(Shared()) if name not in vars(nn.Module())}
+    rows |= {"dice": net.dice.getstate(), "first": net.first.getstate()}
+    return {name: repr(one) for name, one in {**rows, **net.layer.state_dict()}.items()}
+
+
+@pytest.mark.parametrize("way", REPLACED)
+def test_what_training_replaces_is_put_back_beside_what_it_was(way: str) -> None:
+    """A tensor of two names, or that is a weight's memory, gets no value that training gave to one of them only."""
+    whole, net = Shared(), Shared()
+    weights = whole.state_dict()
+    net.load_state_dict(weights)
+    hidden = begun(net)
+    for _ in range(3):
+        REPLACED[way](whole)
+        REPLACED[way](net)
+        fresh = Shared()
+        fresh.load_state_dict(weights)
+        again = begun(fresh)
+        again.expect(through_a_snapshot(hidden.state()))
+        assert not again.restore("batch")[1]
+        assert all_of(fresh) == all_of(whole)
+        net, hidden = fresh, again
+
+
+def test_the_weight_of_an_old_spectral_norm_is_no_memory_of_its_parameter() -> None:
+    """`nn.utils.spectral_norm` begins with one tensor as parameter and attribute, and its first step parts them."""
+    nets = [nn.utils.spectral_norm(nn.Linear(3, 3)) for _ in range(2)]
+    hidden = begun(nets[0])
+    nets[0](torch.ones(1, 3))
+    nets[1].load_state_dict(nets[0].state_dict())
+    again = begun(nets[1])
+    again.expect(through_a_snapshot(hidden.state()))
+    assert not again.restore("batch")[1]
+    assert torch.equal(*(net.get_parameter("weight_orig") for net in nets))
+
+
+def test_what_is_the_memory_of_a_weight_is_named() -> None:
+    """A copy of it would not follow the weight."""
+    net = Shared()
+    hidden = begun(net)
+    net.lazy = net.layer.weight.detach()
+    (row,) = hidden.state().values()
+    assert "memory of a weight" in row["why"]
+
+
+def test_a_variable_that_was_another_ones_object_is_named() -> None:
+    """Nothing can be assigned to it, and its content may not be written into the other one."""
+    processes = []
+    for _ in range(2):
+        values = {"empty": [0.0]}
+        values["window"] = values["empty"]
+        hidden = HiddenState("auto")
+        hidden.begin("batch", {"train()": Variables(values.get, within=frozenset(values))})
+        processes.append((values, hidden))
+    (values, hidden), (fresh, again) = processes
+    values["window"] = [1.0]
+    again.expect(through_a_snapshot(hidden.state()))
+    restored, (missing,) = again.restore("batch")
+    assert not restored
+    assert fresh["empty"] == [0.0]
+    assert "same object as train().empty" in missing.why
 
 
 def test_what_a_state_dict_has_is_not_hidden() -> None:

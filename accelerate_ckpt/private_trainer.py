@@ -20,7 +20,6 @@ from transformers.integrations.integration_utils import (
     TensorBoardCallback,
     WandbCallback,
 )
-from transformers.trainer_utils import has_length
 
 from accelerate_ckpt.private import is_known
 from ckpt_engine.data import private_names as undocumented
@@ -144,10 +143,11 @@ class TrainerInternals:
     def count_from(self, epoch: int, batches: int) -> None:
         """Training goes on in this pass over the data after so many of its batches. Undone by `unwrap`.
 
-        Where their number is not known the trainer takes all steps for one epoch, and would skip those of the passes
-        before in this one. Before 5.0 there is no place to tell it.
+        The trainer computes both from the number of steps. Where that of batches is not known it takes all steps for
+        one epoch, and would skip those of the passes before in this one; else it takes every epoch for a whole one,
+        though a callback may have ended one early. Before 5.0 there is no place to tell it.
         """
-        if has_length(self._trainer.train_dataset) or not hasattr(self._trainer, _COUNTS):
+        if not hasattr(self._trainer, _COUNTS):
             return
         original = getattr(self._trainer, _COUNTS)
 

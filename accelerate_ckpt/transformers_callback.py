@@ -15,12 +15,22 @@ from typing import Any, Unpack
 
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 from typing_extensions import override
 
 from accelerate_ckpt.adaptive import AcceleratedParts, ranks_of
 from accelerate_ckpt.private import AcceleratorInternals, source_of
 from accelerate_ckpt.private_trainer import TrainerInternals, trainer_above
-from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, counts, steps_before
+from accelerate_ckpt.transformers_state import (
+    NOTE,
+    PACE,
+    SHIFT,
+    TrainerSurroundings,
+    as_file,
+    counts,
+    pace_of,
+    steps_before,
+)
 from ckpt_engine.config import Config, Options, load_config
 from ckpt_engine.data import native
 from ckpt_engine.data.exactness import OnChange, length_of
@@ -150,11 +160,11 @@ class TransformersCallback(TrainerCallback):
         self._step = self._saved_step = int(state["global_step"])
         batches = int(candidate.manifest.notes.get("batch") or 0)
         if not self._imported:
-            internals.recount_with(lambda loader, steps: self._recount(state, batches, loader, steps))
+            at = candidate.info.epoch or 0, batches
+            internals.recount_with(lambda loader, steps: self._recount(state, at, loader, steps))
         internals.keep_weights()
         internals.open_runs(runs_of(candidate.manifest.notes, engine.root_url))
-        if not self._imported:
-            batches = int(candidate.manifest.notes["batch"])
+        if not self._imported and not has_length(trainer.train_dataset):
             # Where passes are too short for a boundary within, that is at the start of the next one.
             begins = state["global_step"] > 0 and not batches
             internals.count_from(int(state["epoch"] or 0) + begins, batches)
@@ -364,15 +374,22 @@ class TransformersCallback(TrainerCallback):
         self._evaluations[name] = loader
         self._tracker.follow(f"evaluation {name}", source)
 
-    def _recount(self, state: Mapping[str, Any], batches: int, loader: Any, steps: int) -> int:
-        """transformers computes epoch and batch from a number of steps: that of the loader as it is now."""
-        if self._trainer is None or self._folder is None:
+    def _recount(self, state: Mapping[str, Any], at: tuple[int, int], loader: Any, steps: int) -> int:
+        """transformers computes epoch and batch from a number of steps: that of the loader as it is now.
+
+        Args:
+            at: epoch and batch of the snapshot.
+        """
+        if self._trainer is None or self._internals is None or self._folder is None:
             return 0
+        epoch, batches = at
         on_change = OnChange(self.config.data)
-        length = length_of(loader) or 0
+        length, pace = length_of(loader) or 0, state.get(PACE) or {}
+        if batches < length and pace_of(self._trainer).items() <= pace.items():
+            self._internals.count_from(max(epoch, int(state["epoch"] or 0)), batches)
         self._step = steps_before(state, batches, self._trainer, length, steps, on_change) if length else self._step
         (self._folder / _FILE).write_text(as_file({**state, "global_step": self._step}), encoding="utf-8")
-        self._shift = int((state.get(PACE) or {}).get(SHIFT, 0)) + self._step - self._saved_step
+        self._shift = int(pace.get(SHIFT, 0)) + self._step - self._saved_step
         return self._shift
 
     def _skip(self, loader: Any, batches: int) -> Any:

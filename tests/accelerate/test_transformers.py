@@ -13,7 +13,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from accelerate_ckpt import TransformersCallback, private_trainer
 from ckpt_engine.errors import MismatchError
-from tests.accelerate.hf import Endless, train_hf
+from tests.accelerate import hf
+from tests.accelerate.hf import Endless, Recorder, train_hf
 from tests.tracking.runs import every_boundary, only, report, resume_only, saved
 
 CASES: dict[str, dict[str, Any]] = {
@@ -130,6 +131,30 @@ def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:
     for epochs in (3, 4):
         resumed = train_hf({**arguments, "num_train_epochs": epochs}, resume_only(root), tmp_path / "out", seed=11)
         assert sum(one[0] == "train" for one in resumed.trace) == 2 * (epochs - 3)
+
+
+@pytest.mark.skipif(not hasattr(Trainer, private_trainer._COUNTS), reason="transformers 4 cannot be given the pass")
+def test_an_epoch_that_a_callback_has_ended_early_is_resumed_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes every epoch for a whole one, and would begin at another batch of another epoch."""
+
+    class Ending(Recorder):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_step_end(args, state, control, **kwargs)
+            control.should_epoch_stop = state.global_step == 4
+
+    monkeypatch.setattr(hf, "Recorder", Ending)
+    reference = train_hf({}, None, tmp_path / "out")
+    train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    behind = [one for one in saved(tmp_path / "run") if one.epoch and one.reason != "end"]
+    assert (behind[0].step, behind[0].epoch, behind[0].batch) == (5, 1, 1)
+    for number, snapshot in enumerate((behind[0], behind[-1])):
+        root = only(tmp_path / "run", snapshot, tmp_path / str(number))
+        resumed = train_hf({}, resume_only(root), tmp_path / "out", seed=11)
+        assert resumed.trace, snapshot.step
+        assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], snapshot.step
+        assert resumed.digest == reference.digest, snapshot.step
 
 
 @pytest.mark.slow

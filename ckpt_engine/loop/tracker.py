@@ -82,8 +82,7 @@ class Tracker(LoopProgress):
         self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
         self._steps, self._boundaries_missed = begins_at or 0, 0
-        self._counted = self._dirty = False
-        self._announced = self._prepared = False
+        self._counted = self._dirty = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
         self._recent: set[Feed] = set()
@@ -119,7 +118,7 @@ class Tracker(LoopProgress):
     def step(self) -> None:
         """A boundary that the loop announces itself, as the last statement of its body.
 
-        For loops that do not ask a followed loader for each batch.
+        For loops that do not ask a followed loader for each batch. Each turn counts, one without an optimizer step too.
 
         Raises:
             SnapshotFailedError: as `Engine.poll`.
@@ -128,6 +127,9 @@ class Tracker(LoopProgress):
         """
         feed = next((one for one in self._due if one.active), None)
         self._engine.tenure.require_open()
+        others = self._surroundings.accumulating() or any(one.active for one in self._feeds)
+        if not (self._dirty or others or self._training is not None):
+            self._dirty, self._steps = True, self._steps + 1
         if self._dirty:
             self._resume.add(*self._late)
             self._late = ([], [])
@@ -294,11 +296,9 @@ class Tracker(LoopProgress):
         if self._restoring and not self._begun_again:
             self._resume.say(self._loops.elsewhere())
         self._trains_again()
-        self._dirty = True
         self._stepped.mark(optimizer)
-        if not self._counted:
-            self._counted = True
-            self._steps += 1
+        self._steps += not self._counted
+        self._counted = self._dirty = True
         self._loops.stepped()
         for feed in self._recent:
             feed.stepped()

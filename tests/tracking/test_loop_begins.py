@@ -143,6 +143,16 @@ def accumulates(script: Script) -> None:
         script.step()
 
 
+def learns_in_few_turns(script: Script) -> None:
+    run = script.track()
+    draw()
+    for turn in range(run.global_step, 3 * STEPS):
+        x = draw().repeat(2, 1)
+        if turn % 3 == 1:
+            script.learn(x)
+        run.step()
+
+
 def goes_on_between(script: Script) -> None:
     """Draws in a loop of its own first, and tracks in a loop."""
     for _ in range(1):
@@ -162,6 +172,7 @@ EXACT = [
     loops_in_a_function,
     counts_in_a_generator,
     accumulates,
+    learns_in_few_turns,
     goes_on_between,
 ]
 

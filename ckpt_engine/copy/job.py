@@ -349,7 +349,7 @@ def job_from_json(data: Mapping[str, Any]) -> PersistJob:
 
 
 def done_from_json(data: Mapping[str, Any]) -> JobDone:
-    """A `JobDone` from what `asdict` makes of it."""
+    """A `JobDone` from a message that has its fields."""
     error = data["error"]
     return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error), data["slot_held"])
 

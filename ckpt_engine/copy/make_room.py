@@ -18,7 +18,7 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
-from ckpt_engine.store.repository import Damaged, Repository, lacking
+from ckpt_engine.store.repository import Damaged, Data, Repository, lacking
 from ckpt_engine.store.retention import (
     OTHER_LINE,
     SLACK_BYTES,
@@ -148,12 +148,14 @@ def prune(
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`.
 
     Args:
-        tidy: collect even if nothing goes: interrupted writes may have left something.
+        tidy: collect even if nothing goes, and clear interrupted writes: others may have left something.
     """
+    data = None if tidy else repository.data(in_flight)
     decided = plan_prune(repository, policy, line=line, protected=protected, verified=verified)
     limits = Retention.of(policy).limits
-    nothing = not (tidy or decided.remove or decided.slim)
-    done = Pruned(decided, _NOT_ASKED) if nothing else execute(repository, lease, decided, limits, in_flight=in_flight)
+    done = Pruned(decided, _NOT_ASKED)
+    if tidy or decided.remove or decided.slim:
+        done = execute(repository, lease, decided, limits, in_flight=in_flight, data=data)
     catalogue(repository, limits)
     return done
 
@@ -165,15 +167,19 @@ def execute(
     limits: ByteLimits = _NO_LIMITS,
     *,
     in_flight: Container[str] = (),
+    data: Data | None = None,
 ) -> Pruned:
     """Forget what a plan removes, except what was pinned since, collect, and slim what it slims.
+
+    Args:
+        data: as of `collect`, where the plan was made just now.
 
     Raises:
         LeaseHeldError: the lease is lost; nothing was removed.
         StorageError: some of it may have been removed; planning and executing again continues.
     """
-    late = _forget(repository, lease, decided.remove)
-    collected = collect(repository, lease, in_flight=in_flight)
+    late = _forget(repository, lease, decided.remove, looks=data is None)
+    collected = collect(repository, lease, in_flight=in_flight, data=data)
     if late := late | collected.put_back.intersection(decided.remove):
         decided = _without(decided, late)
     if not decided.slim:
@@ -257,18 +263,22 @@ def make_room(
     return done
 
 
-def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] = ()) -> Collected:
+def collect(
+    repository: Repository, lease: Lease, *, in_flight: Container[str] = (), data: Data | None = None
+) -> Collected:
     """Remove the data files no snapshot needs and what interrupted writes left. Never touches a foreign file.
 
     Args:
         lease: proof that no other process writes this run.
         in_flight: ids of snapshots whose data is being written now.
+        data: what `Repository.data` has found before manifests were listed last: nothing else is looked for, and
+            nothing listed again. None: all that is there now.
 
     Raises:
         LeaseHeldError: the lease is lost; nothing was removed.
         StorageError: some of it may have been removed; calling again continues.
     """
-    garbage = repository.unreferenced(in_flight)
+    garbage = repository.unreferenced(in_flight, data)
     # After the look at manifests: a snapshot that it missed was pinned before.
     orphans = pins.orphans(repository)
     spared = {file.name for orphan in orphans for file in orphan.manifest.files}
@@ -280,7 +290,9 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
         if garbage.owners:
             repository.forget(sorted(garbage.owners))
         repository.storage.delete(*(item.name for item in unneeded))
-    freed_bytes = sum([item.nbytes for item in unneeded]) + repository.storage.sweep()
+    freed_bytes = sum([item.nbytes for item in unneeded])
+    if data is None:
+        freed_bytes += repository.storage.sweep()
     # Last, because a full disk has room for it only now.
     put_back = pins.put_back(repository, orphans)
     return Collected(
@@ -311,13 +323,13 @@ def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verifie
     return next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
 
 
-def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) -> frozenset[str]:
-    """Forget snapshots, except those that are pinned by now; returns these. A collection has to follow: it puts back
-    what is pinned meanwhile.
+def _forget(repository: Repository, lease: Lease, snapshots: Collection[str], *, looks: bool = True) -> frozenset[str]:
+    """Forget snapshots, except those that are pinned by now if it `looks`; returns these. A collection has to follow:
+    it puts back what is pinned meanwhile.
     """
     if not snapshots:
         return frozenset()
-    late = pins.pinned_ids(repository.storage).intersection(snapshots)
+    late = pins.pinned_ids(repository.storage).intersection(snapshots) if looks else frozenset[str]()
     if going := set(snapshots) - late:
         lease.check()
         repository.forget(going)

@@ -91,6 +91,8 @@ class ArenaSlot:
 
 
 _MAX_THREADS = 4
+_THREAD_BYTES = 4 << 20
+"""What is smaller is digested while a thread would start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,10 @@ class Digesting:
         self._error: BaseException | None = None
         self._abandoned = threading.Event()
         self._cpu_seconds: list[float] = []
+        self._threads: list[threading.Thread] = []
+        if len(image) < _THREAD_BYTES:
+            self._digest()
+            return
         count = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(self._extents)))
         self._threads = [threading.Thread(target=self._run, name=f"ckpt-digest-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -189,22 +195,25 @@ class Digesting:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the threads that have ended."""
+        """CPU time of its threads, once they have ended."""
         return sum(self._cpu_seconds)
 
     def _run(self) -> None:
         began = time.thread_time()
         try:
-            # One step of `itertools.count` is atomic.
-            while not self._abandoned.is_set() and (index := next(self._next)) < len(self._extents):
-                extent = self._extents[index]
-                with self._image[extent.offset : extent.offset + extent.nbytes] as piece:
-                    self._digests[index] = digest(piece)
+            self._digest()
         except BaseException as err:  # noqa: BLE001 - handed to the caller, who raises it
             self._error = err
             self._abandoned.set()
         finally:
             self._cpu_seconds.append(time.thread_time() - began)
+
+    def _digest(self) -> None:
+        # One step of `itertools.count` is atomic.
+        while not self._abandoned.is_set() and (index := next(self._next)) < len(self._extents):
+            extent = self._extents[index]
+            with self._image[extent.offset : extent.offset + extent.nbytes] as piece:
+                self._digests[index] = digest(piece)
 
     def result(self) -> list[str]:
         """The digests of all pieces in layout order; waits for the threads, whose work is bounded."""

@@ -241,7 +241,7 @@ class EventSink(Protocol):
 
 def to_json(event: Event) -> dict[str, Any]:
     """The event as a JSON-able dict with its `event` name."""
-    return {"event": event.name, **dataclasses.asdict(event)}
+    return {"event": event.name, **{one.name: getattr(event, one.name) for one in dataclasses.fields(event)}}
 
 
 def from_json(data: Mapping[str, Any]) -> Event:

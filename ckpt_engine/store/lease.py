@@ -190,7 +190,7 @@ class LocalLease(Lease):
         there = None
         try:
             mine = os.fstat(self._fd)
-            there = Path(self._path).lstat()
+            there = os.lstat(self._path)
         except OSError as err:
             if err.errno not in _REMOVED:
                 raise translated(err, "check the lease", self._path) from err

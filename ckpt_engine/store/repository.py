@@ -41,6 +41,8 @@ READS_AT_ONCE = 16
 
 _NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
+Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
+"""Data files, each with the snapshot that it was written for."""
 _T = TypeVar("_T")
 
 
@@ -97,6 +99,7 @@ class Repository:
         self._record: RunRecord | None = None
         self._stored_record: bytes | None = None
         self._run_of_manifests: str | None = None
+        self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
         self._alive: set[str] = set()
         """The snapshots of the last listing, and those committed since."""
         self._forgotten: set[str] = set()
@@ -299,7 +302,12 @@ class Repository:
         self.storage.delete(*map(names.manifest_name, gone))
         self._forgotten.update(gone)
 
-    def unreferenced(self, in_flight: Container[str] = ()) -> Garbage:
+    def data(self, in_flight: Container[str] = ()) -> Data:
+        """The data files that are there, except those of the snapshots `in_flight`."""
+        found = [(item, names.data_owner(item.name)) for item in self.storage.list(names.DATA)]
+        return [(item, owner) for item, owner in found if owner and owner.id not in in_flight]
+
+    def unreferenced(self, in_flight: Container[str] = (), data: Data | None = None) -> Garbage:
         """The data files no snapshot needs, by reachability over all manifests.
 
         A manifest that cannot be read may refer to any data as old as itself or older: that is withheld. Files of a
@@ -308,12 +316,13 @@ class Repository:
 
         Args:
             in_flight: ids of snapshots being written now, whose manifests are still to come.
+            data: what `data` has found before the manifests were listed last; None: both are listed now.
         """
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
-        found = [(item, names.data_owner(item.name)) for item in self.storage.list(names.DATA)]
-        listed = self._manifests()
-        own = {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}
-        loose = [(item, owner) for item, owner in found if owner and owner.id not in in_flight and item.name not in own]
+        found = self.data(in_flight) if data is None else data
+        listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self._alive]
+        own = {name for snapshot in self._alive for name in self._files.get(snapshot, ())}
+        loose = [(item, owner) for item, owner in found if item.name not in own]
         if not loose:
             return Garbage((), (), ())
         needed, damaged = self._references(listed)
@@ -404,7 +413,8 @@ class Repository:
         listed = self.storage.list(names.MANIFESTS)
         found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
         self._alive = {parsed.id for parsed in found}
-        return [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]
+        self._last_look = [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]
+        return self._last_look
 
     def _read_missing(
         self,

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
-from ckpt_engine.copy.job import ErrorRecord, History, JobDone, PersistJob, RankConfig, WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, History, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
@@ -470,8 +470,9 @@ class Persister:
         job, snapshot = order.job, order.snapshot if error is None else None
 
         def tell(is_read: bool) -> None:
-            done = JobDone(job.job, snapshot, error, is_read)
-            self._emit({"kind": channel.DONE, "done": asdict(done)})
+            failed = None if error is None else asdict(error)
+            done = {"job": job.job, "snapshot_id": snapshot, "error": failed, "slot_held": is_read}
+            self._emit({"kind": channel.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)
 

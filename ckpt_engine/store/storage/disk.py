@@ -62,15 +62,15 @@ class Disk:
 
     def rename(self, path: str, new_path: str) -> None:
         """Rename, replacing what has the new name, atomically."""
-        Path(path).rename(new_path)
+        os.rename(path, new_path)
 
     def remove(self, path: str) -> None:
         """Remove a name."""
-        Path(path).unlink()
+        os.unlink(path)
 
     def make_folder(self, path: str) -> None:
         """A new folder in an existing one."""
-        Path(path).mkdir()
+        os.mkdir(path)
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive power loss."""

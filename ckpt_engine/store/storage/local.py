@@ -85,7 +85,7 @@ class LocalStorage:
         made: MutableSequence[str] = []
         try:
             self.make_folder(folder)
-            if exclusive and Path(path).exists():
+            if exclusive and os.path.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
             fd, temp = self._create(folder, file)
@@ -174,13 +174,13 @@ class LocalStorage:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
         try:
-            self._look_afresh(self.root)
-            try:
-                mode = Path(self.root).stat().st_mode
-            except FileNotFoundError:
-                return iter(())
-            if not S_ISDIR(mode):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            if not self._look_afresh(self.root):
+                try:
+                    mode = os.stat(self.root).st_mode
+                except FileNotFoundError:
+                    return iter(())
+                if not S_ISDIR(mode):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             return iter(self._walk(folder, prefix, []))
         except OSError as err:
             raise translated(err, "list", self.root) from err
@@ -221,9 +221,9 @@ class LocalStorage:
 
     def free_bytes(self) -> int:
         """Bytes that the file system still has for us."""
-        path = Path(self.root)
-        while not path.exists() and path != path.parent:
-            path = path.parent
+        path = self.root
+        while not os.path.exists(path) and path != "/":
+            path = os.path.dirname(path)
         with translating("measure", self.root):
             stat = os.statvfs(path)
         return stat.f_bavail * stat.f_frsize
@@ -234,7 +234,7 @@ class LocalStorage:
         return f"{self.root}/{name}"
 
     def make_folder(self, folder: str) -> None:
-        if folder in self._durable_folders and Path(folder).is_dir():
+        if folder in self._durable_folders and os.path.isdir(folder):
             return
         # Others may make the same folders meanwhile: look again before calling something a file.
         missing = [path for path in (Path(folder), *Path(folder).parents) if not path.is_dir()]
@@ -249,17 +249,22 @@ class LocalStorage:
             self._sync_parent(path, must=path in missing or path != Path(self.root))
         self._durable_folders.add(folder)
 
-    def _look_afresh(self, folder: str) -> None:
-        """Ask for what is in these folders.
+    def _look_afresh(self, folder: str) -> bool:
+        """Ask for what is in these folders; whether the last one can be opened.
 
         An NFS client remembers for up to a minute that a file or folder is missing. Opening the folder that it is
         missing in makes it ask the server.
         """
         path = self.root.rpartition("/")[0]
+        opened = False
         for name in ("", *folder[len(path) + 1 :].split("/")):
             path = f"{path}/{name}" if name else path
-            with suppress(OSError):
+            try:
                 os.close(os.open(path or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                opened = True
+            except OSError:
+                opened = False
+        return opened
 
     def _sync_parent(self, path: Path, *, must: bool) -> None:
         try:

@@ -60,8 +60,13 @@ class Away:
 
 @dataclass(slots=True)
 class Search:
-    """What was passed over on the way to a snapshot: filled while `candidates` is used."""
+    """What was passed over on the way to a snapshot: filled while `candidates` is used.
 
+    Args:
+        known: manifests by their bytes, which are not decoded again; may be of an earlier search.
+    """
+
+    known: dict[bytes, Manifest] = field(default_factory=dict)
     rejected: list[RejectedCandidate] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting again."""
@@ -147,7 +152,7 @@ def candidates(
         if parsed.id in refused:
             search.reject(parsed.id, refused[parsed.id])
             continue
-        copies = _nearest_first(parsed.id, holders[parsed], sizes)
+        copies = _nearest_first(parsed.id, holders[parsed], sizes, search.known)
         try:
             first = next(copies)
         except (FormatError, StorageError) as err:
@@ -181,7 +186,9 @@ def _passing(found: Iterable[Candidate], check: Check | None, search: Search) ->
         yield candidate
 
 
-def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> Iterator[Candidate]:
+def _nearest_first(
+    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, known: dict[bytes, Manifest]
+) -> Iterator[Candidate]:
     """The snapshot as it is stored, nearest first.
 
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
@@ -193,11 +200,11 @@ def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) 
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
-            first = _assemble(snapshot, near, sizes)[0]
+            first = _assemble(snapshot, near, sizes, known)[0]
             first = replace(first, sources=(*first.sources, *far))
     if first is not None:
         yield first
-    for one in _assemble(snapshot, holders, sizes):
+    for one in _assemble(snapshot, holders, sizes, known):
         if first is None or one.manifest != first.manifest:
             yield one
 
@@ -228,7 +235,7 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     Raises:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
-    return _assemble(snapshot, holders, _sizes_at)[0].unpacked()
+    return _assemble(snapshot, holders, _sizes_at, {})[0].unpacked()
 
 
 _Sizes = Callable[[Repository], Mapping[str, int]]
@@ -259,10 +266,11 @@ class _Copies:
         return (*near, *self.whole, *far)
 
 
-def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> list[Candidate]:
+def _assemble(
+    snapshot: str, holders: Sequence[Repository], sizes: _Sizes, known: dict[bytes, Manifest]
+) -> list[Candidate]:
     """The snapshot as it is stored, nearest first: more than one only where places store it differently."""
     kinds: list[_Copies] = []
-    known: dict[bytes, Manifest] = {}
     errors: list[CkptError] = []
     notes: list[str] = []
     for place in holders:

@@ -139,6 +139,7 @@ def load(
     only: str | None = None,
     rank: int = 0,
     size: int = 1,
+    known: dict[bytes, Manifest] | None = None,
 ) -> Loaded | None:
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
@@ -154,13 +155,14 @@ def load(
         check: see `choose.Check`.
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
+        known: see `choose.Search`.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
         MismatchError: `into` has other tensors; raised before data is read.
     """
     began = time.perf_counter()
-    search = Search()
+    search = Search(known={} if known is None else known)
 
     def fits(found: Manifest) -> None:
         manifest = as_rank(found, rank)
@@ -246,14 +248,17 @@ def _read(
     return state, own, tuple(notes), unverified_bytes
 
 
-def choose_together(session: Session, where: Places, step: int | None, check: Check | None) -> Candidate | None:
+def choose_together(
+    session: Session, where: Places, step: int | None, check: Check | None, known: dict[bytes, Manifest]
+) -> Candidate | None:
     """As `choose`, on all ranks."""
     seen = None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
     with Gathered(session, where) as gathered:
-        chosen, found = _agree_on(session, gathered, lambda: choose(gathered.places(), step, seen))
+        look = partial(choose, check=seen, search=Search(known=known))
+        chosen, found = _agree_on(session, gathered, lambda: look(gathered.places(), step))
         if chosen is None or session.coordinates:
             return found
-        return choose(gathered.places(), None, seen, only=chosen)
+        return look(gathered.places(), only=chosen)
 
 
 def _agree_on(
@@ -283,6 +288,7 @@ def load_together(
     live: Live | None,
     check: Check | None,
     pickle_paths: Sequence[str],
+    known: dict[bytes, Manifest],
 ) -> Loaded | None:
     """As `load`, on all ranks at once: what one of them cannot read none of them takes.
 
@@ -291,7 +297,7 @@ def load_together(
     """
     rank, size = session.ranks.rank, session.ranks.size
     seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
-    how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths}
+    how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths, "known": known}
     refused: dict[str, CkptError] = {}
     with (
         Gathered(session, where) as gathered,
@@ -299,7 +305,7 @@ def load_together(
         Sharing(session, gathered.places, into, alike=live is None) as sharing,
     ):
         while True:
-            search = Search()
+            search = Search(known=known)
             look = partial(choose, step=step, check=seen, search=search, refused=refused)
             chosen, _ = _agree_on(session, gathered, lambda: look(sharing.places()))  # noqa: B023
             if chosen is None:
@@ -365,6 +371,8 @@ class Restorer:
         self._mute = False
         self._listed: list[ListedOnce] = []
         """The further tiers since a snapshot was chosen: what loads it goes by the same listings."""
+        self._known: dict[bytes, Manifest] = {}
+        """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
@@ -373,8 +381,8 @@ class Restorer:
         self._listed.clear()
         if self._session is not None:
             self.attach()
-            return choose_together(self._session, self._listed_once, step, check)
-        return choose(self._listed_once(), step, check)
+            return choose_together(self._session, self._listed_once, step, check, self._known)
+        return choose(self._listed_once(), step, check, search=Search(known=self._known))
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
@@ -385,9 +393,9 @@ class Restorer:
                 self.attach()
             self._let_finish()
             if self._session is not None:
-                found = load_together(self._session, self._listed_once, step, **how)
+                found = load_together(self._session, self._listed_once, step, known=self._known, **how)
             else:
-                found = load(self._listed_once(), step, **how)
+                found = load(self._listed_once(), step, known=self._known, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
                 self.away = {one.url for one in found.away}
@@ -490,6 +498,7 @@ class Restorer:
     def detach(self) -> None:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
         self._listed.clear()
+        self._known.clear()
         if self._attached is not None:
             self._attached.close()
             self._attached = None

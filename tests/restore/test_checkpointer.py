@@ -23,6 +23,7 @@ from ckpt_engine.errors import (
     UnstorableLeafError,
 )
 from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotSkipped
+from ckpt_engine.store import manifest_codec
 from tests.snapshot.passage import same
 from tests.support import interpreters
 from tests.support.writers import no_writing
@@ -181,6 +182,21 @@ def test_a_step_can_be_asked_for(tmp_path: Path) -> None:
         assert ckpt.load(1)["step"] == 1
         with pytest.raises(ResumeError, match="no snapshot of step 5"):
             ckpt.load(5)
+
+
+def test_what_was_chosen_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that follows a choice decodes the manifest of that snapshot no second time."""
+    with Checkpointer(tmp_path / "run", writer="thread") as ckpt:
+        ckpt.save(state(1), step=1).wait(30)
+    decoded: list[bytes] = []
+    decode = manifest_codec.decode
+    monkeypatch.setattr(manifest_codec, "decode", lambda data: decoded.append(data) or decode(data))
+    again = Checkpointer(tmp_path / "run")
+    assert again.engine.choose() is not None
+    assert same(again.load(), state(1))
+    assert len(decoded) == 1
+    assert same(again.load(), state(1))
+    assert len(decoded) == 2
 
 
 def test_into_overwrites_live_tensors_and_refuses_another_model_before_reading(tmp_path: Path) -> None:

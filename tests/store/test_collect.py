@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -188,6 +188,25 @@ def test_pins_and_the_best_stay_with_their_reasons(repository: Repository, lease
     assert done.plan.remove == (ids[2],)
 
 
+def test_a_snapshot_being_written_while_others_go_keeps_its_data(repository: Repository, lease: Lease) -> None:
+    """Also one that is committed, and not being written any more, after manifests were listed."""
+    save(repository, 1), save(repository, 2)
+    coming = info(9)
+    under_way = {coming.id}
+    put(repository.storage, names.data_name(coming.id), data_file())
+
+    class Committing(Repository):
+        def forget(self, ids: Iterable[str]) -> None:
+            super().forget(ids)
+            if under_way:
+                under_way.clear()
+                repository.commit(manifest(coming, repository.run_id))
+
+    done = prune(Committing(repository.storage), lease, KeepLast(1), in_flight=under_way, tidy=False)
+    assert (len(done.collected.removed), under_way) == (1, set())
+    assert names.data_name(coming.id) in {item.name for item in repository.storage.list(names.DATA)}
+
+
 def test_a_lost_lease_stops_every_deletion(repository: Repository, tmp_path: Path) -> None:
     """Without proof that no other process writes, nothing is removed."""
     ids = [save(repository, step) for step in range(3)]
@@ -226,7 +245,9 @@ def test_a_collection_that_fails_midway_is_continued_by_the_next(
     assert files(tmp_path) == _names(ids[3])
 
 
-def test_a_snapshot_committed_while_garbage_is_sought_keeps_its_data(repository: Repository, tmp_path: Path) -> None:
+def test_a_snapshot_committed_while_garbage_is_sought_keeps_its_data(
+    repository: Repository, lease: Lease, tmp_path: Path
+) -> None:
     """Data is listed before manifests, so that a commit in between is seen."""
     repository.create_if_absent()
     about = info(1)
@@ -241,6 +262,9 @@ def test_a_snapshot_committed_while_garbage_is_sought_keeps_its_data(repository:
             return iter(items)
 
     assert Repository(Racing(tmp_path)).unreferenced().unreferenced == ()
+    about = info(2)
+    assert prune(Repository(Racing(tmp_path)), lease, KeepLast(1), tidy=False).plan.keep.keys() == {about.id}
+    assert files(tmp_path) == _names(about.id)
 
 
 def test_what_an_interrupted_copy_has_left_beside_a_snapshot_is_removed(tmp_path: Path) -> None:

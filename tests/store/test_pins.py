@@ -104,8 +104,9 @@ def test_a_pin_made_after_the_plan_is_honoured(
     assert [one.id for one in repository.list()] == ids[1:]
 
 
+@pytest.mark.parametrize("tidy", [True, False])
 def test_a_pin_made_while_manifests_go_brings_its_snapshot_back(
-    repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch
+    repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch, tidy: bool
 ) -> None:
     """The pin lands after the last look and before the manifest is gone: its maker saw the snapshot, so it is whole."""
     ids = [save(repository, step) for step in range(3)]
@@ -117,7 +118,7 @@ def test_a_pin_made_while_manifests_go_brings_its_snapshot_back(
         monkeypatch.setattr(repository, "forget", forget)
 
     monkeypatch.setattr(repository, "forget", pinned_first)
-    done = prune(repository, lease, KeepLast(1))
+    done = prune(repository, lease, KeepLast(1), tidy=tidy)
     assert done.plan.remove == (ids[1],)
     fresh = Repository(repository.storage)
     assert [one.id for one in fresh.list()] == [ids[0], ids[2]]

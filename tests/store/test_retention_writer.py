@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from ckpt_engine.config import load_config
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe.events import Notice, SnapshotFailed, SnapshotsForgotten
 from ckpt_engine.store.retention import policy_from, preflight
+from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.launch import ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
@@ -60,6 +64,26 @@ def test_a_writer_refuses_what_cannot_fit_and_says_it_early(tmp_path: Path) -> N
     assert any("not even two snapshots fit" in event.message for event in heard if isinstance(event, Notice))
     assert [info.step for info in check_all(tmp_path / "run")] == [1]
     assert _most_bytes(tmp_path / "run") <= SIZE + SIZE // 2
+
+
+def test_a_writer_lists_each_folder_once_per_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data before manifests, and pins once more when manifests are gone; what is left of dead writers, at the start."""
+    listed: list[str] = []
+    look, sweep = LocalStorage.list, LocalStorage.sweep
+
+    def list_(storage: LocalStorage, prefix: str) -> Iterator[ObjectInfo]:
+        listed.append(prefix)
+        return look(storage, prefix)
+
+    def sweep_(storage: LocalStorage) -> int:
+        listed.append("temporary files")
+        return sweep(storage)
+
+    monkeypatch.setattr(LocalStorage, "list", list_)
+    monkeypatch.setattr(LocalStorage, "sweep", sweep_)
+    _written(tmp_path / "run", {"last": 1}, 4)
+    assert listed[-12:] == ["data/", "snapshots/", "pins/", "pins/"] * 3
+    assert listed.count("temporary files") == 1
 
 
 def test_the_yaml_and_the_warning_on_the_page_are_real() -> None:

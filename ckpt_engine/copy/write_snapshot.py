@@ -91,7 +91,7 @@ class ArenaSlot:
 
 
 _MAX_THREADS = 4
-_THREAD_BYTES = 4 << 20
+THREAD_BYTES = 4 << 20
 """What is smaller is digested while a thread would start."""
 
 
@@ -185,7 +185,7 @@ class Digesting:
         self._abandoned = threading.Event()
         self._cpu_seconds: list[float] = []
         self._threads: list[threading.Thread] = []
-        if len(image) < _THREAD_BYTES:
+        if len(image) < THREAD_BYTES:
             self._digest()
             return
         count = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(self._extents)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy import write_snapshot
 from ckpt_engine.copy.job import TierConfig, WriterConfig
 from ckpt_engine.observe.events import (
     Notice,
@@ -242,6 +243,7 @@ def test_further_tiers_add_the_threads_of_the_page(run: Run, monkeypatch: pytest
     begun: set[str] = set()
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.add(self.name), start(self))[1])
+    monkeypatch.setattr(write_snapshot, "THREAD_BYTES", 0)
     before = set(threading.enumerate())
     run.start(run.tier(), run.tier(run.third, codec="zstd"))
     run.save(1)

@@ -34,7 +34,7 @@ class _PinnedMeanwhile(Repository):
         super().forget(gone)
 
 
-def _lived(base: Path, die_before: int | None = None) -> RecordingDisk:
+def _lived(base: Path, die_before: int | None = None, *, tidy: bool = False) -> RecordingDisk:
     base.mkdir()
     disk = RecordingDisk(base)
     disk.die_before = die_before
@@ -44,7 +44,7 @@ def _lived(base: Path, die_before: int | None = None) -> RecordingDisk:
             run.repository.create_if_absent()
             saved = [run.save(step) for step in (10, 20)]
             saved.append(run.save(30, also=(names.data_name(saved[0]), 10)))
-            prune(_PinnedMeanwhile(run), lease, KeepLast(1))
+            prune(_PinnedMeanwhile(run), lease, KeepLast(1), tidy=tidy)
     except Killed:
         assert die_before is not None
     return disk
@@ -67,10 +67,11 @@ def _check(root: Path, labels: list[str]) -> None:
     _check_whole(left, kept)
 
 
-def test_a_pin_made_during_retention_survives_a_power_loss(tmp_path: Path, scratch: Path) -> None:
+@pytest.mark.parametrize("tidy", [True, False])
+def test_a_pin_made_during_retention_survives_a_power_loss(tmp_path: Path, scratch: Path, tidy: bool) -> None:
     """The power may go at any point of the retention."""
     explorer = Explorer(scratch, _check)
-    explorer.explore(_lived(tmp_path / "disk"))
+    explorer.explore(_lived(tmp_path / "disk", tidy=tidy))
     assert explorer.bad == []
     assert explorer.checked > 50
 

@@ -125,7 +125,7 @@ class Schedule:
         place = self.place(self.chance.choice(("near", "far", "copy")), disk)
         if place.ids():
             with acquire(place.storage) as lease:
-                prune(place, lease, KeepLast(self.chance.randint(1, 3)))
+                prune(place, lease, KeepLast(self.chance.randint(1, 3)), tidy=self.chance.random() < 0.5)
 
     def pin(self, disk: Disk) -> None:
         place = self.place("near", disk)
@@ -197,7 +197,7 @@ def test_a_collection_that_takes_too_much_is_noticed(tmp_path: Path, monkeypatch
     """A collection that looks at names only fails under the same schedules."""
     found = Repository.unreferenced
 
-    def careless(self: Repository, in_flight: object = ()) -> Garbage:
+    def careless(self: Repository, in_flight: object = (), data: object = None) -> Garbage:
         alive = {parsed.id for parsed in self.ids()}
         items = [
             item

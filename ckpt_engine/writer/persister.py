@@ -20,7 +20,6 @@ from ckpt_engine.errors import (
     CkptError,
     LeaseHeldError,
     StorageError,
-    StorageFullError,
     StorageStalledError,
 )
 from ckpt_engine.observe.events import (
@@ -399,7 +398,7 @@ class Persister:
         try:
             return self._in_lane(self._lane, staged, partial(self._primary.write, staged)), True
         except Exception as err:
-            if isinstance(err, StorageFullError):
+            if isinstance(err, StorageError):
                 self._primary.sweep_again()
             elsewhere = self._make_durable_elsewhere(staged, err)
             if elsewhere is None:

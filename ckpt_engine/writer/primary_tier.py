@@ -314,7 +314,7 @@ class PrimaryTier:
             self._notice(f"cannot remove what earlier writers left behind: {err}")
 
     def sweep_again(self) -> None:
-        """The disk is full: garbage goes before the next snapshot."""
+        """The disk is full, or has failed: garbage goes before the next snapshot."""
         self._swept = False
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:

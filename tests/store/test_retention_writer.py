@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe.events import Notice, SnapshotFailed, SnapshotsForgotten
 from ckpt_engine.store.retention import policy_from, preflight
 from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.launch import ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
@@ -84,6 +86,35 @@ def test_a_writer_lists_each_folder_once_per_snapshot(tmp_path: Path, monkeypatc
     _written(tmp_path / "run", {"last": 1}, 4)
     assert listed[-12:] == ["data/", "snapshots/", "pins/", "pins/"] * 3
     assert listed.count("temporary files") == 1
+
+
+def test_what_a_failed_write_leaves_goes_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails, and does not even remove the temporary file."""
+    sync, remove, failing = Disk.sync, Disk.remove, ["sync", "remove"]
+
+    def sync_(disk: Disk, fd: int) -> None:
+        if failing == ["sync", "remove"]:
+            failing.remove("sync")
+            raise OSError(errno.EIO, "bad disk")
+        sync(disk, fd)
+
+    def remove_(disk: Disk, path: str) -> None:
+        if failing == ["remove"]:
+            failing.clear()
+            raise OSError(errno.EIO, "bad disk")
+        remove(disk, path)
+
+    make = Stage.job
+    monkeypatch.setattr(Stage, "job", lambda self, step: (step == 2 and begin(), make(self, step))[1])
+
+    def begin() -> None:
+        monkeypatch.setattr(Disk, "sync", sync_)
+        monkeypatch.setattr(Disk, "remove", remove_)
+
+    outcomes, _ = _written(tmp_path / "run", {"last": 1}, 3)
+    assert [done.ok for done in outcomes] == [True, False, True]
+    assert failing == []
+    assert list(tmp_path.rglob(".tmp-*")) == []
 
 
 def test_the_yaml_and_the_warning_on_the_page_are_real() -> None:

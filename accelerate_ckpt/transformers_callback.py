@@ -29,12 +29,13 @@ from accelerate_ckpt.transformers_state import (
     as_file,
     counts,
     pace_of,
+    require_same_batch,
+    require_same_epoch,
     steps_before,
 )
 from ckpt_engine.config import Config, Options, load_config
 from ckpt_engine.data import native
 from ckpt_engine.data.exactness import OnChange, length_of
-from ckpt_engine.data.position import attach
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError, WaitTimeoutError
 from ckpt_engine.interop import trainer_folders
@@ -49,15 +50,6 @@ _log = logging.getLogger("ckpt_engine.transformers")
 _FILE = "trainer_state.json"
 _RESUME = "trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))"
 _LOADER = "loader"
-_OTHERS = (
-    "the samples of a step (batch size x gradient_accumulation_steps x processes) are others, or a callback has ended "
-    "an earlier epoch before its last batch"
-)
-_SAME = (
-    "use the arguments of the saved run; with another number of processes another per_device_train_batch_size or "
-    "gradient_accumulation_steps, so that each step has as many samples as before. transformers takes every epoch for "
-    "a whole one: where one was ended early (should_epoch_stop) only a snapshot from before that goes on"
-)
 
 
 class TransformersCallback(TrainerCallback):
@@ -407,29 +399,11 @@ class TransformersCallback(TrainerCallback):
         return loader
 
     def _require_same_batch(self, loader: Any, batches: int) -> None:
-        tracker = self._tracker
-        assert tracker is not None
-        dealt = attach(source_of(loader).base).dealt
-        if dealt is None and batches != tracker.resumed_batches:
-            raise ResumeError(
-                f"transformers resumes after {batches} batches of the epoch, the snapshot is after "
-                f"{tracker.resumed_batches}: {_OTHERS}",
-                hint=_SAME,
-            )
-        # Another number of ranks has begun this epoch: what was trained is counted in their batches.
-        if dealt is not None and len(loader) - batches != (left := dealt[1] - tracker.resumed_batches):
-            raise ResumeError(
-                f"transformers would train {len(loader) - batches} more batches of the epoch, the snapshot leaves "
-                f"{left} to this number of processes: {_OTHERS}",
-                hint=_SAME,
-            )
+        assert self._tracker is not None
+        require_same_batch(loader, batches, self._tracker.resumed_batches)
 
     def _require_same_epoch(self, epoch: int) -> None:
-        if epoch != self._saved_epoch:
-            raise ResumeError(
-                f"transformers resumes in epoch {epoch}, the snapshot is of epoch {self._saved_epoch}: {_OTHERS}",
-                hint=_SAME,
-            )
+        require_same_epoch(epoch, self._saved_epoch)
 
     def _release(self, timeout: float | None = None, *, failed: bool = False) -> None:
         tracker, self._tracker = self._tracker, None

@@ -12,9 +12,11 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerControl
 
+from accelerate_ckpt.private import source_of
 from accelerate_ckpt.private_trainer import TrainerInternals
 from ckpt_engine.audit.attributes import DerivedObject, Variables
 from ckpt_engine.data.exactness import OnChange, length_of
+from ckpt_engine.data.position import attach
 from ckpt_engine.errors import ArgumentError, ResumeError
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
 from ckpt_engine.loop.components import Counters, Surroundings
@@ -30,6 +32,15 @@ SHIFT = "shift"
 _MOST_DEPTH = 32
 _LONG = "log_history"
 _RANKS = "ranks"
+_OTHERS = (
+    "the samples of a step (batch size x gradient_accumulation_steps x processes) are others, or a callback has ended "
+    "an earlier epoch before its last batch"
+)
+_SAME = (
+    "use the arguments of the saved run; with another number of processes another per_device_train_batch_size or "
+    "gradient_accumulation_steps, so that each step has as many samples as before. transformers takes every epoch for "
+    "a whole one: where one was ended early (should_epoch_stop) only a snapshot from before that goes on"
+)
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
 
 
@@ -351,3 +362,33 @@ def _set(callback: Any, state: Mapping[str, Any]) -> list[NotRestored]:
 def _is_foreign(callback: object) -> bool:
     """Whether a callback is the user's and remembers something."""
     return not type(callback).__module__.startswith("transformers.") and bool(vars(callback))
+
+
+def require_same_batch(loader: Any, batches: int, saved: int) -> None:
+    """Raises ResumeError if transformers would not go on with the batch behind the snapshot.
+
+    Args:
+        batches: after so many of the epoch transformers goes on.
+        saved: after so many the snapshot was taken.
+    """
+    dealt = attach(source_of(loader).base).dealt
+    if dealt is None and batches != saved:
+        raise ResumeError(
+            f"transformers resumes after {batches} batches of the epoch, the snapshot is after {saved}: {_OTHERS}",
+            hint=_SAME,
+        )
+    # Another number of ranks has begun this epoch: what was trained is counted in their batches.
+    if dealt is not None and len(loader) - batches != (left := dealt[1] - saved):
+        raise ResumeError(
+            f"transformers would train {len(loader) - batches} more batches of the epoch, the snapshot leaves "
+            f"{left} to this number of processes: {_OTHERS}",
+            hint=_SAME,
+        )
+
+
+def require_same_epoch(epoch: int, saved: int) -> None:
+    """Raises ResumeError if transformers would not go on in the snapshot's epoch."""
+    if epoch != saved:
+        raise ResumeError(
+            f"transformers resumes in epoch {epoch}, the snapshot is of epoch {saved}: {_OTHERS}", hint=_SAME
+        )

@@ -448,7 +448,7 @@ class _Watched:
 
     Attributes:
         before: those of the beginning.
-        within: the tensors and arrays that they were or held then.
+        within: the tensors and arrays that they were then, or had inside.
         rows: name, path and value of those that may have moved: what is another object, or may change within.
     """
 

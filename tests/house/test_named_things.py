@@ -36,10 +36,13 @@ NOT_OURS = {
     "--only",
     "--open-mode",
     "--per_device_train_batch_size",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
     "--record",
     "--requeue",
     "--shutdown-timeout",
     "--signal",
+    "--standalone",
     "--time",
 }
 """Options of Python, pytest plugins, torchrun, Slurm, TensorBoard, benchmarks, LightningCLI, and a reader's scripts."""

@@ -233,12 +233,9 @@ class Walk:
             self._visit_derived(value, path, depth)
         elif isinstance(value, torch.optim.Optimizer) and not of_framework(type(value)):
             self._visit_derived(DerivedObject(value, torch.optim.Optimizer), path, depth)
-        elif isinstance(value, dict):
-            for key, item in itertools.islice(value.items(), MOST_ITEMS):
+        elif isinstance(value, (dict, *SEQUENCES)):
+            for key, item in items_of(value):
                 self.visit(item, f"{path}[{key!r}]", depth - 1)
-        elif isinstance(value, SEQUENCES):
-            for index, item in enumerate(itertools.islice(value, MOST_ITEMS)):
-                self.visit(item, f"{path}[{index}]", depth - 1)
         elif isinstance(value, functools.partial):
             self.visit(value.func, path, depth - 1)
             self.visit([*value.args, *value.keywords.values()], path, depth - 1)
@@ -258,6 +255,8 @@ class Walk:
         if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
+        for key, item in items_of(value):
+            self._visit_used(item, f"{path}[{key!r}]", depth - 1)
         if isinstance(value, types.FunctionType) and is_function_of_user(value):
             self._visit_function(value, path, depth, self._visit_used)
         if is_metric(value):
@@ -385,6 +384,13 @@ def _saved(value: Any) -> frozenset[str]:
     there = {id(state), *map(id, state.values())}
     values = attributes_of(value) or {}
     return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
+
+
+def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The first items of a dict or sequence, by key or index; none of other objects."""
+    if isinstance(value, dict):
+        return itertools.islice(value.items(), MOST_ITEMS)
+    return enumerate(itertools.islice(value, MOST_ITEMS)) if isinstance(value, SEQUENCES) else iter(())
 
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:

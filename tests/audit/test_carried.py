@@ -276,3 +276,21 @@ def test_a_container_of_a_used_object_that_grows_is_a_record() -> None:
     patience.count += 1
     patience.seen.append(patience.count)
     assert list(hidden.state()) == ["patience.count"]
+
+
+class Meters:
+    """A script's logger with its running averages."""
+
+    def __init__(self) -> None:
+        self.by_name = {"loss": Patience()}
+        self.others = [Patience()]
+
+
+def test_objects_in_containers_of_a_used_object_are_looked_at() -> None:
+    """They count as well as those that are attributes themselves."""
+    meters, hidden = Meters(), HiddenState("auto")
+    hidden.begin("batch", {"meters": UsedObject(meters)})
+    meters.by_name["loss"].count += 1
+    meters.others[0].count += 2
+    state = {path: row["value"] for path, row in hidden.state().items()}
+    assert state == {"meters.by_name['loss'].count": 1, "meters.others[0].count": 2}

@@ -69,6 +69,17 @@ class LoaderSource:
     inexact: str = ""
 
 
+_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
+
+
+def _in_fork() -> None:
+    for one in tuple(_feeds):
+        one.leave_fork()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
 class Feed:
     """Follows one loader until `release`.
 
@@ -120,8 +131,7 @@ class Feed:
         self.dispatched, self._inexact = source.dispatched, source.inexact
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
         self._count_at_begin = 0
-        self._base_begun = False
-        self.active = False
+        self._base_begun = self.active = False
         """The consumer is in the middle of a pass."""
         self._resumed: State | None = None
         self._streams: Mapping[str, Any] | None = None
@@ -131,7 +141,8 @@ class Feed:
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
         # forked meanwhile would try to join its siblings.
         self._outer = weakref.ref(source.outer)
-        self._listener, self._pid = weakref.ref(listener), os.getpid()
+        self._listener: Callable[[], FeedListener | None] = weakref.ref(listener)
+        _feeds.add(self)
         self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
         self._length = exactness.known_length(source.base) if source.share == 1 else None
         if source.outer is source.base:
@@ -352,8 +363,12 @@ class Feed:
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
-        if (listener := self._hears()) is not None:
+        if (listener := self._listener()) is not None:
             listener.over(self)
+
+    def leave_fork(self) -> None:
+        """In a fork, which may read the data and trains nothing: hear nothing of passes."""
+        self._listener = lambda: None
 
     def _position(self) -> State:
         """Of the torch loader, after what was given of it."""
@@ -381,12 +396,9 @@ class Feed:
         return deref(self._outer)
 
     # -- what the pass reports
-    def _hears(self) -> FeedListener | None:
-        return self._listener() if os.getpid() == self._pid else None  # a fork may read the data, and trains nothing
-
     def _asked(self) -> None:
         self.asked_at = next(_clock)
-        if (listener := self._hears()) is not None:
+        if (listener := self._listener()) is not None:
             listener.asked(self)
         self._resumed, self.starts = None, False
 
@@ -398,13 +410,13 @@ class Feed:
         self._recorded += 1
         if self.lead.ahead is None:
             self.lead.given(batch)
-        if (listener := self._hears()) is not None:
+        if (listener := self._listener()) is not None:
             listener.given(self)
         if self._share == 0:
             self.position.forget()  # a loaded position holds until a batch is fetched
 
     def _failed(self, error: Exception) -> None:
-        if (listener := self._hears()) is not None:
+        if (listener := self._listener()) is not None:
             listener.failed(self, error)
 
     def _ended(self) -> None:

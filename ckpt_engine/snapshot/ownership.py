@@ -51,6 +51,7 @@ class Tenure:
     Attributes:
         release: called before a newer engine takes over: whatever uses this one leaves the loop's objects alone.
         replaced: a newer engine of this process has taken the run over.
+        forked: this process is a fork of the one that claimed the run: it has none of the engine's threads.
     """
 
     def __init__(self, url: str, rank: int, close: Callable[[], object], drain: Callable[[float], object]) -> None:
@@ -61,18 +62,13 @@ class Tenure:
         self.release: Callable[[], object] = _nothing
         self.closed = self.replaced = self._leaving = False
         self._thread = threading.current_thread()
-        self._pid: int | None = None
-
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a fork of the one that claimed the run: it has none of the engine's threads."""
-        return self._pid not in (None, os.getpid())
+        self.forked = False
 
     def require_open(self) -> None:
         """Raises ClosedError if the engine is closed, of another process, or gives way to a newer one now."""
         if self.forked:
             raise ClosedError(
-                f"process {self._pid} takes the snapshots of {self._url}, and this one is a fork of it",
+                f"this process is a fork of the one that takes the snapshots of {self._url}",
                 hint="take them in that process, or make a Checkpointer of another folder here",
             )
         if self._leaving:
@@ -98,7 +94,6 @@ class Tenure:
         if older is self:
             return
         _open_standard_descriptors()
-        self._pid = os.getpid()
         self._thread = threading.current_thread()
         if older is not None and not older.forked:
             older._replace()
@@ -158,6 +153,14 @@ class Tenure:
 
 
 _tenures: dict[tuple[str, int], Tenure] = {}
+
+
+def _in_fork() -> None:
+    for one in _tenures.values():
+        one.forked = True
+
+
+os.register_at_fork(after_in_child=_in_fork)
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -349,6 +350,18 @@ _log = logging.getLogger(__name__)
 Fence = Callable[[], object]
 
 
+_fences: weakref.WeakSet[StepFence] = weakref.WeakSet()
+"""Those that are installed."""
+
+
+def _in_fork() -> None:
+    for one in tuple(_fences):
+        one.remove()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
 class StepFence:
     """A process-wide hook on `torch.optim.Optimizer.step`, for steps that are not announced.
 
@@ -364,25 +377,23 @@ class StepFence:
         self._fence = fence
         self._reported: set[type] = set()
         self._handle: RemovableHandle | None = None
-        self._pid: int | None = None
 
     def install(self) -> None:
         """Start watching; harmless when installed already."""
         if self._handle is None:
-            self._pid = os.getpid()
             self._handle = register_optimizer_step_pre_hook(self._before_step)
+            _fences.add(self)
 
     def remove(self) -> None:
         """Stop watching."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+            _fences.discard(self)
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if os.getpid() != self._pid:
-            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None or not self._runs_closure_first(optimizer):
             self._fence()

@@ -58,7 +58,7 @@ def test_a_fork_waits_for_no_copy_and_takes_no_snapshot(tmp_path: Path, monkeypa
     def child() -> None:
         optimizer.step()
         assert len(list(loader)) == 4
-        with pytest.raises(ClosedError, match="is a fork of it"):
+        with pytest.raises(ClosedError, match="is a fork of the one that takes the snapshots"):
             ckpt.save({}, step=9)
         ckpt.close()
 

@@ -141,7 +141,7 @@ class Storage(Protocol):
         ...
 
     def delete(self, *names: str) -> None:
-        """Remove objects; durable when this returns, of data files perhaps later. One that is not there is no error."""
+        """Remove objects; durable when this returns. One that does not exist is no error."""
         ...
 
     def sweep(self) -> int:

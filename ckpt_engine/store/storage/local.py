@@ -21,7 +21,6 @@ from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.store import names
-from ckpt_engine.store.names import DATA
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import (
     DIRECT_MIN_BYTES,
@@ -196,8 +195,7 @@ class LocalStorage:
                 pass
             except OSError as err:
                 raise translated(err, "delete", path) from err
-            if not name.startswith(DATA):  # one that a power loss brings back is garbage, as it was
-                folders.add(path.rpartition("/")[0])
+            folders.add(path.rpartition("/")[0])
         # Also where nothing was left to remove: another process may have removed it and died before its sync.
         for folder in sorted(folders):
             try:

@@ -256,7 +256,8 @@ class Walk:
             return
         self._seen.add(id(value))
         for key, item in items_of(value):
-            self._visit_used(item, f"{path}[{key!r}]", depth - 1)
+            if is_used(item):  # tables of plain values can have millions of items within
+                self._visit_used(item, f"{path}[{key!r}]", depth - 1)
         if isinstance(value, types.FunctionType) and is_function_of_user(value):
             self._visit_function(value, path, depth, self._visit_used)
         if is_metric(value):

@@ -242,9 +242,10 @@ def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Any]:
     """The tensors and arrays that a value is or holds."""
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
-    elif depth > 0 and isinstance(value, dict | list | tuple | collections.deque):
+    elif depth > 0 and isinstance(value, (dict, *SEQUENCES)):
         for one in itertools.islice(value.values() if isinstance(value, dict) else value, MOST_ITEMS):
-            yield from tensors_in(one, depth - 1)
+            if not isinstance(one, PLAIN):
+                yield from tensors_in(one, depth - 1)
 
 
 class Looked:

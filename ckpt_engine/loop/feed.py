@@ -9,7 +9,6 @@ not come back to.
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.loop.shape import Followed, Lead
+from ckpt_engine.snapshot.ownership import leavers
 
 State = dict[str, Any]
 _clock = itertools.count(1)
@@ -67,17 +67,6 @@ class LoaderSource:
     ended: str = ""
     dispatched: bool = False
     inexact: str = ""
-
-
-_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
-
-
-def _in_fork() -> None:
-    for one in tuple(_feeds):
-        one.leave_fork()
-
-
-os.register_at_fork(after_in_child=_in_fork)
 
 
 class Feed:
@@ -142,7 +131,7 @@ class Feed:
         # forked meanwhile would try to join its siblings.
         self._outer = weakref.ref(source.outer)
         self._listener: Callable[[], FeedListener | None] = weakref.ref(listener)
-        _feeds.add(self)
+        leavers.add(self)
         self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
         self._length = exactness.known_length(source.base) if source.share == 1 else None
         if source.outer is source.base:
@@ -367,7 +356,7 @@ class Feed:
             listener.over(self)
 
     def leave_fork(self) -> None:
-        """In a fork, which may read the data and trains nothing: hear nothing of passes."""
+        """See `Leaver`: a fork may read the data, and trains nothing."""
         self._listener = lambda: None
 
     def _position(self) -> State:

@@ -428,8 +428,12 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """A signal to a fork waits until its handlers are right: Python drops what comes before."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number for one in _installed for number in one.signals})
+    """A signal to a fork waits until its handlers are right: Python drops what comes before.
+
+    Not Ctrl-C, which a fork ignores: what its handler raises would be lost where it runs in `_after_fork`.
+    """
+    signals = {number for one in _installed for number in one.signals} - {signal.SIGINT}
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
 
 def _after_fork() -> None:

@@ -13,7 +13,9 @@ import hashlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from ckpt_engine.copy.job import History
 from ckpt_engine.errors import CkptError, ClosedError, OvertakenError
@@ -98,7 +100,12 @@ class Tenure:
         if older is not None and not older.forked:
             older._replace()
         _tenures[self._key] = self
+        leavers.add(self)
         atexit.register(self._end)
+
+    def leave_fork(self) -> None:
+        """See `Leaver`."""
+        self.forked = True
 
     def settle_older(self) -> bool:
         """Let an older engine of this process make durable what it has in flight; whether there is one."""
@@ -155,9 +162,20 @@ class Tenure:
 _tenures: dict[tuple[str, int], Tenure] = {}
 
 
+class Leaver(Protocol):
+    """What follows training, and is of no use in a fork of the process, which has none of its threads."""
+
+    def leave_fork(self) -> None:
+        """In a fork: follow nothing any more, and take no lock."""
+
+
+leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+"""Those that are asked to leave where the process forks."""
+
+
 def _in_fork() -> None:
-    for one in _tenures.values():
-        one.forked = True
+    for one in tuple(leavers):
+        one.leave_fork()
 
 
 os.register_at_fork(after_in_child=_in_fork)

@@ -20,7 +20,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -41,6 +40,7 @@ from ckpt_engine.snapshot.copying import (
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
+from ckpt_engine.snapshot.ownership import leavers
 from ckpt_engine.state.entries import EntrySource
 from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.layout import CapturedState
@@ -350,18 +350,6 @@ _log = logging.getLogger(__name__)
 Fence = Callable[[], object]
 
 
-_fences: weakref.WeakSet[StepFence] = weakref.WeakSet()
-"""Those that are installed."""
-
-
-def _in_fork() -> None:
-    for one in tuple(_fences):
-        one.remove()
-
-
-os.register_at_fork(after_in_child=_in_fork)
-
-
 class StepFence:
     """A process-wide hook on `torch.optim.Optimizer.step`, for steps that are not announced.
 
@@ -370,7 +358,6 @@ class StepFence:
 
     With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
     anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
-    A fork of the process has copies of the weights, and none of the threads that copy.
     """
 
     def __init__(self, fence: Fence) -> None:
@@ -382,14 +369,17 @@ class StepFence:
         """Start watching; harmless when installed already."""
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
-            _fences.add(self)
+            leavers.add(self)
 
     def remove(self) -> None:
         """Stop watching."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-            _fences.discard(self)
+
+    def leave_fork(self) -> None:
+        """See `Leaver`: a fork has copies of the weights, and nothing copies them."""
+        self.remove()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -135,6 +135,25 @@ def test_a_fork_notes_nothing_and_ends_as_it_would_without_us() -> None:
     assert watched.heard is None
 
 
+def test_a_signal_that_comes_to_a_fork_at_once_ends_it() -> None:
+    """It may come before the fork has run a line, as `Pool.terminate` does to a worker that is just made."""
+    signal.signal(TERM, signal.SIG_DFL)
+    watch(TERM, INT)
+    reader, writer = os.pipe()
+    try:
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)
+                os.read(reader, 1)
+                os._exit(7)
+            os.kill(child, TERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_fork_passes_signals_on_to_the_handler_that_was_there() -> None:
     """It may be the one that ends it."""
     signal.signal(TERM, lambda number, frame: os._exit(9))

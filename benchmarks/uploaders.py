@@ -169,7 +169,7 @@ def _work(way: str, job: Job, pipe: Connection) -> None:
 def _engine(transport: str) -> Way:
     @contextmanager
     def way(job: Job, image: memoryview) -> Iterator[Put]:
-        from ckpt_engine.store.storage.open import open_storage
+        from ckpt_engine.store.storage import open_storage
 
         given = {
             **_KEYS,

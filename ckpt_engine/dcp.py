@@ -36,8 +36,8 @@ from ckpt_engine.store import names
 from ckpt_engine.store.container import container_form, data_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.tree import KeySkeleton, TreePath
 
 __all__ = ["CkptReader", "CkptWriter"]

@@ -252,7 +252,7 @@ class StorageContract:
 
     def test_the_url_leads_to_the_same_objects(self, storage: Storage) -> None:
         """Another process finds the storage by its URL."""
-        from ckpt_engine.store.storage.open import open_storage
+        from ckpt_engine.store.storage import open_storage
 
         put(storage, "a", b"x")
         assert open_storage(storage.url).get("a") == b"x"

@@ -1,13 +1,20 @@
-"""`AdaptiveCheckpoint`, the Lightning callback: which hook leads where, nothing else."""
+"""`AdaptiveCheckpoint`, the Lightning callback: which hook leads where, nothing else. And the guard of a fit.
+
+Lightning's automatic optimisation runs forward and backward inside `optimizer.step(closure)`, so the fence is after
+the closure (`on_before_optimizer_step`), not before the step. Callbacks that swap weights without an optimizer (weight
+averaging) do so in validation and at the end of an epoch or of training; `FenceGuard` precedes them in the list of
+callbacks.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -16,6 +23,7 @@ from ckpt_engine.config import Config, Options, load_config
 from ckpt_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ckpt_engine.snapshot.stage import Fence
     from lightning_ckpt.compat import LightningInternals
     from lightning_ckpt.loggers import FitLoggers
     from lightning_ckpt.restart import EarlierFit
@@ -263,3 +271,88 @@ def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
     if path == AUTO:
         _log.info("fast_dev_run: AdaptiveCheckpoint is inactive, ckpt_path='auto' starts fresh")
     original(None if path == AUTO else path, *args, **kwargs)
+
+
+class FenceGuard(Callback):
+    """The first callback of the list while `AdaptiveCheckpoint` is active.
+
+    Args:
+        fence: waits for lazy copies; cheap where none is under way.
+        listener: hears, before any other callback, what happens; None: this is the guard of a copied trainer, which has
+            nothing to guard.
+    """
+
+    def __init__(self, fence: Fence, listener: FitRun | None) -> None:
+        self._fence = fence
+        self._listener = listener
+        self._given: Callable[[], None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FenceGuard, (_no_fence, None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._listener is not None:
+            self._listener.training_begins()
+
+    def first_batch(self, given: Callable[[], None]) -> None:
+        """Once the next batch is there, `given` is called."""
+        self.on_train_batch_start = self._first_batch  # type: ignore[assignment, method-assign]
+        self._given = given
+
+    @property
+    def waits_for_batch(self) -> bool:
+        """Whether the batch of `first_batch` is still to come."""
+        return self._given is not None
+
+    def _first_batch(self, *_: Any) -> None:
+        given, self._given = self._given, None
+        self.on_train_batch_start = None  # type: ignore[assignment, method-assign]
+        if given is not None:
+            given()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._fence()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._fence()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._listener is not None:
+            self._listener.validation_over()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._fence()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._fence()
+        if self._listener is not None:
+            self._listener.epoch_over()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._fence()
+        if self._listener is not None:
+            self._listener.training_over()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._listener is not None:
+            self._listener.fit_over()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._listener is not None:
+            self._listener.failed(exception)
+        self._fence()
+
+
+def _no_fence() -> None:
+    """Of a copy: nothing is copied lazily."""

@@ -23,6 +23,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
@@ -395,3 +396,21 @@ def load_again_where_changed(
                 continue
             if live.dtype is not loaded_as[name] or name in again:
                 live.copy_(value)
+
+
+def finish_again(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """A rerun of a finished run trains nothing: let averaging callbacks put their weights in place once more.
+
+    The final snapshot is from before they did, because a longer run goes on from there.
+    """
+    for callback in callbacks_of(trainer):
+        if _replaces_weights(callback, module):
+            callback.on_train_end(trainer, module)
+
+
+def _replaces_weights(callback: Callback, module: pl.LightningModule) -> bool:
+    averaging = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.5.5 and later
+    if averaging is not None and isinstance(callback, averaging):
+        return True
+    # With batch norm it replaced them one epoch before the end, and its hook only undoes counters it never raised here.
+    return isinstance(callback, StochasticWeightAveraging) and not callback.pl_module_contains_batch_norm(module)

@@ -10,7 +10,7 @@ from signal import SIGTERM
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.audit.audit import Audit
@@ -30,11 +30,12 @@ from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
 from lightning_ckpt import run_state, sharded
+from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.fit_resume import FitResume
-from lightning_ckpt.guard import FenceGuard, StopWatch, finish_again
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import Telemetry
+from lightning_ckpt.restart import finish_again
 from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of, wrappers_of
 
@@ -455,3 +456,28 @@ class FitRun:
     @property
     def _optimizers_have_state(self) -> bool:
         return any(optimizer.state for optimizer in self._trainer.optimizers)
+
+
+class StopWatch:
+    """Tells a stop by `EarlyStopping`, which is part of a run, from all other reasons to set `trainer.should_stop`.
+
+    Args:
+        trainer: that is watched. `before` is called ahead of the callbacks that may stop it, `after` behind them.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._stopped = False
+        self._epoch = 0
+        self.by_early_stopping = False
+
+    def before(self) -> None:
+        self._stopped, self._epoch = bool(self._trainer.should_stop), self._trainer.current_epoch
+
+    def after(self) -> None:
+        if self._trainer.should_stop and not self._stopped:
+            self.by_early_stopping |= any(
+                callback.stopped_epoch == self._epoch
+                for callback in callbacks_of(self._trainer)
+                if isinstance(callback, EarlyStopping)
+            )

@@ -23,9 +23,9 @@ from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Partial
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import SLICE_BYTES, metered
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import give
 from ckpt_engine.writer.part_records import complete

@@ -23,8 +23,8 @@ from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.errors import CkptError, StorageExistsError
 from ckpt_engine.observe import units
 from ckpt_engine.store.lease import lockable
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 
 WRITERS = 8
 SAMPLES = 5

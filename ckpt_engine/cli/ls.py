@@ -29,7 +29,7 @@ from ckpt_engine.store import names, pins
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
 from ckpt_engine.store.retention import Branch, branches
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.observe.units import count
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer.run_records import BEAT_SECONDS, Attempt, read_attempts
 
 DAY = 86400.0

@@ -22,7 +22,7 @@ from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store.names import RECORD, ParsedId
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 LATEST = "latest"
 _STEP = re.compile(r"(?:step=)?(\d+)")

@@ -22,12 +22,12 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
-from ckpt_engine.store import names, packs
+from ckpt_engine.store import names
 from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.decode import decoder_of, stored_pieces
 from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.tree import PAIRS, TreePath
+from ckpt_engine.store.tree import PAIRS, TreePath, unpacked
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
@@ -101,7 +101,7 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     errors: list[CkptError] = []
     for place in holders:
         try:
-            read = packs.unpacked(place.read(snapshot), partial(decoder_of, place.storage))
+            read = unpacked(place.read(snapshot), partial(decoder_of, place.storage))
         except CkptError as err:
             errors.append(err)
             copies[place.storage.url] = f"[{err.code}] {err.message}"

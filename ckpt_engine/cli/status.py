@@ -29,8 +29,8 @@ from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.run_records import (
     WORKING,

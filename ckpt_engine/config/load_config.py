@@ -77,6 +77,8 @@ _ELSEWHERE = {
     "checkpoint_id": "the step that `save` is given",
     "storage_writer": "ckpt_engine.dcp.CkptWriter",
     "storage_reader": "ckpt_engine.dcp.CkptReader",
+    # Under keep
+    "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
 }
 """What options of others are called here."""
 
@@ -257,8 +259,6 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
         text = f"must be a mapping with keys among {_listed(_section(loc))}"
     else:
         text = str(detail["msg"])
-    if "not supported by this version" in text:
-        return text
     hint = detail.get("ctx", {}).get("hint", "")
     value = _at(values, path)
     secret = path[0] == "preemption" and ("headers" in path or isinstance(value, dict))
@@ -271,14 +271,12 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
 
 
 def _unknown_key(loc: KeyPath) -> str:
-    """Planned for later, known elsewhere, or a typing mistake. The value is not shown: it may be a secret."""
+    """Known elsewhere, or a typing mistake. The value is not shown: it may be a secret."""
     section, name = _section(loc[:-1]), str(loc[-1])
-    if name in section.planned:
-        return f"not supported by this version; allowed: {_listed(section)}"
     near = difflib.get_close_matches(name, section.model_fields, 1)
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
-    if section is Config and name in _ELSEWHERE:
-        hint = f"; here it is {_ELSEWHERE[name]}, see docs/migrate.md"
+    if name in _ELSEWHERE:
+        hint = f"; here it is {_ELSEWHERE[name]}" + ", see docs/migrate.md" * (section is Config)
     elif near:
         hint = f"; did you mean '{near[0]}'?"
     elif elsewhere:

@@ -1,7 +1,6 @@
 """The options themselves: frozen pydantic models with their defaults, meanings and JSON Schema.
 
-A new option is one field here. A key that the documentation of a later version knows is listed in `planned`, so that it
-is refused by name instead of being called a typing mistake.
+A new option is one field here.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -335,10 +335,9 @@ Text = Annotated[str, checked(nonempty_text), WithJsonSchema({"type": "string", 
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and unknown keys are refused. `planned` keys belong to later versions."""
+    """Base of all sections: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-    planned: ClassVar[frozenset[str]] = frozenset()
 
 
 Size = Annotated[
@@ -372,8 +371,6 @@ class Rules(Section):
 
 class Keep(Rules):
     """Which snapshots are kept: everything that any of these rules wants. The newest one is always kept."""
-
-    planned = frozenset({"tags"})
 
     last: Count = Field(default=2, description="The newest N.")
     quota: Size | None = Field(

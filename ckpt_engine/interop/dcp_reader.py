@@ -46,8 +46,8 @@ from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.manifest import Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy, continued
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.tree import TreePath
 
 

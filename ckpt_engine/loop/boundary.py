@@ -41,7 +41,7 @@ from ckpt_engine.snapshot.stage import copies_lazily
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nothing stops it."""

@@ -33,7 +33,7 @@ from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_fl
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.restore.compatibility import require_size
+from ckpt_engine.restore.choose import require_size
 from ckpt_engine.restore.load import Live, Loaded
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of

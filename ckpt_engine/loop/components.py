@@ -23,7 +23,7 @@ from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.restore.compatibility import tensor_shapes
+from ckpt_engine.restore.choose import tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.sharding import FlatPart, divided_like, here
 from ckpt_engine.store.manifest import Manifest

@@ -35,7 +35,7 @@ from ckpt_engine.preempt.divergence import (
 )
 from ckpt_engine.preempt.watch import PreemptionWatch
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 LAST_SECONDS = 60.0
 """How long the end of a training waits for the ranks that have not judged their last losses."""

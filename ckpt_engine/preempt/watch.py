@@ -35,7 +35,7 @@ from ckpt_engine.preempt.stop_requests import (
 )
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.part_records import share_place
 

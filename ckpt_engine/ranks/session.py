@@ -22,10 +22,10 @@ from ckpt_engine.ranks.world import PAIR, Ranks, hear, neighbours, say, towards_
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository, encode_record
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Folder
 from ckpt_engine.store.storage.disk import translated
 from ckpt_engine.store.storage.local import TEMP
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer.client import WriterClient
 
 START_SECONDS = 300.0

@@ -20,9 +20,9 @@ from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
 from ckpt_engine.store.storage.object_requests import asking, split_url
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
 
 ANSWER_SECONDS = 20.0

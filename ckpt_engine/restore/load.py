@@ -43,12 +43,14 @@ from ckpt_engine.restore.choose import (
     Check,
     RejectedCandidate,
     Search,
+    as_rank,
     candidates,
     choose,
     notes_about,
+    own_trees,
+    require_fit,
     require_none,
 )
-from ckpt_engine.restore.compatibility import as_rank, own_trees, require_fit
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import read_entries
@@ -57,15 +59,14 @@ from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
-from ckpt_engine.store import packs
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import read_holder
-from ckpt_engine.store.manifest import PACKED, Manifest, SnapshotInfo
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import continued
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.tree import entries_in
+from ckpt_engine.store.tree import entries_in, schemas_of
 from ckpt_engine.writer.primary_tier import let_finish
 
 Live = Callable[[Manifest], Any]
@@ -233,9 +234,8 @@ def _read(
         wanted = set(entries_in([manifest.tree, *others.values()])) - live.keys()
         rest = [name for name in manifest.entries if name in wanted]
     entries = {**live, **read_entries(sources, manifest, rest)}
-    is_packed = PACKED in [node.get("$") for node in manifest.tree.values() if type(node) is dict]
     with uncollected():
-        schemas = packs.schemas_of(manifest, lambda name: entries[name].numpy().tobytes()) if is_packed else {}
+        schemas = schemas_of(manifest, lambda name: entries[name].numpy().tobytes())
         rebuilder = Rebuilder(entries, pickle_paths, finished=finished, schemas=schemas)
         state = rebuilder.state(manifest.tree)
         own = {number: rebuilder.state(tree) for number, tree in others.items()}

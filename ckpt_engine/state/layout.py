@@ -18,11 +18,10 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.state import entries as drafting
 from ckpt_engine.state.entries import WITHOUT_COPY, EntrySource, PackMembers
 from ckpt_engine.state.flatten import ArrayLeaf, Flattener, Forms, LazyPredicate, Scan, bytes_tensor, first_of
-from ckpt_engine.store import packs
 from ckpt_engine.store.container import DTYPES, container_form, data_header
 from ckpt_engine.store.manifest import PACKED
 from ckpt_engine.store.manifest_codec import uncollected
-from ckpt_engine.store.packs import Pack, Schema
+from ckpt_engine.store.tree import Pack, Schema, encode_schema
 
 ROOT_KEY = ""
 """Component name of a state that is not a plain dict with string keys."""
@@ -362,7 +361,7 @@ class _Packing:
         found = {}
         for key, one in self.components.items():
             name = names.unique((key, "schema"))
-            found[name] = bytes_tensor(packs.encode(Schema(_numbered(trees[key], one.numbers), one.packs)))
+            found[name] = bytes_tensor(encode_schema(Schema(_numbered(trees[key], one.numbers), one.packs)))
             others = dict.fromkeys(leaf.node["entry"] for leaf in one.others)
             trees[key] = {
                 "$": PACKED,

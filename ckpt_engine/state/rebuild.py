@@ -41,8 +41,7 @@ from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
 from ckpt_engine.state.json_types import FACTORIES
 from ckpt_engine.store.manifest import PACKED
-from ckpt_engine.store.packs import Pack, Schema, at, key_of
-from ckpt_engine.store.tree import TreePath
+from ckpt_engine.store.tree import Pack, Schema, TreePath, at, key_of
 
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """What the constructors of Python, numpy and torch raise for values that they cannot take, endless nesting included."""

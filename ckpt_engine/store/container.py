@@ -224,7 +224,7 @@ def parse_header(data: bytes) -> Header:
         require(is_object(metadata), "its metadata are no object")
         _require_seal(data[:end], metadata)
         rows = sorted(_row(name, row) for name, row in table.items())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
+    except MALFORMED as err:
         raise CorruptError(f"the container's header is damaged: {err}") from err
     offset = 0
     for start, stop, name, code, shape in rows:
@@ -386,11 +386,5 @@ def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: s
         return make(unseal(text, where))
     except FormatError as err:
         raise CorruptError(err.message, hint=hint) from err
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OverflowError,
-    ) as err:
+    except MALFORMED as err:
         raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err

@@ -210,11 +210,7 @@ class Groups:
         """Groups of other groups, and so on, could be arranged so that decoding them never ends."""
         with self._lock:
             if self._left_bytes is None:
-                named = [piece for entry in self._manifest.entries.values() for piece in entry.pieces]
-                named += [
-                    one for level in self._manifest.bases.values() for kept in level.values() for one in kept.values()
-                ]
-                self._left_bytes = MOST_DECODED * sum(piece.raw_nbytes for piece in named)
+                self._left_bytes = MOST_DECODED * sum(piece.raw_nbytes for _, piece in stored_pieces(self._manifest))
             self._left_bytes -= nbytes
             if self._left_bytes < 0:
                 raise CorruptError(f"its groups take more than {MOST_DECODED} times as long to decode as they should")

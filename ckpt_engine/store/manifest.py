@@ -30,7 +30,7 @@ STORED_VERSION = 2
 PARTIAL_VERSION = 3
 """Of manifests of some of the ranks, see `Partial`."""
 PACKED_VERSION = 4
-"""Of manifests with a component whose structure is in an entry, see `packs`."""
+"""Of manifests with a component whose structure is in an entry, see `tree`."""
 PACKED = "packed"
 """The kind of the node of such a component."""
 MANIFEST_VERSION = PACKED_VERSION

@@ -33,7 +33,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
-from ckpt_engine.store.storage.open import open_storage, require_served
+from ckpt_engine.store.storage import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body, SpentTimes

@@ -26,9 +26,9 @@ from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.object_requests import asking
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions

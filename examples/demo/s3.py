@@ -19,7 +19,7 @@ from typing import Any
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from demo.process import TrainingFailedError
 
 BUCKET = "demo"

@@ -13,7 +13,7 @@ from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine.cli.main import main
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.accelerate.runs import make_accelerator
 from tests.tracking.runs import LOADERS, Average, Case, Net, digest, report, seed_everything
 

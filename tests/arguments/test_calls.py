@@ -20,7 +20,7 @@ from ckpt_engine.observe.events import SnapshotFailed, WriterLost
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.arguments.values import ABSURD, ALL, HUGE, LONE, REAL, TEXTS, WHOLE, Colour, Level, Spiteful
 from tests.snapshot.passage import same
 from tests.support.heard import Heard

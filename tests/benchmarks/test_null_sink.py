@@ -7,7 +7,7 @@ import pytest
 from benchmarks.null_sink import NullSink
 from benchmarks.uploaders import Image, Job, Uploader, ways
 from ckpt_engine.errors import StorageExistsError
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 PART_BYTES = 5 << 20
 

@@ -16,7 +16,7 @@ from ckpt_engine.store import container, names
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 CREATED = 1_700_000_000.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_engine.cli import root
 from ckpt_engine.cli.main import VERBS, commands
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 Ckpt = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from ckpt_engine.store import pins
 from ckpt_engine.store.container import PIECE_BYTES
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository, RunRecord, encode_record
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 Ckpt = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 
 ROOT = Path(__file__).parents[2]
 

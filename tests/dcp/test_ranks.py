@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.dcp.rank import whole
 from tests.ranks.launch import Launcher
 

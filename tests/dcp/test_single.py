@@ -24,7 +24,7 @@ from ckpt_engine.interop import dcp_reader
 from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.servers.fixtures import bucket, moto  # noqa: F401
 from tests.servers.s3 import S3Server
 

@@ -18,8 +18,8 @@ from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError, NewerFormatError
 from ckpt_engine.store.codecs import codec as codecs
 from ckpt_engine.store.codecs.codec import Codec, get_codec
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.testing import CodecContract, StorageContract
 from tests.support import interpreters
 

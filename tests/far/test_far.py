@@ -24,9 +24,9 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import secondary_tiers
 from lightning_ckpt import AdaptiveCheckpoint as LightningCheckpoint
 from tests.far.line import DEAD, DENIES, HANGS, REFUSES, SLOW, WORKS, Line

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ckpt_engine.store.storage.open import TRANSPORTS
+from ckpt_engine.store.storage import TRANSPORTS
 from tests.faults.draws import FAULTS, PHASES, Draw, draws
 from tests.faults.life import start_fork_server
 from tests.faults.run import Outcome, Run, site

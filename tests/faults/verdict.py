@@ -11,8 +11,8 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.restore import load as restore
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 from tests.faults.life import Heard
 from tests.faults.trainer import fingerprint
 

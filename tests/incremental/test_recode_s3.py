@@ -13,7 +13,7 @@ from ckpt_engine.observe.events import SnapshotReplicated
 from ckpt_engine.restore import load as restore
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.incremental.evolving import codecs_of
 from tests.incremental.training import Training
 from tests.restore.test_tiers_s3 import WAIT_SECONDS, Heard, far

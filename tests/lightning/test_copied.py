@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_ckpt import AdaptiveCheckpoint
-from lightning_ckpt.guard import FenceGuard
+from lightning_ckpt.callback import FenceGuard
 from tests.lightning.runs import Case, fit
 
 HOOKS = ("on_fit_start", "on_train_batch_start")

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot.stage import Staging, StepFence
 from lightning_ckpt import AdaptiveCheckpoint
-from lightning_ckpt.guard import FenceGuard
+from lightning_ckpt.callback import FenceGuard
 from tests.lightning.cases import HAS_AVERAGING, averaging
 from tests.lightning.runs import Case, Model, every_batch, fit, make_trainer, train
 

@@ -14,7 +14,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.commit_of_ranks import follow
 from tests.memory.lives import until

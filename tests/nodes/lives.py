@@ -17,7 +17,7 @@ import pytest
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.nodes.netns import LINK, NodeLauncher, Nodes
 from tests.nodes.train import Expected, said
 from tests.ranks.launch import PATIENCE_SECONDS, free_port, writers_of

@@ -14,7 +14,7 @@ from ckpt_engine.copy.job import ArenaNews, EntryLayout, JobDone, Layout, Persis
 from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.client import Message, WriterClient

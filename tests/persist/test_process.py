@@ -21,7 +21,7 @@ from ckpt_engine.copy.job import JobDone, WriterConfig
 from ckpt_engine.errors import LeaseHeldError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import client, launch
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, open_client

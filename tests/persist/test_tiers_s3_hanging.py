@@ -9,8 +9,7 @@ import pytest
 from ckpt_engine.copy.job import SlotFreed, TierConfig, WriterConfig
 from ckpt_engine.observe.events import SnapshotCommitted, TierDegraded, TierRecovered
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import watchdog
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage, watchdog
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, completed
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome

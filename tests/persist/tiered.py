@@ -12,8 +12,8 @@ from ckpt_engine.observe.events import (
     SnapshotReplicated,
 )
 from ckpt_engine.store import names
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, completed
 from ckpt_engine.writer.run_records import TierStatus, read_status

@@ -11,7 +11,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.observe.events import Event
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import part_records
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 from tests.ranks.test_checkpointer import state_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.ranks.launch import PATIENCE_SECONDS, Launcher, writers_of
 
 

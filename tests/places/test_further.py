@@ -18,8 +18,8 @@ from ckpt_engine.observe.events import Notice, SnapshotReplicated, TierDegraded
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import commit_of_ranks, part_records, secondary_tiers
 from ckpt_engine.writer.replicate import Replicator
 from ckpt_engine.writer.secondary_tier import SecondaryTier

@@ -9,7 +9,7 @@ import pytest
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.places.committing import Nodes
 from tests.ranks.test_checkpointer import check
 from tests.servers.fixtures import bucket, moto

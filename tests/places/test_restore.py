@@ -16,7 +16,7 @@ from ckpt_engine.restore import node_roots
 from ckpt_engine.restore.node_roots import Borrower, Lender
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer.peer_service import PeerConnection
 from tests.places.nodes import check_all, load_all, open_nodes
 from tests.ranks.runs import on_all

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit
 from tests.lightning.test_kill import Trainers, log, read

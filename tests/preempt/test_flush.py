@@ -19,7 +19,7 @@ from ckpt_engine.observe.events import MemoryFlushed, Requested, SnapshotFailed,
 from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.preempt.long_step import GRACE_SECONDS
 from tests.preempt.test_watch import MB, Bench, bench, until  # noqa: F401 - a fixture
 from tests.support import interpreters

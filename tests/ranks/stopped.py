@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.ranks.launch import REPOSITORY, Launcher
 
 SIZE = 2

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError, StorageFullError
-from ckpt_engine.restore.compatibility import require_size
+from ckpt_engine.restore.choose import require_size
 from ckpt_engine.snapshot import writer_link
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import part_records
 from tests.ranks.runs import Patience, SharedStore, ThreadRanks, on_all, open_ranks
 from tests.support.writers import writers_of

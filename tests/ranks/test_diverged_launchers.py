@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.ranks.diverged import Life, Lives
 from tests.ranks.launch import Launcher
 

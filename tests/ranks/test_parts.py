@@ -11,7 +11,7 @@ from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import CorruptError, SnapshotFailedError, SnapshotSkippedError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
 from ckpt_engine.writer.part_records import PartRecord, Slices

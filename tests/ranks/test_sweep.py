@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.ranks.launch import PATIENCE_SECONDS, Launcher, writers_of
 from tests.ranks.train_plain import check
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from ckpt_engine.copy.job import JobDone, WriterConfig
 from ckpt_engine.store import pins
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import launch
 from ckpt_engine.writer.launch import completed
 from tests.persist.staged import Stage

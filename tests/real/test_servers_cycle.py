@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.real.cycle import Life, assert_survives
 from tests.servers.s3 import S3Server
 

@@ -18,9 +18,9 @@ from ckpt_engine.restore.load import TIDY_FROM
 from ckpt_engine.store.lease import Lease, LeaseHolder, LocalLease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention import branches
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from tests.ranks.runs import on_all, open_ranks
 
 WAIT_SECONDS = 60.0

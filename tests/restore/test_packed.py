@@ -20,8 +20,8 @@ from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.state import layout
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import Planner
-from ckpt_engine.store import packs
 from ckpt_engine.store.manifest import Entry, Piece
+from ckpt_engine.store.tree import decode_schema
 from tests.snapshot.passage import same
 
 FEWER = 256
@@ -247,16 +247,16 @@ def _changed(**row: Any) -> dict[str, Any]:
 )
 def test_a_schema_that_contradicts_itself_is_refused(document: Any) -> None:
     """A schema fits its entries or it is damaged, whatever a store contains."""
-    assert packs.decode(json.dumps(_SOUND).encode(), _ENTRIES).packs[0].arrays == [0, 1]
+    assert decode_schema(json.dumps(_SOUND).encode(), _ENTRIES).packs[0].arrays == [0, 1]
     with pytest.raises(CorruptError):
-        packs.decode(json.dumps(document).encode(), _ENTRIES)
+        decode_schema(json.dumps(document).encode(), _ENTRIES)
 
 
 def _read_of(schema: dict[str, Any]) -> Callable[[], Any]:
     from ckpt_engine.state.rebuild import Rebuilder
 
     node = {"$": "packed", "entry": "s", "entries": ["p"], "values": [1.5]}
-    schemas = {"s": packs.decode(json.dumps(schema).encode(), _ENTRIES)}
+    schemas = {"s": decode_schema(json.dumps(schema).encode(), _ENTRIES)}
     return lambda: Rebuilder({"p": torch.arange(6.0)}, schemas=schemas).state({"model": node})
 
 

@@ -14,8 +14,8 @@ from ckpt_engine.observe.events import Event, SnapshotReplicated, TierDegraded, 
 from ckpt_engine.restore import load as restore
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire

@@ -13,9 +13,8 @@ from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.state.flatten import Flattener
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.state.rebuild import Rebuilder
-from ckpt_engine.store import packs
 from ckpt_engine.store.manifest import Entry, Piece
-from ckpt_engine.store.tree import check
+from ckpt_engine.store.tree import check, decode_schema, is_packed
 
 
 def filled_tree(capture: CapturedState) -> dict[str, Any]:
@@ -47,9 +46,9 @@ def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tupl
     forms = {e.name: Entry(e.dtype, e.shape, _pieces(e), e.container_dtype) for e in layout}
     check(tree, forms)
     schemas = {
-        node["entry"]: packs.decode(entries[node["entry"]].numpy().tobytes(), forms)
+        node["entry"]: decode_schema(entries[node["entry"]].numpy().tobytes(), forms)
         for node in tree.values()
-        if packs.is_packed(node)
+        if is_packed(node)
     }
     return Rebuilder(entries, pickle_paths, schemas=schemas).state(tree)
 

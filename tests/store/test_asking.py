@@ -8,9 +8,8 @@ import socket
 import pytest
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage import object_requests
+from ckpt_engine.store.storage import object_requests, open_storage
 from ckpt_engine.store.storage.object_requests import asking
-from ckpt_engine.store.storage.open import open_storage
 from tests.servers.s3 import free_port
 
 FOR_EVER = {"retry_seconds": 1e9, "timeout_seconds": 1e6}

@@ -20,9 +20,9 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.store.samples import info, manifest, save
 

@@ -33,9 +33,9 @@ from ckpt_engine.store.lease import (
     take,
 )
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
-from ckpt_engine.store.storage.open import open_storage
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -360,7 +360,7 @@ def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: LeaseSlot)
 _HOLD = """
 import json, sys
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 acquire(open_storage(sys.argv[1], json.loads(sys.argv[2])))
 print("acquired", flush=True)
 sys.stdin.read()

@@ -21,12 +21,11 @@ from s3fs import S3FileSystem
 from benchmarks.measure import PeakMemory
 from benchmarks.null_sink import NullSink
 from ckpt_engine.errors import StorageError, StorageExistsError
-from ckpt_engine.store.storage import object_requests, objects_fsspec
+from ckpt_engine.store.storage import object_requests, objects_fsspec, open_storage
 from ckpt_engine.store.storage.base import metered
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.testing import StorageContract, aligned, listed, put
 from tests.servers.fixtures import bucket, moto  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server

@@ -17,10 +17,10 @@ import torch
 pytest.importorskip("obstore")
 
 from ckpt_engine.errors import StorageError, StorageExistsError, StorageMissingError
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import metered
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.objects_obstore import ObstoreStorage
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.testing import StorageContract, aligned, listed, put
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.errors import StorageError
+from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
-from ckpt_engine.store.storage.open import open_storage
 
 
 @pytest.mark.parametrize(

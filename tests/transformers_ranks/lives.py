@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage import open_storage
 from tests.ranks.launch import PATIENCE_SECONDS, Launcher, writers_of
 
 Line = dict[str, Any]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_ckpt import AdaptiveCheckpoint, TransformersCallback
+from benchmarks.handmade import HandMade
 from benchmarks.lightning_loop import seeded_data
 from benchmarks.measure import children_seconds
 from benchmarks.workloads import SEED, perceptron, state_bytes
@@ -48,6 +49,10 @@ class Laps:
     def training_seconds(self) -> float:
         """From the start of the first step to the end of the last."""
         return self.moments[-1] - self.moments[0]
+
+    def seconds_between(self, first: int, last: int) -> float:
+        """From the end of step `first` to the end of step `last`."""
+        return self.moments[last] - self.moments[first]
 
     @property
     def seconds_until_written(self) -> float:
@@ -85,7 +90,7 @@ class Sizes:
 
 
 def accelerate_laps(folder: Path, sizes: Sizes, how: str) -> Laps:
-    """A loop with Accelerate; `how` is "none", "save_state" or "ours"."""
+    """A loop with Accelerate; `how` is "none", "save_state", "hand" (see `HandMade`) or "ours"."""
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=KEPT)
     accelerator = Accelerator(cpu=True, project_config=project)
     model = perceptron(sizes.parameters, inputs=INPUTS)
@@ -96,19 +101,22 @@ def accelerate_laps(folder: Path, sizes: Sizes, how: str) -> Laps:
     # Learned by heart without smoothing: the gradients become subnormal numbers, and a step takes three times as long.
     loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)
     ckpt = AdaptiveCheckpoint(accelerator, **_options(folder, sizes)) if how == "ours" else None
+    hand = _ByHand(folder / "hand") if how == "hand" else None
     moments, saved, before = [], [], children_seconds()
     for step, (inputs, labels) in enumerate(loader, 1):
         moments.append(time.perf_counter())
         accelerator.backward(loss_of(model(inputs), labels))
         optimizer.step()
         optimizer.zero_grad()
-        if how == "save_state" and step % sizes.every == 0:
-            accelerator.save_state()
+        if how in ("save_state", "hand") and step % sizes.every == 0:
+            accelerator.save_state() if hand is None else hand.save(model, optimizer, step)
             saved.append(step)
     moments.append(time.perf_counter())
     writer_seconds = children_seconds() - before
     if ckpt is not None:
         ckpt.close()
+    if hand is not None:
+        hand.close()
     steps = _steps(folder) if how == "ours" else tuple(saved)
     return Laps(tuple(moments), time.perf_counter(), tuple(steps), writer_seconds)
 
@@ -119,11 +127,11 @@ def accelerate_state_bytes(sizes: Sizes) -> int:
 
 
 def transformers_laps(folder: Path, sizes: Sizes, how: str) -> Laps:
-    """A Trainer with a small GPT-2; `how` is "none", "trainer" or "ours"."""
+    """A Trainer with a small GPT-2; `how` is "none", "trainer", "hand" (see `HandMade`) or "ours"."""
     torch.manual_seed(SEED)
     model = GPT2LMHeadModel(_gpt2(sizes))
     text = torch.randint(VOCABULARY, (sizes.batch_size * sizes.steps, LENGTH))
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(_ByHand(folder / "hand") if how == "hand" else None, sizes.every)
     ours = TransformersCallback(**_options(folder / "ours", sizes)) if how == "ours" else None
     arguments = TrainingArguments(
         str(folder),
@@ -156,9 +164,14 @@ def transformers_state_bytes(sizes: Sizes) -> int:
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """Notes when each step begins and when training ends. MUST come before other callbacks."""
+    """Notes when each step begins and when training ends. MUST come before other callbacks.
 
-    def __init__(self) -> None:
+    Args:
+        hand: saves after each `every` steps.
+    """
+
+    def __init__(self, hand: _ByHand | None = None, every: int = 1) -> None:
+        self._hand, self._every = hand, every
         self.moments: list[float] = []
         self.saved: list[int] = []
         self.writer_seconds = 0.0
@@ -168,12 +181,39 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
             self.writer_seconds = -children_seconds()
         self.moments.append(time.perf_counter())
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self._hand is not None and state.global_step % self._every == 0:
+            self._hand.save(objects["model"], objects["optimizer"], state.global_step)
+            self.saved.append(state.global_step)
+
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.saved.append(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.moments.append(time.perf_counter())
         self.writer_seconds += children_seconds()
+        if self._hand is not None:
+            self._hand.close()
+
+
+class _ByHand:
+    """Weights and the state of the optimizer with a `HandMade`, made at the first save, which knows the size."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: HandMade | None = None
+
+    def save(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}
+        if self._made is None:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._made = HandMade(self._folder, state)
+        self._made.save(state, step)
+
+    def close(self) -> None:
+        """Return when everything is written."""
+        if self._made is not None:
+            self._made.close()
 
 
 def _gpt2(sizes: Sizes) -> GPT2Config:

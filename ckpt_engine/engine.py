@@ -26,6 +26,7 @@ from ckpt_engine.observe.events import (
     SystemClock,
     TierDegraded,
     WriterLost,
+    announce,
 )
 from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
@@ -499,7 +500,11 @@ class Engine:
     def _tell(self, found: restore.Loaded) -> None:
         line = resumed_from_memory(found.lost_steps) if found.from_memory else None
         if isinstance(self.events, LogSink):  # nothing else reports of this resume
-            found.announce(logging.getLogger(LOGGER_NAME), line)
+            log = logging.getLogger(LOGGER_NAME)
+            if line is not None:
+                announce(log, line)
+            for text in found.left_out:
+                log.warning("%s", text)
         elif line is not None:
             self._emit(Notice("INFO", line))
 

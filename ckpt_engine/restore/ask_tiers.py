@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,10 @@ SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 RECENT_SECONDS = 0.5
 """A place that has given a sign since then gets on."""
+READS_ON_MACHINE = max(4, min(16, len(os.sched_getaffinity(0))))
+"""Digests of one core keep up with no bus."""
+READS_FROM_SERVER = 16
+"""Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
 AT_WORK = 4
 """Threads beside those that read from a storage."""
 _LOOK_SECONDS = 0.1
@@ -185,7 +190,7 @@ class _Round(Generic[T]):
         Raises:
             BaseException: of the question, if it is none of ours.
         """
-        began = time.monotonic()
+        began, said = time.monotonic(), 0.0
         for number, answer in enumerate(self._answers):
             url = answer.place.storage.url
             before = _left.get(url)
@@ -196,10 +201,29 @@ class _Round(Generic[T]):
             self._open[number] = threading.Thread(target=self._ask, args=(number,), name="ckpt-places", daemon=True)
         for thread in list(self._open.values()):
             thread.start()
-        self._wait_since(began)
-        with self._changed:
-            if self._broken is not None:
-                raise self._broken
+        while True:
+            waited = time.monotonic() - began
+            with self._changed:
+                limit = self._patience(self._answers)
+                self._leave(self._silent(waited, self._silence), self._silence)
+                if waited >= limit:
+                    self._leave(self._open, limit)
+                if not self._open:
+                    break
+                late = set[int]()
+                if waited >= TELL_SECONDS and said != limit:  # what is about to be left out is said then
+                    late = set(self._open) - set(self._silent(waited, min(self._silence, RECENT_SECONDS)))
+                if not late:
+                    left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
+                    self._changed.wait(min(left, _LOOK_SECONDS) if self._silence < math.inf else left)
+                    continue
+                urls = ", ".join(self._answers[number].place.storage.url for number in sorted(late))
+                others = any(answer.value is not None for answer in self._answers)
+            said = limit
+            why = ": no other place has a snapshot" if others and limit > ANSWER_SECONDS else ""
+            self._say(f"waiting for {urls}, up to {limit:.0f} s{why}")
+        if self._broken is not None:
+            raise self._broken
 
     def _leave(self, numbers: Iterable[int], seconds: float) -> None:
         """Wait for these no more. With the lock."""
@@ -219,30 +243,6 @@ class _Round(Generic[T]):
                     found.append(number)
             behind = behind or bool(answer.value)
         return found
-
-    def _wait_since(self, began: float) -> None:
-        """Until all have answered, or were left out."""
-        said = 0.0
-        while True:
-            waited = time.monotonic() - began
-            with self._changed:
-                limit = self._patience(self._answers)
-                self._leave(self._silent(waited, self._silence), self._silence)
-                if waited >= limit:
-                    self._leave(self._open, limit)
-                if not self._open:
-                    return
-                # What is about to be left out is said then.
-                late = set(self._open) - set(self._silent(waited, min(self._silence, RECENT_SECONDS)))
-                if waited < TELL_SECONDS or said == limit or not late:
-                    left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
-                    self._changed.wait(min(left, _LOOK_SECONDS) if self._silence < math.inf else left)
-                    continue
-                urls = ", ".join(self._answers[number].place.storage.url for number in sorted(late))
-                others = any(answer.value is not None for answer in self._answers)
-            said = limit
-            why = ": no other place has a snapshot" if others and limit > ANSWER_SECONDS else ""
-            self._say(f"waiting for {urls}, up to {limit:.0f} s{why}")
 
     def _ask(self, number: int) -> None:
         value, error, broken = None, None, None
@@ -399,12 +399,10 @@ class Sources:
         self.repairs: list[Repair] = []
         self._dead: set[int] = set()
         first = self._storages[0]
-        self._turns = Turns(first.capabilities.reads_at_once, f"reading from {first.url}")
-
-    @property
-    def threads(self) -> int:
+        at_once = READS_ON_MACHINE if first.capabilities.cheap_reads else READS_FROM_SERVER
+        self._turns = Turns(at_once, f"reading from {first.url}")
+        self.threads = at_once + AT_WORK
         """How many read from here: some verify, decode and wait for a turn while others read."""
-        return self._storages[0].capabilities.reads_at_once + AT_WORK
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` from the first storage that can; one that fails otherwise than by what it has is not asked again.

@@ -8,7 +8,6 @@ line of history that a load goes on with.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,7 +32,7 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
 )
 from ckpt_engine.observe import units
-from ckpt_engine.observe.events import Event, Notice, announce, said_if_slow
+from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory
 from ckpt_engine.restore.ask_tiers import ListedOnce, Places, Repair, Sources, storage_of
@@ -115,13 +114,6 @@ class Loaded:
             f"{one.url} {'is left out' if one.code == ForeignError.code else newer}: [{one.code}] {one.reason}"
             for one in self.away
         )
-
-    def announce(self, log: logging.Logger, from_memory: str | None) -> None:
-        """Say what is out of the ordinary: that it came from memory, in the words given, and what was left out."""
-        if from_memory is not None:
-            announce(log, from_memory)
-        for line in self.left_out:
-            log.warning("%s", line)
 
     @property
     def from_memory(self) -> bool:

@@ -164,8 +164,8 @@ def moves_of(
         if nbytes != target.nbytes:
             raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
     return [
-        Move(name, piece, start, address + start)
-        for name, address in [(name, target.data_ptr()) for name, target in targets.items()]
+        Move(name, piece, start, target.data_ptr() + start)
+        for name, target in targets.items()
         for start, piece in manifest.entries[name].placed()
     ]
 

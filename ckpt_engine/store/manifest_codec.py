@@ -432,10 +432,10 @@ def _is_metric(value: Any) -> bool:
 
 def _check_pieces(manifest: Manifest) -> None:
     sizes = [file.nbytes for file in manifest.files]
-    stored = stored_pieces(manifest)
-    for name, piece in stored:
+    named = 0
+    for name, piece in stored_pieces(manifest):
         _check_piece(name, piece, sizes)
-    named = sum([piece.nbytes for _, piece in stored])
+        named += piece.nbytes
     files = sum({file.name: file.nbytes for file in manifest.files}.values())
     if named > MOST_SHARED * files:
         raise CorruptError(f"its pieces name {named} bytes of files that have {files}")

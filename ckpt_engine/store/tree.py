@@ -453,8 +453,8 @@ def schemas_of(manifest: Manifest, read: Callable[[str], bytes]) -> dict[str, Sc
         CorruptError: one is damaged.
         CkptError: whatever reading raises.
     """
-    packed = [node["entry"] for node in manifest.tree.values() if is_packed(node)]
-    return {name: decode_schema(read(name), manifest.entries) for name in packed}
+    packed = filter(is_packed, manifest.tree.values())
+    return {node["entry"]: decode_schema(read(node["entry"]), manifest.entries) for node in packed}
 
 
 def reader_of(manifest: Manifest, decoder: Decoder) -> Callable[[str], bytes]:

@@ -183,7 +183,7 @@ class Broken(LocalStorage):
 def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read stays, the rest comes from the next place, and the dead one is not asked again and again."""
     monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
-    monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 1)
+    monkeypatch.setattr("ckpt_engine.restore.ask_tiers.READS_ON_MACHINE", 1)
     near = Broken(run / "near", reads=1)
     found = restore.load([Repository(near), where(run)[1]])
     assert found is not None
@@ -231,7 +231,7 @@ class Crowded(LocalStorage):
 def test_others_read_while_some_decode(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many read at once as suits the place, and there are threads besides that verify and decode meanwhile."""
     monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
-    monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 2)
+    monkeypatch.setattr("ckpt_engine.restore.ask_tiers.READS_ON_MACHINE", 2)
     near = Crowded(run / "near")
     found = restore.load([Repository(near)])
     assert found is not None and same(found.state, state(3))

@@ -419,7 +419,7 @@ def test_the_next_snapshot_waits_until_the_one_before_has_landed(
 
 def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """No strip is used again before it was copied from, and all has arrived when `load` returns."""
-    monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 1)  # one thread has two strips
+    monkeypatch.setattr("ckpt_engine.restore.ask_tiers.READS_ON_MACHINE", 1)  # one thread has two strips
     state = {f"t{i}": torch.rand(100 + 37 * i) for i in range(12)}
     with Checkpointer(str(tmp_path), writer="thread") as ckpt:
         ckpt.save(state, step=1).wait(30.0)

@@ -1,4 +1,4 @@
-"""The storage seam: immutable objects under one root, and what a storage can do, such as reads at once.
+"""The storage seam: immutable objects under one root, and what a storage can do beyond that.
 
 What a file system and an object store can both promise, and no more: there is no rename, no append, no folder. And
 storages around another storage, which pass on what they do not change, or limit its bandwidth.
@@ -7,7 +7,6 @@ storages around another storage, which pass on what they do not change, or limit
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -18,11 +17,6 @@ from typing import Protocol, Self
 from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import Meter, PartialFile
-
-READS_ON_MACHINE = max(4, min(16, len(os.sched_getaffinity(0))))
-"""Digests of one core keep up with no bus."""
-READS_FROM_SERVER = 16
-"""Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +73,6 @@ class Capabilities:
     silent_seconds: Callable[[], float] | None = None
     server_seconds: Callable[[], float | None] | None = None
     encrypted: Callable[[], bool] | None = None
-
-    @property
-    def reads_at_once(self) -> int:
-        """How many reads at once suit it."""
-        return READS_ON_MACHINE if self.cheap_reads else READS_FROM_SERVER
 
 
 class Storage(Protocol):

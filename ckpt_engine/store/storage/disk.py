@@ -307,10 +307,7 @@ def read_into(path: str, start: int, out: memoryview) -> int:
     try:
         done = 0
         while done < len(out):
-            part = out[done : done + SLICE_BYTES]
-            got = reader.cached(part, start + done)
-            if got is None:
-                got = reader.direct(part, start + done) or reader.buffered(part, start + done)
+            got = reader.read(out[done : done + SLICE_BYTES], start + done)
             if got == 0:
                 break
             done += got
@@ -357,7 +354,7 @@ def is_resident(fd: int, at: int) -> bool:
 
 
 class _Reader:
-    """Three ways to read one file; `None` or 0 says that a way is not possible here.
+    """Three ways to read one file; of the first two None, or 0, says that it is not possible here.
 
     Args:
         is_large: else the page cache is faster.
@@ -374,10 +371,16 @@ class _Reader:
         if self._direct_fd is not None:
             os.close(self._direct_fd)
 
-    def cached(self, part: memoryview, at: int) -> int | None:
+    def read(self, part: memoryview, at: int) -> int:
+        """Fill `part` with what is at `at`; how many bytes came."""
+        if self._may_be_cached and (got := self._cached(part, at)) is not None:
+            return got
+        if self._direct_works and (got := self._direct(part, at)):
+            return got
+        return os.preadv(self._fd, [part], at)
+
+    def _cached(self, part: memoryview, at: int) -> int | None:
         """The bytes that the page cache has at `at`; None if it has none or cannot say, and from then on."""
-        if not self._may_be_cached:
-            return None
         try:
             if is_resident(self._fd, at):
                 return os.preadv(self._fd, [part], at, os.RWF_NOWAIT)
@@ -387,10 +390,8 @@ class _Reader:
         self._may_be_cached = False
         return None
 
-    def direct(self, part: memoryview, at: int) -> int:
+    def _direct(self, part: memoryview, at: int) -> int:
         """Read whole pages around the page cache, by way of other memory where these are not pages of `part`."""
-        if not self._direct_works:
-            return 0
         address, skew, room = _address(part), at % PAGE_BYTES, memoryview(_bounce())
         head, whole, tail = min(len(part), BOUNCE_BYTES - skew), 0, 0
         if (address - at) % PAGE_BYTES == 0:
@@ -414,10 +415,6 @@ class _Reader:
         if got > head + whole:
             ctypes.memmove(address + head + whole, _address(blocks[2]), got - head - whole)
         return got
-
-    def buffered(self, part: memoryview, at: int) -> int:
-        """Read through the page cache."""
-        return os.preadv(self._fd, [part], at)
 
 
 class PartialFile:

@@ -312,7 +312,8 @@ class FitResume(Resume):
             return
         self.to_restore = None
         optimizers = run_state.named_optimizers(self._trainer)
-        self.add([], components.made_otherwise(self._own.get("made"), optimizers))
+        schedulers = run_state.named_schedulers(self._trainer)
+        self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
         before, now = len(checkpoint["lr_schedulers"]), len(self._trainer.lr_scheduler_configs)
         if before != now and not restart.averages(self._trainer):
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"

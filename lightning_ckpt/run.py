@@ -153,7 +153,9 @@ class FitRun:
     def optimizers_made(self) -> None:
         """Nothing of the run has changed them yet."""
         self._groups_at_start = run_state.group_sizes(self._trainer)
-        self._capture.made = components.made_by_script(self._parts.optimizers)
+        self._capture.made = components.made_by_script(
+            self._parts.optimizers, run_state.named_schedulers(self._trainer)
+        )
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""

@@ -325,6 +325,11 @@ def named_optimizers(trainer: pl.Trainer) -> dict[str, torch.optim.Optimizer]:
     return {f"optimizers[{number}]": optimizer for number, optimizer in enumerate(trainer.optimizers)}
 
 
+def named_schedulers(trainer: pl.Trainer) -> dict[str, Any]:
+    """As `named_optimizers`."""
+    return {f"lr_schedulers[{number}]": one.scheduler for number, one in enumerate(trainer.lr_scheduler_configs)}
+
+
 Groups = list[dict[str, Any]]
 
 

@@ -387,11 +387,10 @@ def _saved(value: Any) -> frozenset[str]:
     return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
 
 
-def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The first items of a dict or sequence, by key or index; none of other objects."""
-    if isinstance(value, dict):
-        return itertools.islice(value.items(), MOST_ITEMS)
-    return enumerate(itertools.islice(value, MOST_ITEMS)) if isinstance(value, SEQUENCES) else iter(())
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """The first items of a dict or sequence, by key or index, but for plain values; none of other objects."""
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, SEQUENCES) else ()
+    return [row for row in itertools.islice(rows, MOST_ITEMS) if not issubclass(type(row[1]), PLAIN)]
 
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:

@@ -28,6 +28,7 @@ from ckpt_engine.audit.values import (
     address,
     changes_within,
     digest,
+    exchanged,
     fill,
     freeze,
     is_iterator,
@@ -140,6 +141,8 @@ _SHOWN_CHARACTERS = 40
 _SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
 _AHEAD = "its loader reads batches before the step that they are for begins, without workers"
 _MOST_KEYS = 10_000
+_NO_LIST = ((), ("list", -1))
+"""Beside a key and its value, frozen: any list has more."""
 _ONCE = "it is set in the first step of each process"
 
 
@@ -231,6 +234,8 @@ class HiddenState:
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
             if latest is not None and not why and changes_within(value):
                 rows[path] |= {"object": objects.setdefault(id(value), path), "kept": latest.kept(path, value)}
+            if isinstance(value, torch.Tensor) and value.is_leaf and not why:
+                rows[path]["requires_grad"] = value.requires_grad
         return rows
 
     def ids(self) -> set[int]:
@@ -269,10 +274,13 @@ class HiddenState:
         begun = self._moments.get(moment)
         if begun is None:
             return [], []
-        done, missing = [], []
-        for path, row in saved.items():
+        done, missing, live = [], [], dict[int, Any]()
+        for path, row in sorted(saved.items(), key=lambda one: isinstance(one[1].get("value"), CONTAINERS)):
+            if "value" in row:
+                row = {**row, "value": exchanged(row["value"], live)}
             if (why := _put_back(path, row, begun, row["begin"].get(moment))) is None:
                 done.append(path)
+                live[id(row["value"])] = begun.value_at(path)
             elif why:
                 missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
@@ -476,15 +484,18 @@ class _Watched:
 def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bool:
     """Whether a container only writes down what happens: it grows, without a bound, and is no dict of tensors.
 
+    A dict with more keys remembers something, but for lists in it that grow.
+
     Args:
-        of_variable: it is no attribute: a dict with more keys remembers something.
+        of_variable: it is no attribute: lists in it that are new are none that have grown.
     """
     if not isinstance(value, CONTAINERS) or isinstance(value, tuple) or getattr(value, "maxlen", None) is not None:
         return False
     if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values()):
         return False
-    if of_variable and isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
-        return any(map(_has_grown, now[2:], before[2:]))
+    if isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
+        new = itertools.repeat(() if of_variable else _NO_LIST)
+        return any(map(_has_grown, now[2:], itertools.chain(before[2:], new)))
     return _has_grown(now, before)
 
 
@@ -529,7 +540,11 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     if not (holder.in_place or holder.states) and freeze(shared) == freeze(saved):
         holder.assign(name, shared)
         return None
-    return None if _assign(holder, name, now, saved, kept) else f"{changes}, and it has another shape now"
+    if not _assign(holder, name, now, saved, kept):
+        return f"{changes}, and it has another shape now"
+    if "requires_grad" in row:
+        holder.values[name].requires_grad_(row["requires_grad"])
+    return None
 
 
 def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any, kept: str) -> bool:

@@ -431,10 +431,7 @@ def made_before(frame: FrameType) -> dict[str, str]:
     """Digests of tensors and arrays that a turn of the loops makes before this frame's instruction, and reads later."""
     code, here = frame.f_code, instruction_at(frame)
     written = frozenset[str]().union(*(loop.writes - loop.targets for loop in loops_around(code, here)))
-    rows, offsets = instructions(code)
-    live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
-    read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here]))) if written else frozenset()
-    names = sorted(written & read - set(_carried(code, here)))
+    names = sorted(written & _read_behind(code, here) - set(_carried(code, here))) if written else []
     values = ((name, frame.f_locals.get(name)) for name in names)
     return {name: digest(freeze(one)) for name, one in values if isinstance(one, torch.Tensor | np.ndarray)}
 
@@ -445,10 +442,15 @@ def local_values(frame: FrameType) -> tuple[list[Any], list[Any]]:
     values = dict(frame.f_locals)
     if not loops_around(code, here):
         return list(values.values()), []
+    read = _read_behind(code, here)
+    return [values[name] for name in values if name in read], [values[name] for name in values if name not in read]
+
+
+def _read_behind(code: CodeType, here: int) -> frozenset[str]:
+    """The variables that may be read behind this instruction before they are set."""
     rows, offsets = instructions(code)
     live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
-    read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here])))
-    return [values[name] for name in values if name in read], [values[name] for name in values if name not in read]
+    return frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here], {})))
 
 
 @lru_cache(maxsize=256)
@@ -461,12 +463,8 @@ def instructions(code: CodeType) -> tuple[list[dis.Instruction], list[int]]:
 @lru_cache(maxsize=256)
 def _loops(code: CodeType) -> list[Repeated]:
     rows, _ = instructions(code)
-    ends: dict[int, int] = {}
-    for row in rows:
-        if row.opcode in dis.hasjrel and row.argval <= row.offset:
-            ends[row.argval] = row.offset
     found = []
-    for head, end in ends.items():
+    for head, end in _ends_of(rows).items():
         body = [one for one in rows if head <= one.offset <= end]
         targets = _targets_of(body) if body[0].opname == "FOR_ITER" else frozenset[str]()
         writes = frozenset[str]().union(*(_uses(one)[1] for one in body))
@@ -474,6 +472,11 @@ def _loops(code: CodeType) -> list[Repeated]:
         reads = reads.union(*(_uses(one)[0] for one in body))
         found.append(Repeated(head, end, targets, writes, reads))
     return sorted(found, key=lambda loop: loop.end - loop.head)
+
+
+def _ends_of(rows: list[dis.Instruction]) -> dict[int, int]:
+    """The offsets of the last jumps back, by those of the first instructions of loops."""
+    return {row.argval: row.offset for row in rows if row.opcode in dis.hasjrel and row.argval <= row.offset}
 
 
 @lru_cache(maxsize=256)
@@ -500,7 +503,8 @@ def _liveness(code: CodeType) -> list[frozenset[str]]:
     """The variables that may be read from each instruction of a function on before they are set."""
     rows, offsets = instructions(code)
     index = {one: position for position, one in enumerate(offsets)}
-    following = [_next(rows, index, position) for position in range(len(rows))]
+    ends = _ends_of(rows)
+    following = [_next(rows, index, position, ends) for position in range(len(rows))]
     uses = [_uses(row) for row in rows]
     live: list[frozenset[str]] = [frozenset()] * (len(rows) + 1)
     changed = True
@@ -515,12 +519,18 @@ def _liveness(code: CodeType) -> list[frozenset[str]]:
     return live
 
 
-def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int) -> list[int]:
-    """The instructions that may come after one; of a `for` that begins, its body: loops of no step do not train."""
+def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int, ends: Mapping[int, int]) -> list[int]:
+    """The instructions that may come after one; of a loop that begins, its body: loops of no step do not train.
+
+    Args:
+        ends: of loops, by their heads.
+    """
     row = rows[position]
-    begins = position + 1 < len(rows) and rows[position + 1].opname == "FOR_ITER"
+    then = rows[position + 1] if position + 1 < len(rows) else row
+    begins = then.opname == "FOR_ITER"
     following = [] if row.opname in _ENDS or row.opname in _JUMPS else [position + 1 + begins]
-    if row.opcode in dis.hasjrel or row.opcode in dis.hasjabs:
+    jumps = row.opcode in dis.hasjrel or row.opcode in dis.hasjabs
+    if jumps and (begins or row.argval <= ends.get(then.offset, len(rows) << 8)):
         following.append(index[row.argval])
     return [one for one in following if one < len(rows)]
 

@@ -8,11 +8,12 @@ import decimal
 import enum
 import fractions
 import itertools
+import marshal
 import pathlib
 import random
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,15 @@ from ckpt_engine.state.sharding import here
 
 DEPTH = 8
 MOST_ITEMS = 256
+_MOST_NODES = 8192
+"""Of one value: containers and what is in them. A look must not take longer than a step."""
+_LONG_ROW = 32
+_MOST_COPIED = 10_000
 _WHOLE_BYTES = 1 << 20
 _SAMPLES = 4096
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = frozenset(PLAIN)
 TEXTUAL = (
     *(enum.Enum, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal),
     *(fractions.Fraction, uuid.UUID, range, slice, torch.dtype, torch.device, np.dtype),
@@ -47,12 +53,14 @@ def freeze(
     saved: Collection[int] = (),
     depth: int = DEPTH,
     arrays: Callable[[Any], Frozen] | None = None,
+    most: int = _MOST_NODES,
 ) -> Frozen:
     """The value as a tuple that compares; objects by their class, as their attributes have a holder of their own.
 
     Args:
         saved: addresses of tensors that a `state_dict` has; what they hold does not count.
         arrays: freezes tensors and arrays.
+        most: nodes of it that are looked at; a long row of plain values in a container is one of them.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -67,20 +75,39 @@ def freeze(
         return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
     if isinstance(value, (*TEXTUAL, itertools.count)):
         return ("text", type_of(value), repr(value))
-    if depth > 0 and isinstance(value, dict):
-        rows = _sampled(list(value.items()))
-        return (
-            "dict",
-            len(value),
-            *((freeze(key, saved, depth - 1, arrays), freeze(one, saved, depth - 1, arrays)) for key, one in rows),
-        )
     if depth > 0 and isinstance(value, _SETS):
-        rows = sorted(map(repr, value)) if len(value) <= MOST_ITEMS else []
+        rows = sorted(map(repr, value)) if len(value) <= min(MOST_ITEMS, 4 * most) else []
         return ("set", len(value), *rows)
-    if depth > 0 and isinstance(value, SEQUENCES):
-        items = value if isinstance(value, list | tuple) else list(value)
-        return (kind.__name__, len(value), *(freeze(one, saved, depth - 1, arrays) for one in _sampled(items)))
+    if depth > 0 and isinstance(value, (dict, *SEQUENCES)):
+        return _freeze_container(value, saved, depth - 1, arrays, most)
     return ("object", type_of(value))
+
+
+def _freeze_container(
+    value: Any, saved: Collection[int], depth: int, arrays: Callable[[Any], Frozen] | None, most: int
+) -> Frozen:
+    is_dict = isinstance(value, dict)
+    head = ("dict" if is_dict else type(value).__name__, len(value))
+    is_row = len(value) > _LONG_ROW and most < _MOST_NODES
+    items = _sampled(_items_of(value), _LONG_ROW * most if is_row else most)
+    if is_row and _PLAIN.issuperset(map(type, itertools.chain.from_iterable(items) if is_dict else items)):
+        # By one call. From version 3 on it tells one object from an equal one.
+        return (*head, xxhash.xxh3_128_hexdigest(marshal.dumps(list(items), 2)))
+    items = _sampled(items, most)
+    deeper = (saved, depth, arrays, most // max(1, len(items)))
+    if is_dict:
+        return (*head, *((freeze(key, *deeper), freeze(one, *deeper)) for key, one in items))
+    return (*head, *(freeze(one, *deeper) for one in items))
+
+
+def _items_of(value: Any) -> Sequence[Any]:
+    """Of a container, pairs of a dict; of a very large one that has no places the beginning and the end."""
+    if isinstance(value, list | tuple):
+        return value
+    rows = dict.items(value) if isinstance(value, dict) else value
+    if len(value) <= _MOST_COPIED:
+        return list(rows)
+    return [*itertools.islice(rows, MOST_ITEMS), *itertools.islice(reversed(rows), MOST_ITEMS)]
 
 
 def _freeze_plain(value: Any) -> Frozen:
@@ -92,9 +119,10 @@ def _freeze_plain(value: Any) -> Frozen:
 
 def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
     tensor = here(tensor)
-    head = ("tensor", str(tensor.dtype), tuple(tensor.shape))
+    head: Frozen = ("tensor", str(tensor.dtype), tuple(tensor.shape))
     if saved and address(tensor) in saved:
         return (*head, "saved")
+    head += ("trained",) * (tensor.requires_grad and tensor.is_leaf)
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
         return (*head, str(tensor.layout))
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
@@ -113,11 +141,11 @@ def _freeze_array(array: np.ndarray[Any, Any]) -> Frozen:
     return (*head, xxhash.xxh3_128_hexdigest(array.tobytes()))
 
 
-def _sampled(rows: Sequence[Any]) -> Sequence[Any]:
+def _sampled(rows: Sequence[Any], most: int = MOST_ITEMS) -> Sequence[Any]:
     """All of a short sequence; the beginning, the end and some between of a long one."""
-    if len(rows) <= MOST_ITEMS:
-        return rows
-    part = MOST_ITEMS // 4
+    part = min(most, MOST_ITEMS) // 4
+    if len(rows) <= 4 * part or not part:
+        return rows[: 4 * part]
     return [*rows[:part], *rows[part : -part : max(1, len(rows) // (2 * part))], *rows[-part:]]
 
 
@@ -143,12 +171,12 @@ def changes_in_place(value: Any) -> bool:
     return isinstance(value, np.ndarray) or is_own(value)
 
 
-def _is_plain(value: Any, depth: int) -> bool:
+def _is_plain(value: Any, depth: int, most: int = _MOST_NODES) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
     if isinstance(value, CONTAINERS):
-        items = itertools.chain(value, value.values() if isinstance(value, dict) else ())
-        return depth > 0 and all(_is_plain(one, depth - 1) for one in itertools.islice(items, MOST_ITEMS))
+        rows = _first_of(value, most) + (_first_of(value.values(), most) if isinstance(value, dict) else [])
+        return depth > 0 and all(_is_plain(one, depth - 1, most // len(rows)) for one in rows)
     return isinstance(value, (*PLAIN, *TEXTUAL, *GENERATORS, np.ndarray, np.generic))
 
 
@@ -210,6 +238,21 @@ def fill(now: Any, saved: Any, *, within: bool) -> bool:
     return True
 
 
+def exchanged(value: Any, others: Mapping[int, Any]) -> Any:
+    """The value, or what stands for it; lists and dicts stay the objects that they are.
+
+    Args:
+        others: by the id of a tensor or array what stands for it.
+    """
+    if isinstance(value, dict):
+        value.update({key: exchanged(one, others) for key, one in value.items()} if others else ())
+    elif isinstance(value, list) and others:
+        value[:] = [exchanged(one, others) for one in value]
+    elif type(value) is tuple and others:
+        return tuple(exchanged(one, others) for one in value)
+    return others.get(id(value), value)
+
+
 def shapes(value: Any) -> Any:
     """Of a tensor or array, or of a list or dict of such or of streams only; None of anything else."""
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -238,14 +281,19 @@ def nbytes_of(value: Any) -> int:
     return sum(map(nbytes_of, value)) if isinstance(value, list | tuple | collections.deque) else 0
 
 
-def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Any]:
+def tensors_in(value: Any, depth: int = DEPTH, most: int = _MOST_NODES) -> Iterator[Any]:
     """The tensors and arrays that a value is or holds."""
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
     elif depth > 0 and isinstance(value, (dict, *SEQUENCES)):
-        for one in itertools.islice(value.values() if isinstance(value, dict) else value, MOST_ITEMS):
-            if not isinstance(one, PLAIN):
-                yield from tensors_in(one, depth - 1)
+        rows = _first_of(value.values() if isinstance(value, dict) else value, most)
+        for one in rows:
+            yield from tensors_in(one, depth - 1, most // len(rows))
+
+
+def _first_of(items: Iterable[Any], most: int) -> list[Any]:
+    """Those of the first items that are no plain values."""
+    return [one for one in itertools.islice(items, min(MOST_ITEMS, most)) if type(one) not in _PLAIN]
 
 
 class Looked:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Capture:
         wrappers: finds the models as DDP wraps them.
 
     Attributes:
-        made: `components.made_by_script` of the optimizers.
+        made: `components.made_by_script` of the components.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Capture:
         self._audit = audit
         self._wrappers = wrappers
         self._ranks = ranks
-        self.made = made_by_script(parts.optimizers)
+        self.made = made_by_script(parts.optimizers, parts.objects)
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
@@ -177,9 +177,10 @@ class Packer:
         """
         components = {ROOT_KEY: tree} if "$" in components_of(tree) else components_of(tree)
         nodes: dict[str, Any] = {}
-        live: list[torch.Tensor] = []
+        places: dict[int, tuple[int, torch.Tensor]] = {}
         for key, one in components.items():
-            nodes[key] = self._node(key, one, live)
+            nodes[key] = self._node(key, one, places)
+        live = [tensor for _, tensor in places.values()]
         self._device = next((array.device for array in live if array.is_cuda), self._device)
         arrays: list[dict[str, Any]] = [{} for _ in live]
         blocks: dict[bool, list[torch.Tensor]] = {False: [], True: []}
@@ -207,24 +208,27 @@ class Packer:
             packed[len(head) : len(head) + len(tail)].copy_(tail)
         return packed
 
-    def _node(self, key: str, component: Any, live: list[torch.Tensor]) -> Any:
-        """The node of a component, whose arrays come behind the `live` ones of those before it.
+    def _node(self, key: str, component: Any, places: dict[int, tuple[int, torch.Tensor]]) -> Any:
+        """The node of a component, whose arrays come behind those of the components before it.
 
         Most often values alone have changed, and describing a component takes longer than all the rest.
+
+        Args:
+            places: by the id of a tensor its index: one that comes twice is one tensor again.
         """
         path = (self._root, key) if key else (self._root,)
         scan = self._flattener.scan(component, path)
+        indices = [places.setdefault(id(one), (len(places), one))[0] for one in scan.arrays]
         form = (
-            len(live),
+            indices,
             scan.signature,
             [(a.dtype, a.shape, a.layout, a.device, a.requires_grad) for a in scan.arrays],
         )
         if key not in self._known or self._known[key][0] != form:
             skeleton = self._flattener.describe(component, path)
-            for index, leaf in enumerate(skeleton.leaves, len(live)):
+            for index, leaf in zip(indices, skeleton.leaves, strict=True):
                 leaf.node["entry"] = str(index)
             self._known[key] = (form, Filler(skeleton.tree))
-        live += scan.arrays
         return self._known[key][1].fill(scan.values)
 
 
@@ -275,22 +279,40 @@ LARGE_BYTES = 1 << 18
 _COMMON = "ckpt_engine: as on rank 0"
 """Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
 _ABSENT: Any = object()
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_SAMPLES = 16
+_SAMPLE = "ckpt_engine: a sample of what is alike"
+_NOT_ALIKE = "its weights differed over the ranks, as within local SGD, and each wrote a part: this is a mixture"
 
 
 def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> dict[str, Any]:
-    """What `merged` needs beside rank 0's `state`, for this rank's own component; copies nothing."""
-    if ranks is None or ranks.rank == 0:
+    """What `merged` needs beside rank 0's `state`, for this rank's own component."""
+    if ranks is None:
         return {}
-    found = _Walk(ranks).kept(dict(state), ())
-    return found if isinstance(found, dict) else {}
+    walk = _Walk(ranks)
+    found = walk.kept(dict(state), ())
+    own = found if isinstance(found, dict) and ranks.rank else {}
+    chosen = walk.alike[:: -(-len(walk.alike) // _SAMPLES) or 1]
+    return own | ({_SAMPLE: [[list(path), _sample_of(one)] for path, one in chosen]} if chosen else {})
 
 
 def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
-    """Put this rank's values into the state as it was read; returns those that are rank 0's although they were not."""
-    missing: list[NotRestored] = []
+    """Put this rank's values into the state as it was read; returns those that are others' although they were not."""
+    own = dict(own)
+    differing = dict.fromkeys(path[0] for path, saved in own.pop(_SAMPLE, []) if not _is_at(state, path, saved))
+    missing = [NotRestored(name, _NOT_ALIKE) for name in differing]
     if own:
         _merge(own, state, "", missing)
     return missing
+
+
+def _sample_of(array: torch.Tensor) -> torch.Tensor:
+    return array.detach().reshape(-1)[:_SAMPLES].clone()
+
+
+def _is_at(state: Any, path: Iterable[Any], saved: torch.Tensor) -> bool:
+    there = reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, path, state)
+    return not isinstance(there, torch.Tensor) or freeze(_sample_of(there)) == freeze(saved)
 
 
 def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
@@ -315,10 +337,16 @@ class _Walk:
         self._ranks = ranks
         self._left = MOST_BYTES
         self._flattener = Flattener()
+        self.alike: list[tuple[tuple[Any, ...], torch.Tensor]] = []
+        """Arrays that are the same on all ranks."""
 
     def kept(self, value: Any, path: tuple[Any, ...]) -> Any:
         """The value without what is common to all ranks."""
-        if path and (self._ranks.divides(path) or len(path) > _DEEPEST or path[-3::2] == _NUMBERS):
+        if path and self._ranks.divides(path):
+            if type(value) in _TENSORS and value.layout is torch.strided and not value.is_meta:
+                self.alike.append((path, value))
+            return _COMMON
+        if (self._ranks.rank == 0 and not isinstance(value, dict)) or len(path) > _DEEPEST or path[-3::2] == _NUMBERS:
             return _COMMON
         if isinstance(value, dict):
             return _dict_of({key: self.kept(one, (*path, key)) for key, one in value.items()})
@@ -330,7 +358,7 @@ class _Walk:
         return value if type(value) in PLAIN or problems(value, path, self._flattener) is None else _COMMON
 
     def _kept_of_array(self, value: Any) -> Any:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, np.ndarray):
+        if type(value) not in (*_TENSORS, np.ndarray):
             return _COMMON  # each rank saves its part of it
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta):
             return _COMMON

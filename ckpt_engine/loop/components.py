@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
@@ -327,27 +328,36 @@ def options_set(saved: Mapping[str, Any], optimizers: Mapping[str, torch.optim.O
     ]
 
 
-def made_by_script(optimizers: Mapping[str, torch.optim.Optimizer]) -> str:
-    """The class of each optimizer, and the options of those that have not trained, before anything is put back.
+def made_by_script(optimizers: Mapping[str, torch.optim.Optimizer], others: Mapping[str, Any]) -> str:
+    """The class of each optimizer and scheduler, and the options of optimizers that have not trained, before anything
+    is put back.
 
     JSON: a snapshot has one text sooner than a thousand values.
+
+    Args:
+        others: the schedulers, wrapped ones too, among any other objects.
     """
     classes = {name: type(optimizer).__name__ for name, optimizer in optimizers.items()}
     fresh = {name: optimizer for name, optimizer in optimizers.items() if not optimizer.state}
-    return json.dumps({"classes": classes, "options": options_of(fresh)})
+    inner = {name: getattr(one, "scheduler", one) for name, one in others.items()}
+    kinds = {name: type(one).__name__ for name, one in inner.items() if isinstance(one, LRScheduler)}
+    return json.dumps({"classes": classes, "options": options_of(fresh), "schedulers": kinds})
 
 
-def made_otherwise(saved: str | None, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[NotRestored]:
-    """Options that the script gives its optimizers now, where it gave others: those of the snapshot hold.
+def made_otherwise(
+    saved: str | None, optimizers: Mapping[str, torch.optim.Optimizer], others: Mapping[str, Any]
+) -> list[NotRestored]:
+    """Options that the script gives its optimizers now, where it gave others: those of the snapshot hold; and
+    schedulers of another class.
 
     Args:
         saved: what `made_by_script` gave in the saved run; None: an older version has written it.
-        optimizers: as they are before anything is put back.
+        optimizers, others: as they are before anything is put back.
 
     Raises:
         MismatchError: an optimizer is of another class.
     """
-    now = json.loads(made_by_script(optimizers))
+    now = json.loads(made_by_script(optimizers, others))
     was = now if saved is None else json.loads(saved)
     for name, kind, other in _changed(was["classes"], now["classes"]):
         raise MismatchError(
@@ -357,6 +367,8 @@ def made_otherwise(saved: str | None, optimizers: Mapping[str, torch.optim.Optim
     rows = _changed(was["options"], now["options"])
     found = [f"{path} is {value} as in the snapshot, not {other}" for path, value, other in rows[:_SHOWN]]
     found += [f"{len(rows) - _SHOWN} more"] * (len(rows) > _SHOWN)
+    kinds = _changed(was.get("schedulers", {}), now["schedulers"])
+    found += [f"{name} is a {other} now, and has what the snapshot has of a {kind}" for name, kind, other in kinds]
     return [NotRestored("changed options of optimizers", "; ".join(found))] if found else []
 
 

@@ -387,7 +387,7 @@ class LoopResume(Resume):
     def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
-        changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers)
+        changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers, self._parts.objects)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()
         draft.restored += [one for one in restored if one.name not in without]

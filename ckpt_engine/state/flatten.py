@@ -177,12 +177,11 @@ def bytes_tensor(data: bytes | bytearray) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def array_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor with the array's elements; a uint8 tensor of its bytes where torch has no such dtype."""
-    native = array.dtype.newbyteorder("=")
-    contiguous = np.array(array, dtype=native, order="C", copy=True)
+    """A tensor with the array's elements; a uint8 tensor of its bytes where torch has no such dtype or byte order."""
+    contiguous = np.array(array, order="C", copy=True)
     try:
         return torch.from_numpy(contiguous)
-    except TypeError:
+    except (TypeError, ValueError):
         return bytes_tensor(contiguous.tobytes())
 
 
@@ -428,7 +427,7 @@ def _sharded_leaf(tensor: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[
 def _array_leaf(item: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
     node: dict[str, Any]
     if isinstance(item, np.ndarray):
-        node = {"$": "ndarray", "dtype": item.dtype.newbyteorder("=").str, "shape": list(item.shape)}
+        node = {"$": "ndarray", "dtype": item.dtype.str, "shape": list(item.shape)}
     else:
         node = {"$": type(item).__name__}
     leaves.append(ArrayLeaf(path, node))

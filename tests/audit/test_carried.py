@@ -135,6 +135,16 @@ def by_try(found: CarriedLocals) -> None:
         print(count)
 
 
+def searching(found: CarriedLocals) -> None:
+    """What an inner `while` sets, which each step reads behind it."""
+    for batch in Batches(found):
+        tries = 0
+        while tries < 2:
+            step = batch / (1 + tries)
+            tries += 1
+        assert step >= 0
+
+
 @pytest.mark.parametrize(
     ("loop", "names"),
     [
@@ -148,6 +158,7 @@ def by_try(found: CarriedLocals) -> None:
         (outer, ["best_of_all"]),
         (constants, []),
         (by_try, ["count"]),
+        (searching, []),
     ],
 )
 def test_what_is_carried_is_named(
@@ -284,6 +295,19 @@ class Meters:
     def __init__(self) -> None:
         self.by_name = {"loss": Patience()}
         self.others = [Patience()]
+        self.lazy: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(("value", "is_state"), [(2.0, True), (Patience(), True), ([2.0], False)])
+def test_a_meter_that_the_first_step_makes_is_no_record(value: Any, is_state: bool) -> None:
+    """A number or object that a dict gets is saved or named; a list that it gets is a record."""
+    meters, hidden = Meters(), HiddenState("auto")
+    hidden.begin("batch", {"meters": UsedObject(meters)})
+    for _ in range(2):
+        meters.lazy["loss"] = value
+        rows = hidden.state()
+        assert list(rows) == ["meters.lazy"] * is_state
+    assert bool(hidden.unsaved(rows)) == isinstance(value, Patience)
 
 
 def test_objects_in_containers_of_a_used_object_are_looked_at() -> None:

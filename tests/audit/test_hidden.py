@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 import os
 import random
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckpt_engine.audit import values
 from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.audit import HiddenState
 from ckpt_engine.audit.roots import of_modules
@@ -155,12 +157,29 @@ class Shared(nn.Module):
         self.lazy: torch.Tensor | None = None
         self.other: torch.Tensor | None = None
         self.first = self.dice = random.Random(1)
+        self.table: dict[str, torch.Tensor] = {}
+        self.frozen = torch.zeros(3, requires_grad=True)
+        self.noted = np.zeros(2)
 
 
 def lazily(net: Shared) -> None:
     if net.lazy is None:
         net.lazy = net.other = torch.zeros(3)
     net.lazy += 1
+
+
+def in_a_dict_too(net: Shared) -> None:
+    if not net.table:
+        net.lazy = torch.zeros(3)
+        net.table |= {"lazy": net.lazy, "zero": net.zero}
+    assert net.lazy is not None
+    net.lazy += 1
+    net.zero += 1
+
+
+@torch.no_grad()
+def freeze_it(net: Shared) -> None:
+    net.frozen.add_(1).requires_grad_(False)
 
 
 def set_item(items: Any, key: Any) -> None:
@@ -184,6 +203,9 @@ REPLACED: dict[str, Callable[[Shared], Any]] = {
     "within a view": lambda net: net.upper.add_(1),
     "a view by a copy": lambda net: setattr(net, "upper", net.upper + 1),
     "nothing, by one for two names": lazily,
+    "nothing, by one for a name and a key": in_a_dict_too,
+    "what requires a gradient by what does not": freeze_it,
+    "an array by one of another byte order": lambda net: setattr(net, "noted", (net.noted + 1).astype(">f8")),
 }
 
 
@@ -191,6 +213,7 @@ def all_of(net: Shared) -> dict[str, Any]:
     """Its attributes, in a form that compares."""
     rows = {name: getattr(net, name) for name in vars(Shared()) if name not in vars(nn.Module())}
     rows |= {"dice": net.dice.getstate(), "first": net.first.getstate()}
+    rows |= {"order": net.noted.dtype.str}
     return {name: repr(one) for name, one in {**rows, **net.layer.state_dict()}.items()}
 
 
@@ -448,6 +471,48 @@ def test_large_values_are_sampled() -> None:
     net.history.append(1.0)
     net.plain.mul_(2).add_(1)
     assert set(hidden.state()) == {"net.history", "net.plain"}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [[0.0] * 500 for _ in range(2000)],
+        [[[0] * 60 for _ in range(60)] for _ in range(60)],
+        [{str(key): key for key in range(200)} for _ in range(2000)],
+        [[[["word"]] * 60] * 60] * 60,
+        [set(map(str, range(200)))] * 2000,
+        {key: [key] for key in range(20_000)},
+    ],
+    ids=["rows", "nested", "dicts", "deep", "sets", "keys"],
+)
+def test_the_work_of_a_look_is_bound(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a data set holds: so many nodes of it are looked at, and a change of all rows is seen."""
+    nodes: list[str] = []
+
+    def counted(name: str, look: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (nodes.append(name), look(*args))[1]
+
+    for name in ("freeze", "_is_plain", "tensors_in"):
+        monkeypatch.setattr(values, name, counted(name, getattr(values, name)))
+    before = values.freeze(table)
+    assert len(nodes) < 10_000
+    assert values.freeze(copy.deepcopy(table)) == before
+    assert values.is_own(table) and not list(values.tensors_in(table))
+    assert len(nodes) < 40_000
+    for row in table.values() if isinstance(table, dict) else table:
+        row.update({"0": -1}) if isinstance(row, dict) else row.add(1) if isinstance(row, set) else row.append(-1)
+    assert values.freeze(table) != before
+
+
+@pytest.mark.parametrize("row", [[0.5, "a", b"b", None, True, 1j] * 10, dict.fromkeys(range(60), -0.0)])
+def test_a_row_of_plain_values_compares_as_equal_objects_do(row: Any) -> None:
+    """Whichever of its values are one object, in any process; and the sign and class of each counts."""
+    other = copy.deepcopy(row)
+    key = next(iter(row)) if isinstance(row, dict) else 0
+    other[key] = type(row[key])(str(row[key]))
+    assert values.freeze([row] * 2) == values.freeze([other] * 2)
+    other[key] = abs(row[key]) if isinstance(row, dict) else [0]
+    assert values.freeze([row] * 2) != values.freeze([other] * 2)
 
 
 def test_what_is_ahead_of_training_is_named_and_not_saved() -> None:

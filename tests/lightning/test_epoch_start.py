@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,24 @@ def test_an_optimizer_that_the_script_makes_otherwise_is_seen(tmp_path: Path) ->
         fit(Case(), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
     fit(Case(model=Faster), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
     assert any("['lr'] is 0.01 as in the snapshot, not 0.05" in row["why"] for row in report(tmp_path)["not_restored"])
+
+
+def test_a_scheduler_of_another_class_is_named(tmp_path: Path) -> None:
+    """It has what the snapshot has of the other one."""
+
+    class Halved(Model):
+        schedule: Any = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            return [optimizer], [type(self).schedule(optimizer)]
+
+    class Decayed(Halved):
+        schedule = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+
+    fit(Case(model=Halved), every_batch(tmp_path), max_epochs=1)
+    fit(Case(model=Decayed), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)
+    assert any("is a ExponentialLR now" in row["why"] for row in report(tmp_path)["not_restored"])
 
 
 def test_schedulers_that_the_script_makes_or_leaves_out_now_are_named(tmp_path: Path) -> None:

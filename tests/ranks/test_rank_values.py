@@ -63,6 +63,18 @@ def test_rank_0_keeps_nothing_twice() -> None:
     assert own_values(state_of(0), None) == {}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_that_were_not_the_same_on_all_ranks_are_named(rank: int) -> None:
+    """As between two averages of local SGD: the snapshot has some of each rank's."""
+    mixture = state_of(0)
+    mixture["model"]["weight"] = torch.tensor([6.0, 8.0] * 5)[:9]
+    mine = state_of(rank)
+    mine["model"]["weight"] = torch.full((9,), 6.0 + 2 * rank)
+    kept = own_values(mine, ThreadRanks(rank, 2, SharedStore(), alike=lambda path: path == ("model", "weight")))
+    (missing,) = merged(mixture, unpack(Packer("own").pack(kept))[0])
+    assert missing.name == "model" and "local SGD" in missing.why
+
+
 def test_in_a_plain_loop_only_what_is_trained_is_the_same_on_all_ranks() -> None:
     """The statistics of a batch norm and what the loop carries are each rank's own hidden state."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

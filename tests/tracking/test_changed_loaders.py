@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
 from torch.utils.data import DataLoader, random_split
 
 from ckpt_engine import Checkpointer
@@ -119,6 +120,23 @@ def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
     assert "use AdamW" in str(caught.value.hint)
     optimized(decayed, tmp_path, 4)
     assert report(tmp_path).not_restored == ()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_scheduler_of_another_class_is_named(wrapped: bool, tmp_path: Path) -> None:
+    """It has what the snapshot has of the other one, and goes on by its own rule; the same class is not named."""
+    for last, kind in enumerate(("StepLR", "ExponentialLR", "ExponentialLR"), 1):
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), 0.1)
+        others = {"step_size": 2} if kind == "StepLR" else {}
+        scheduler: Any = getattr(torch.optim.lr_scheduler, kind)(optimizer, gamma=0.5, **others)
+        scheduler = AcceleratedScheduler(scheduler, optimizer) if wrapped else scheduler
+        with Checkpointer(str(tmp_path), every_n_steps=1, writer="thread") as ckpt:
+            run = ckpt.track(optimizer=optimizer, scheduler=scheduler)
+            for _ in range(run.global_step, last):
+                run.step()
+        if last > 1:
+            named = [one.why for one in report(tmp_path).not_restored]
+            assert named == ["scheduler is a ExponentialLR now, and has what the snapshot has of a StepLR"][last - 2 :]
 
 
 def test_options_of_an_optimizer_that_the_script_changes_are_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_engine.engine import Ending, Engine
-from ckpt_engine.errors import CkptError, DivergedError
+from ckpt_engine.errors import CkptError, DivergedError, SnapshotFailedError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
 from ckpt_engine.observe.events import announce
@@ -20,6 +20,7 @@ from ckpt_engine.observe.units import duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
+from ckpt_engine.snapshot.save_request import SaveHandle
 
 _LOOK_SECONDS = 0.05
 _LEAVE_SECONDS = 60.0
@@ -238,8 +239,12 @@ class Halt(Ending):
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
         handle = take("signal")
-        if handle is not None:
-            handle.wait(_left(stop))
+        try:
+            _wait_for(handle, stop)
+        except SnapshotFailedError as err:
+            if not isinstance(err.__cause__, WriterError):
+                raise
+            _wait_for(take("signal"), stop)  # its writer was lost; the next one starts at once
 
     def _wait_for_the_flushed(self, stop: Stop) -> None:
         """What the writer had only in memory is nothing that the engine waits for."""
@@ -253,6 +258,11 @@ class Halt(Ending):
         left = _left(stop)
         spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
         self._log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
+
+
+def _wait_for(handle: SaveHandle | None, stop: Stop) -> None:
+    if handle is not None:
+        handle.wait(_left(stop))
 
 
 def _left(stop: Stop) -> float:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread, Timer
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer, engine
 from ckpt_engine.errors import WaitTimeoutError
-from ckpt_engine.observe.events import Requested
+from ckpt_engine.observe.events import Event, Requested, SnapshotStaged
 from tests.support.writers import no_writing
 from tests.tracking.runs import BATCH, LOADERS, Augmented, Net, saved, seed_everything
 
@@ -86,6 +86,31 @@ def test_stop_saves_and_ends_with_0(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert ended.value.code == 0
     assert [one.step for one in saved(tmp_path / "run")] == [4]
     assert "ckpt stop by ann (pid 7): step 4 is durable on" in caplog.text
+    assert_goes_on(tmp_path, 4)
+
+
+def test_a_stop_saves_again_where_the_writer_is_lost_with_its_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is time left, and the next writer starts at once."""
+    staged: list[int] = []
+
+    def lose_the_writer(ckpt: Checkpointer) -> None:
+        writer = stack.enter_context(no_writing(ckpt))
+
+        def kill(event: Event) -> None:
+            if isinstance(event, SnapshotStaged):
+                staged.append(event.step)
+                writer.kill()
+
+        ckpt.engine.events.add(SimpleNamespace(emit=kill))
+        sigterm(ckpt)
+
+    with ExitStack() as stack, pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", 4, lose_the_writer, writer="process")
+    assert ended.value.code == 143
+    assert staged == [4, 4]
+    assert "SIGTERM: step 4 is durable on" in caplog.text
     assert_goes_on(tmp_path, 4)
 
 

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.audit.values import PLAIN, digest, freeze
+from ckpt_engine.audit.values import PLAIN, address, digest, freeze, tensors_in
 from ckpt_engine.data import rng, sample_assignment
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat
@@ -279,10 +280,10 @@ LARGE_BYTES = 1 << 18
 _COMMON = "ckpt_engine: as on rank 0"
 """Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
 _ABSENT: Any = object()
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_DENSE = (torch.Tensor, torch.nn.Parameter)
 _SAMPLES = 16
 _SAMPLE = "ckpt_engine: a sample of what is alike"
-_NOT_ALIKE = "its weights differed over the ranks, as within local SGD, and each wrote a part: this is a mixture"
+_NOT_ALIKE = "it differed over the ranks, as within local SGD, and each rank wrote a part of it: this is a mixture"
 
 
 def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> dict[str, Any]:
@@ -292,7 +293,8 @@ def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> dict[str, Any]:
     walk = _Walk(ranks)
     found = walk.kept(dict(state), ())
     own = found if isinstance(found, dict) and ranks.rank else {}
-    chosen = walk.alike[:: -(-len(walk.alike) // _SAMPLES) or 1]
+    apart = -(-len(walk.alike) // _SAMPLES)
+    chosen = [one for number, one in enumerate(walk.alike) if number % apart == 0 or isinstance(one[1], dict)]
     return own | ({_SAMPLE: [[list(path), _sample_of(one)] for path, one in chosen]} if chosen else {})
 
 
@@ -306,13 +308,14 @@ def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
     return missing
 
 
-def _sample_of(array: torch.Tensor) -> torch.Tensor:
-    return array.detach().reshape(-1)[:_SAMPLES].clone()
+def _sample_of(value: Any) -> list[torch.Tensor]:
+    plain = (one for one in tensors_in(value) if type(one) in _DENSE and one.dim() and address(one))
+    return [one.detach().reshape(-1)[:_SAMPLES].clone() for one in islice(plain, _SAMPLES)]
 
 
-def _is_at(state: Any, path: Iterable[Any], saved: torch.Tensor) -> bool:
+def _is_at(state: Any, path: Iterable[Any], saved: list[torch.Tensor]) -> bool:
     there = reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, path, state)
-    return not isinstance(there, torch.Tensor) or freeze(_sample_of(there)) == freeze(saved)
+    return there is None or freeze(_sample_of(there)) == freeze(saved)
 
 
 def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
@@ -337,14 +340,13 @@ class _Walk:
         self._ranks = ranks
         self._left = MOST_BYTES
         self._flattener = Flattener()
-        self.alike: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-        """Arrays that are the same on all ranks."""
+        self.alike: list[tuple[tuple[Any, ...], Any]] = []
+        """Arrays, and what optimizers know of parameters, that are the same on all ranks."""
 
     def kept(self, value: Any, path: tuple[Any, ...]) -> Any:
         """The value without what is common to all ranks."""
         if path and self._ranks.divides(path):
-            if type(value) in _TENSORS and value.layout is torch.strided and not value.is_meta:
-                self.alike.append((path, value))
+            self.alike.append((path, value))
             return _COMMON
         if (self._ranks.rank == 0 and not isinstance(value, dict)) or len(path) > _DEEPEST or path[-3::2] == _NUMBERS:
             return _COMMON
@@ -358,10 +360,8 @@ class _Walk:
         return value if type(value) in PLAIN or problems(value, path, self._flattener) is None else _COMMON
 
     def _kept_of_array(self, value: Any) -> Any:
-        if type(value) not in (*_TENSORS, np.ndarray):
-            return _COMMON  # each rank saves its part of it
-        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta):
-            return _COMMON
+        if type(value) not in (*_DENSE, np.ndarray) or (type(value) in _DENSE and value.numel() and not address(value)):
+            return _COMMON  # each rank saves its part of it, or it has no memory of its own
         if value.nbytes > min(LARGE_BYTES, self._left):
             return _COMMON + digest(freeze(value))
         self._left -= value.nbytes

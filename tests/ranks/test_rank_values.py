@@ -64,15 +64,22 @@ def test_rank_0_keeps_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_weights_that_were_not_the_same_on_all_ranks_are_named(rank: int) -> None:
-    """As between two averages of local SGD: the snapshot has some of each rank's."""
-    mixture = state_of(0)
-    mixture["model"]["weight"] = torch.tensor([6.0, 8.0] * 5)[:9]
-    mine = state_of(rank)
-    mine["model"]["weight"] = torch.full((9,), 6.0 + 2 * rank)
-    kept = own_values(mine, ThreadRanks(rank, 2, SharedStore(), alike=lambda path: path == ("model", "weight")))
-    (missing,) = merged(mixture, unpack(Packer("own").pack(kept))[0])
-    assert missing.name == "model" and "local SGD" in missing.why
+@pytest.mark.parametrize("differing", ["model", "optimizer", ""])
+def test_weights_that_were_not_the_same_on_all_ranks_are_named(differing: str, rank: int) -> None:
+    """As between two averages of local SGD, right behind one too: the snapshot has some of each rank's."""
+
+    def trained(weight: Any, moment: Any) -> dict[str, Any]:
+        moments = {number: {"step": torch.tensor(1.0), "exp_avg": torch.tensor(moment)} for number in range(3)}
+        return {"model": {str(n): torch.tensor(weight) for n in range(99)}, "optimizer": {"state": moments}}
+
+    same, mixed, own = [5.0, 5.0], [6.0, 7.0], [6.0 + rank] * 2
+    mine, mixture = (
+        trained(*(value if one == differing else same for one in ("model", "optimizer"))) for value in (own, mixed)
+    )
+    kept = own_values(mine, ThreadRanks(rank, 2, SharedStore(), alike=lambda path: path[1:2] != ()))
+    found = merged(mixture, unpack(Packer("own").pack(kept))[0])
+    assert [one.name for one in found] == [differing] * bool(differing)
+    assert all("local SGD" in one.why for one in found)
 
 
 def test_in_a_plain_loop_only_what_is_trained_is_the_same_on_all_ranks() -> None:

@@ -6,10 +6,12 @@ import gc
 import importlib
 import logging
 import multiprocessing
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpt_engine.writer import launch
-from tests.support import interpreters
+from tests.support import huge_pages, interpreters
 
+FORKING = frozenset({"accelerate", "data", "examples", "lightning", "nodes", "preempt", "tracking"})
+"""The tests of these folders fork their process, most of them for workers of loaders. What either side has written to
+since is in small pages again."""
+_OURS = r"(?:tests|benchmarks|examples)[\w.]*"
+_IMPORTS = re.compile(rf"^(?:from|import) ({_OURS})(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 gc.disable()  # while tests are collected, which leaves nothing to free
 pytest_plugins = ("tests.support.workers",)
 pytest.register_assert_rewrite("ckpt_engine.testing")
@@ -88,9 +95,11 @@ def _freeze() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def engines_end_with_their_tests() -> Iterator[None]:
+def engines_end_with_their_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the tests of a file leave open would go on beside those that follow: writers, threads, loader workers."""
     _freeze()
+    if request.config.option.workers > 1 and request.path.parent.name in FORKING:
+        huge_pages.collapse()
     before = _engines()
     yield
     for tenure in [one for one in _engines() if one not in before]:
@@ -99,11 +108,25 @@ def engines_end_with_their_tests() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def other_tests_are_foreign(request: pytest.FixtureRequest) -> None:
-    """A script's process has its own modules: no hidden state is looked for in the files of other tests."""
+    """A script's process has its own modules: hidden state is looked for in what the file of the test imports only."""
     modules = sys.modules.get("ckpt_engine.audit.roots")
     if modules is not None:
-        modules._FOREIGN.update(name for name in sys.modules if ".test_" in name)
-        modules._FOREIGN.discard(request.module.__name__)
+        ours = {name for name in sys.modules if name.startswith(("tests.", "benchmarks.", "examples."))}
+        modules._FOREIGN.update(ours)
+        modules._FOREIGN.difference_update(_imported(request.module.__name__))
+
+
+@cache
+def _imported(name: str) -> frozenset[str]:
+    """A module of ours, and those that it imports, and these."""
+    found, waiting = set[str](), [name]
+    while waiting:
+        if (one := waiting.pop()) not in found and (module := sys.modules.get(one)) is not None:
+            found.add(one)
+            text = Path(module.__file__).read_text() if module.__file__ else ""
+            for package, names in _IMPORTS.findall(text):
+                waiting += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+    return frozenset(found)
 
 
 @pytest.fixture(autouse=True, scope="module")

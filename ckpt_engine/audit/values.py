@@ -156,7 +156,7 @@ def digest(frozen: Frozen) -> str:
 
 def is_iterator(value: Any) -> bool:
     """Whether the value is a running iterator, whose position nothing shows."""
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    return type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator)
 
 
 def is_own(value: Any) -> bool:

@@ -42,6 +42,8 @@ Place = list[list[Any]]
 
 _KEEPS: tuple[type, ...] = (itertools.cycle, itertools.zip_longest, type(itertools.tee(())[0]))
 _AROUND = (enumerate, zip, itertools.islice, itertools.chain, itertools.starmap, map, filter, *_KEEPS)
+_LOOKED_AT = frozenset(map(id, (*_AROUND, GeneratorType)))
+"""Ids, as not every class can be hashed; most programs have half a million objects."""
 Count = tuple[str, int | None, int]
 """An iterator's kind, where it is, None if that cannot be known, and what each batch adds to that."""
 _NAMES = frozenset(one.__name__ for one in (enumerate, zip, itertools.islice))
@@ -192,10 +194,11 @@ class Around:
 
     def __init__(self, inner: Any, ask: Ask, *, everywhere: bool) -> None:
         objects = gc.get_objects() if everywhere else gc.get_objects(0) + gc.get_objects(1)
+        objects = [*itertools.compress(objects, map(_LOOKED_AT.__contains__, map(id, map(type, objects))))]
         frames = set(map(id, ask.frames))
         inside = {id(inner)} | {id(one) for one in map(_receiver, ask.frames) if one is not None}
         inside |= {id(g) for g in objects if type(g) is GeneratorType and g.gi_running and id(g.gi_frame) in frames}
-        candidates = [one for one in objects if type(one) in _AROUND]
+        candidates = [one for one in objects if type(one) is not GeneratorType]
         self._found: list[Any] = []
         while new := [one for one in candidates if id(one) not in inside and inside & set(map(id, _members(one)))]:
             inside |= set(map(id, new))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.cli import output
+from ckpt_engine.cli import output, plan
 from ckpt_engine.observe.events import CLOSED, GONE
 from ckpt_engine.store import names
 from ckpt_engine.writer.run_records import Attempt, AttemptHistory, encode_attempts
@@ -70,8 +70,10 @@ def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> No
     assert ours["tiers"] == [pytest.approx(86400.0 / ours["interval_seconds"] * 3e9, rel=0.2)]
 
 
-def test_a_run_of_short_steps_ends(ckpt: Ckpt, run_folder: Any) -> None:
+def test_a_run_of_short_steps_ends(ckpt: Ckpt, run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty days of it have millions of snapshots: fewer days are simulated, and what needs more is left out."""
+    for name in ("MOST_OURS", "MOST_RULED"):
+        monkeypatch.setattr(plan, name, getattr(plan, name) // 2)
     times = {"training": 300.0, "step": 1e-3, "stall_each": 0.007, "persist_each": 0.02, "megabytes": 0.06}
     rows = (Attempt("a", "b", 0.0, 300.0, CLOSED, times=times),)
     (run_folder.path / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(rows)))
@@ -85,8 +87,8 @@ def test_days_that_take_long_are_counted_to_their_end(ckpt: Ckpt, monkeypatch: p
     """What is said meanwhile names the policy, how many there are, and the day it ends with."""
     for name in ("_QUIET_SECONDS", "_LINES_SECONDS"):
         monkeypatch.setattr(output, name, 0.1)
-    said = ckpt("plan", "--failures", "llama3", "--days", 40, "--compare", "30min").err
-    assert re.search(r"ckpt plan: ckpt-engine, policy 1 of 2: day \S+ of at most 40\n", said)
+    said = ckpt("plan", "--failures", "llama3", "--days", 8, "--compare", "30min").err
+    assert re.search(r"ckpt plan: ckpt-engine, policy 1 of 2: day \S+ of at most 8\n", said)
 
 
 def test_what_did_not_happen_is_no_number(ckpt: Ckpt) -> None:

@@ -27,6 +27,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Self
 
+from tests.support import huge_pages
+
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
 WRITER = ("ckpt_engine.writer.server", "ckpt_engine.writer.job_queue", "xxhash", "zstandard")
@@ -278,6 +280,7 @@ def _serve(requests: socket.socket, imports: Sequence[str]) -> None:
         import_module(name)
     gc.freeze()  # no fork looks through what it only shares
     gc.enable()
+    huge_pages.collapse()
     waking, wake = socket.socketpair()
     wake.setblocking(False)
     waking.setblocking(False)

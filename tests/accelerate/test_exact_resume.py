@@ -117,8 +117,10 @@ def train_two_loaders(case: Case, options: Mapping[str, Any] | None, *, seed: in
     return Outcome(trace, found)
 
 
-@pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize(
+    ("endless", "seedable"),
+    [(False, True), (True, False), *(pytest.param(one, one, marks=pytest.mark.slow) for one in (False, True))],
+)
 def test_a_second_loader_that_has_ended_resumes_exactly(endless: bool, seedable: bool, tmp_path: Path) -> None:
     """Accelerate has found its end one batch ahead; the loop asks it once more, and gets nothing."""
     case = Case(extra={"use_seedable_sampler": seedable}, epochs=2)

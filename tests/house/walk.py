@@ -1,8 +1,9 @@
 """Counts the files, functions and calls of our packages that one save and one load take: `python -m tests.house.walk`.
 
 A fresh process, a thread writer, one local tier, four tensors of 16 KiB. Counted are a snapshot until it is durable,
-the same with all that follows, where retention removes an older one, and then a load; of two of each the one with fewer
-calls, as threads may overlap. And a save of 200 such tensors of which one has changed, so that it refers to the others.
+the same with all that follows, where retention, which is held back until then, removes an older one, and then a load;
+of two of each the one with fewer calls, as threads may overlap. And a save of 200 such tensors of which one has
+changed, so that it refers to the others.
 Prints JSON; with `--all` the calls too.
 """
 
@@ -25,13 +26,15 @@ KEEP = 2
 FEW, MANY = 4, 200
 """Of so many tensors bytes are worth sparing only with the second number."""
 calls: Counter[tuple[str, str, int]] = Counter()
-watching = threading.Event()
+watching, retention_may_begin = threading.Event(), threading.Event()
 
 
 def note(frame: FrameType, event: str, _: object) -> None:
     """The profile function of every thread."""
     code = frame.f_code
     if event == "call" and watching.is_set() and code.co_filename.startswith(OURS):
+        if code.co_qualname == "PrimaryTier.prune":
+            retention_may_begin.wait(60)
         calls[code.co_filename, code.co_qualname, code.co_firstlineno] += 1
 
 
@@ -76,9 +79,11 @@ def counts(tensors: int) -> list[dict[str, Any]]:
         for step in range(5):
             state["model"]["w0"] += 1
             if step > KEEP:
+                retention_may_begin.clear()
                 watching.set()
             ckpt.save(state, step=step).wait(60)
             durable += [taken(ends=False)] if step > KEEP else []
+            retention_may_begin.set()
             kept = min(step + 1, KEEP)
             settle(Path(folder), kept, kept + (tensors == MANY and step >= KEEP))
             saves += [taken()] if step > KEEP else []

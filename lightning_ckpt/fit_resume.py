@@ -447,9 +447,17 @@ class FitResume(Resume):
         assert self._loaders is not None
         if self.pending:
             draft.notes.append("training was complete already: nothing was done")
+            if self._own["batch"] and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
+                draft.not_restored.append(NotRestored("the rest of the epoch", _LATER_FIT))
         else:
             draft.not_restored += self._loaders.problems()
             draft.notes += self._loaders.notes()
+
+
+_LATER_FIT = (
+    "max_epochs ends this fit before the place of the snapshot, which a later fit of the script has reached: give that "
+    "one ckpt_path='auto' too"
+)
 
 
 def _where(own: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import HAS_AVERAGING, averaging, shuffled
-from tests.lightning.runs import BATCH, Case, Stream, fit, saved, tail
+from tests.lightning.runs import BATCH, Case, Stream, every_batch, fit, only, resumer, saved, tail
+from tests.lightning.test_hidden import report
 
 
 def at_end(root: Path) -> AdaptiveCheckpoint:
@@ -54,6 +55,16 @@ def test_more_epochs_continue_a_finished_run_exactly(name: str, tmp_path: Path) 
     resumed = fit(longer(case, max_epochs=4), [at_end(tmp_path)], ckpt_path="auto", seed=99)
     assert resumed.trace == tail(reference.trace, 2, 0)
     assert resumed.digest == reference.digest
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_snapshot_behind_the_last_epoch_is_of_a_later_fit(batch: int, tmp_path: Path) -> None:
+    """A second fit was killed there: the first one has nothing left to train, and says what the second needs."""
+    fit(longer(Case(), max_epochs=3), every_batch(tmp_path / "run"))
+    snapshot = next(s for s in saved(tmp_path / "run") if (s.epoch, s.batch) == (2, batch))
+    fit(longer(Case(), max_epochs=2), [resumer(only(tmp_path / "run", snapshot, tmp_path / "one"))], ckpt_path="auto")
+    named = [row["why"] for row in report(tmp_path / "one")["not_restored"]]
+    assert [("one ckpt_path='auto' too" in one) for one in named] == [True] * bool(batch)
 
 
 def test_a_rerun_of_a_finished_run_does_nothing(tmp_path: Path) -> None:

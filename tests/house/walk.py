@@ -1,9 +1,9 @@
 """Counts the files, functions and calls of our packages that one save and one load take: `python -m tests.house.walk`.
 
 A fresh process, a thread writer, one local tier, four tensors of 16 KiB. Counted are a snapshot until it is durable,
-the same with all that follows, where retention, which is held back until then, removes an older one, and then a load;
-of two of each the one with fewer calls, as threads may overlap. And a save of 200 such tensors of which one has
-changed, so that it refers to the others.
+the same with all that follows, where retention, once that is counted, removes an older one, and then a load; of two of
+each the one with fewer calls, as threads may overlap. And a save of 200 such tensors of which one has changed, so that
+it refers to the others.
 Prints JSON; with `--all` the calls too.
 """
 

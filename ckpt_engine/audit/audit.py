@@ -283,6 +283,7 @@ class HiddenState:
                 live[id(row["value"])] = begun.value_at(path)
             elif why:
                 missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
+        done.sort(key=list(saved).index)
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
 
     def _why_not(self, path: str, value: Any) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,11 +159,9 @@ def resumed_by_others(saved: int, size: int) -> str:
 def replace_file(path: Path, text: str) -> Path:
     """Replace the file in one step, so that a reader never sees half a report."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
-    temporary = Path(name)
+    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(4).hex()}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,16 @@ def test_one_rank_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         assert not list(tmp_path.iterdir())
         assert publish(report, tmp_path, LOG) == tmp_path / FILE_NAME
     assert "resumed at step 7" in caplog.text
+
+
+def test_who_may_read_the_report_says_the_umask(tmp_path: Path) -> None:
+    """As with every other file of a run: a colleague who may read the run may read why it lacks something."""
+    before = os.umask(0o027)
+    try:
+        publish(ResumeReport(url="file:///run", snapshot="a", step=7), tmp_path, LOG)
+    finally:
+        os.umask(before)
+    assert stat.filemode((tmp_path / FILE_NAME).stat().st_mode) == "-rw-r-----"
 
 
 def test_what_another_rank_could_not_restore_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

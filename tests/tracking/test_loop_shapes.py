@@ -588,7 +588,7 @@ QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
     takes_three_at_once: 3,  # one of them where the second loader ends next
     **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
-    counts_from_zero: 1,
+    **dict.fromkeys((counts_from_zero, counts_around_a_bar), 1),
 }
 """How many boundaries of a loop the quick tests resume from."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_uploads_survive_faults(server: S3Server, bucket: str, fault: str) -> No
     assert direct.get("data/big") == direct.get("data/big2") == BIG
     assert direct.get("small") == b"manifest"
     assert len(listed(direct)) == 3
+
+
+def test_what_is_spoiled_on_its_way_never_becomes_visible(server: S3Server, bucket: str) -> None:
+    """A writer that is killed between two tries would leave a manifest that cannot be read."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    direct = S3Storage(f"s3://{bucket}/run", server.options())
+    with Wire(host, int(port)) as wire, ThreadPoolExecutor(1) as pool:
+        storage = S3Storage(f"s3://{bucket}/run", server.options(wire.url, retry_seconds=2.0, timeout_seconds=3.0))
+        wire.rule("spoil", "PUT", times=1000)
+        done = pool.submit(put, storage, "small", b"manifest")
+        while not done.done():
+            assert not listed(direct)
+        assert isinstance(done.exception(60.0), StorageError)
 
 
 def test_a_run_is_written_and_read(server: S3Server, bucket: str) -> None:

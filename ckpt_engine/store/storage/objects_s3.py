@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import hashlib
 import os
@@ -189,6 +190,8 @@ class S3Storage:
     async def _put_small(self, key: str, blocks: MemoryBlocks, token: str, *, exclusive: bool) -> None:
         whole = UploadPart(1, 0, blocks.nbytes)
         digest = await digest_of(blocks, whole) if self._calls.verifying else None
+        # The server refuses other bytes. Seen by the answer alone they would stay if this process is killed then.
+        refuse = {} if digest is None else {"ContentMD5": base64.b64encode(bytes.fromhex(digest)).decode()}
         backoff = self._calls.backoff()
         while True:
             condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}
@@ -202,6 +205,7 @@ class S3Storage:
                     Bucket=self._bucket,
                     Key=key,
                     Metadata={TOKEN: token},
+                    **refuse,
                     **condition,
                     **self._put_extra,
                 )

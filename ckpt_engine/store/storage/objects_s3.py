@@ -191,7 +191,9 @@ class S3Storage:
         whole = UploadPart(1, 0, blocks.nbytes)
         digest = await digest_of(blocks, whole) if self._calls.verifying else None
         # The server refuses other bytes. Seen by the answer alone they would stay if this process is killed then.
-        refuse = {} if digest is None else {"ContentMD5": base64.b64encode(bytes.fromhex(digest)).decode()}
+        refuse: dict[str, Any] = (
+            {} if digest is None else {"ContentMD5": base64.b64encode(bytes.fromhex(digest)).decode()}
+        )
         backoff = self._calls.backoff()
         while True:
             condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}

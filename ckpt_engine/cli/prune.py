@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import age, json_option, print_json, print_table
-from ckpt_engine.cli.root import find_snapshot, open_places, options_of, storage_options
+from ckpt_engine.cli.root import Run, open_run, options_of, storage_options
 from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
 from ckpt_engine.errors import ConfigError, StorageMissingError
 from ckpt_engine.observe import units
@@ -108,10 +108,12 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
             f"nothing says what to keep at {root}", hint="name the run's ckpt.yaml, or add for example --keep last=3"
         )
     config = options_of(root, keep=_nested(rules)) if rules else options_of(root)
+    run = open_run(root, config, every=True)
     places = []
-    for tier, repository in open_places(config):
+    for tier, repository in zip(config.tiers, run.places, strict=True):
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
-        places.append(_Place(repository, policy_from(keep)))
+        if repository in run.in_use:
+            places.append(_Place(repository, policy_from(keep)))
     return places
 
 
@@ -122,7 +124,7 @@ def _branch_places(root: str, wanted: str) -> list[_Place]:
         StorageMissingError: there is no such branch.
         ConfigError: there is no other one: then this is the run.
     """
-    there = [repository for _, repository in open_places(options_of(root))]
+    there = open_run(root, every=True).in_use
     infos = {info.id: info for repository in there for info in repository.list()}
     found = branches(list(infos.values()))
     named = [branch for branch in found if branch.id == wanted]
@@ -237,15 +239,12 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
     With a ckpt.yaml they are pinned on each of its tiers that has them. Works while the run is being written. Pinning
     again replaces the note.
     """
-    tiers = [repository for _, repository in open_places(options_of(root))]
-    nearest = tiers[0]
-    wanted = dict.fromkeys(find_snapshot(nearest, name) for name in snapshots)
-    made = [pins.pin(nearest, snapshot, note) for snapshot in wanted]
-    for repository in tiers[1:]:
-        there = {parsed.id for parsed in repository.ids()}
-        for snapshot in wanted:
-            if snapshot in there:
-                pins.pin(repository, snapshot, note)
+    run = open_run(root, every=True)
+    nearest = run.places[0]
+    made = []
+    for snapshot, holders in dict(map(run.find, snapshots)).items():
+        nearest_pin, *_ = [pins.pin(place, snapshot, note) for place in holders]
+        made.append(nearest_pin)
     shown = made or pins.pins(nearest.storage)
     if as_json:
         print_json({"root": nearest.storage.url, "pins": shown})
@@ -265,21 +264,21 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
 @json_option
 def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Remove the pins of SNAPSHOTs at ROOT, on each tier of a ckpt.yaml. Nothing else goes before retention runs."""
-    tiers = [repository for _, repository in open_places(options_of(root))]
-    wanted = dict.fromkeys(_find(tiers[0], name) for name in snapshots)
-    was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in tiers) > 0 for snapshot in wanted}
+    run = open_run(root, every=True)
+    wanted = dict.fromkeys(_find(run, name) for name in snapshots)
+    was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in run.in_use) > 0 for snapshot in wanted}
     if as_json:
-        print_json({"root": tiers[0].storage.url, "unpinned": was_pinned})
+        print_json({"root": run.tiers[0], "unpinned": was_pinned})
     else:
         for snapshot, was in was_pinned.items():
             click.echo(f"{snapshot}  {'unpinned' if was else 'was not pinned'}")
 
 
-def _find(repository: Repository, name: str) -> str:
+def _find(run: Run, name: str) -> str:
     """The snapshot of that name, or one that is gone and whose pin was left behind."""
     try:
-        return find_snapshot(repository, name)
+        return run.find(name)[0]
     except StorageMissingError:
-        if parse_id(name) and name in pins.pinned_ids(repository.storage):
+        if parse_id(name) and any(name in pins.pinned_ids(place.storage) for place in run.places):
             return name
         raise

@@ -121,9 +121,10 @@ class Run:
         return len(self.tiers) > 1
 
     @property
-    def urls(self) -> str:
-        """The places, for messages."""
-        return ", ".join(place.storage.url for place in self.places)
+    def in_use(self) -> tuple[Repository, ...]:
+        """The places that something was written to."""
+        holding = {place for holders in self.holders.values() for place in holders}
+        return tuple(place for place in self.places if place in holding or place.record() is not None)
 
     @property
     def run_id(self) -> str | None:
@@ -132,14 +133,38 @@ class Run:
         return next((record.run for record in records if record is not None), None)
 
     def find(self, wanted: str = LATEST) -> tuple[str, tuple[Repository, ...]]:
-        """The id of the snapshot that `wanted` names, as `find_snapshot`, and the places that have it."""
+        """The snapshot that `wanted` names, an id, the start of one, a step or `latest`, and the places that have it.
+
+        A number is a step if there is one, else the start of an id. Several snapshots of a step: the newest.
+
+        Raises:
+            StorageMissingError: none, or more than one, of that name.
+        """
+        ids = list(self.holders)
+        step = _STEP.fullmatch(wanted)
+        of_step = [parsed for parsed in ids if step and parsed.step == int(step[1])]
+        starting = [parsed for parsed in ids if wanted and parsed.id.startswith(wanted)]
+        if found := ids[-1:] if wanted == LATEST else of_step[-1:] or starting[: len(starting) == 1]:
+            return found[0].id, self.holders[found[0]]
+        where = ", ".join(place.storage.url for place in self.places)
+        if starting:
+            shown = ", ".join(parsed.id for parsed in starting[:3]) + (", ..." if len(starting) > 3 else "")
+            raise StorageMissingError(
+                f"{len(starting)} snapshots at {where} start with {wanted!r}: {shown}",
+                hint="give more of the one you mean",
+            )
         away = "".join(f"; {one.url} may have it, but does not answer" for one in self.away)
-        found = _find(tuple(self.holders), wanted, self.urls, away)
-        return found, next(holders for parsed, holders in self.holders.items() if parsed.id == found)
+        raise StorageMissingError(
+            f"no snapshot {wanted!r} at {where}{_nearest(ids, step)}{away}", hint="`ckpt ls` lists them"
+        )
 
 
-def open_run(root: str) -> Run:
+def open_run(root: str, config: Config | None = None, *, every: bool = False) -> Run:
     """The run at a folder, a URL, or all tiers of a YAML file. Tiers that do not answer are left out.
+
+    Args:
+        config: what ROOT stands for, if that is known.
+        every: no tier may be left out.
 
     Raises:
         ConfigError: a YAML file that is wrong or missing, or an unsupported URL.
@@ -147,9 +172,12 @@ def open_run(root: str) -> Run:
         ForeignError: files there, and none of ours.
         CkptError: no tier answers; the error of the nearest.
     """
-    repositories = [repository_of(tier) for tier in options_of(root).tiers]
+    repositories = [repository_of(tier) for tier in (config or options_of(root)).tiers]
     with _for_readers(root):
         answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, _ids_of_run, ask_tiers.at_most, say_waiting))
+        for answer in answers if every else ():
+            if answer.error is not None:
+                raise answer.error
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
     away = away_of(answers)
     holders: dict[ParsedId, tuple[Repository, ...]] = {}
@@ -173,32 +201,9 @@ def _ids_of_run(place: Repository) -> tuple[ParsedId, ...]:
     return place.ids()
 
 
-def open_places(config: Config) -> list[tuple[Tier, Repository]]:
-    """All tiers with their repositories, nearest first, without further ones to which nothing has been copied yet.
-
-    Raises:
-        StorageMissingError: no run at the first one.
-        ForeignError: files at one of them, and none of ours.
-        StorageError: one of them cannot be read.
-    """
-    with _for_readers(config.root_url):
-        answers = ask_tiers.ask(list(map(repository_of, config.tiers)), _is_run, ask_tiers.at_most, say_waiting)
-        for answer in answers:
-            if answer.error is not None:
-                raise answer.error
-    if not answers[0].value:
-        raise _no_run(config.root_url, answers[0].place.storage.url)
-    asked = zip(config.tiers, answers, strict=True)
-    return [(tier, answer.place) for tier, answer in asked if answer is answers[0] or answer.place.record() is not None]
-
-
 def repository_of(tier: Tier) -> Repository:
     """What a tier has."""
     return Repository(open_storage(tier.url, tier.for_storage()))
-
-
-def _is_run(place: Repository) -> bool:
-    return place.record() is not None or bool(place.ids())
 
 
 def runs_below(root: str) -> list[Path]:
@@ -235,37 +240,6 @@ def _where_else(root: str) -> str:
         return "check the path; a run starts with its first snapshot"
     more = f" and {len(below) - 1} more" if len(below) > 1 else ""
     return f"name a run below it: {below[0]}{more} (`ckpt ls {root}` lists them)"
-
-
-def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:
-    """The id of the snapshot that `wanted` names: an id, the start of one, a step, or `latest`.
-
-    A number is a step if there is one, else the start of an id. Several snapshots of a step: the newest.
-
-    Raises:
-        StorageMissingError: none, or more than one, of that name.
-    """
-    return _find(repository.ids(), wanted, repository.storage.url)
-
-
-def _find(ids: Sequence[ParsedId], wanted: str, where: str, away: str = "") -> str:
-    if wanted == LATEST and ids:
-        return ids[-1].id
-    step = _STEP.fullmatch(wanted)
-    of_step = [parsed.id for parsed in ids if step and parsed.step == int(step[1])]
-    if of_step:
-        return of_step[-1]
-    starting = [parsed.id for parsed in ids if wanted and parsed.id.startswith(wanted)]
-    if len(starting) == 1:
-        return starting[0]
-    if starting:
-        shown = ", ".join(starting[:3]) + (", ..." if len(starting) > 3 else "")
-        raise StorageMissingError(
-            f"{len(starting)} snapshots at {where} start with {wanted!r}: {shown}", hint="give more of the one you mean"
-        )
-    raise StorageMissingError(
-        f"no snapshot {wanted!r} at {where}{_nearest(ids, step)}{away}", hint="`ckpt ls` lists them"
-    )
 
 
 def _nearest(ids: Sequence[ParsedId], step: re.Match[str] | None) -> str:

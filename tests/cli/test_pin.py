@@ -70,17 +70,17 @@ def test_a_pin_left_behind_can_be_removed(ckpt: Ckpt, run_folder: Any) -> None:
 
 def test_a_pin_holds_on_every_tier(ckpt: Ckpt, run_folder: Any, tmp_path: Path) -> None:
     """Pinned and unpinned where the snapshot is; a tier that lacks it, or has nothing yet, is no error."""
+    run_folder.add(1, ARRAY)
+    other = shutil.copytree(run_folder.path, tmp_path / "other")
     snapshot = run_folder.add(10, ARRAY)
-    copy, other = tmp_path / "copy", type(run_folder)(tmp_path / "other")
-    other.add(1, ARRAY)
-    shutil.copytree(run_folder.path, copy)
+    copy = shutil.copytree(run_folder.path, tmp_path / "copy")
     place = tmp_path / "ckpt.yaml"
-    place.write_text(f"tiers: [{run_folder.path}, {copy}, {other.path}, {tmp_path / 'new'}]\n")
+    place.write_text(f"tiers: [{run_folder.path}, {copy}, {other}, {tmp_path / 'new'}]\n")
     assert ckpt("pin", place, "latest").code == 0
     name = names.pin_name(snapshot)
     assert (copy / name).exists()
     assert (run_folder.path / name).exists()
-    assert not (other.path / "pins").exists()
+    assert not (other / "pins").exists()
     assert not (tmp_path / "new").exists()
     assert ckpt("unpin", place, "latest").code == 0
     assert not (copy / name).exists()

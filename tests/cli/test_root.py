@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_engine.cli.root import find_snapshot
+from ckpt_engine.cli.root import open_run
 from ckpt_engine.errors import StorageMissingError
 
 ARRAY = {"a/x": np.zeros(1)}
+
+
+def find_snapshot(repository: Any, *wanted: str) -> str:
+    return open_run(repository.storage.root).find(*wanted)[0]
 
 
 def test_a_snapshot_is_named_by_id_prefix_step_or_latest(run_folder: Any) -> None:

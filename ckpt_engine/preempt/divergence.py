@@ -323,62 +323,42 @@ class StaleWatch:
         self._trainable = frozenset(trainable)
         self._read = read
         self._before: Content | None = None
-        self._again = 0.0
-        self._pause = EVERY_SECONDS
+        self._again, self._pause = 0.0, EVERY_SECONDS
         self._thread: threading.Thread | None = None
-        self._newest: str | None = None
-        self._lock = threading.Lock()
+        self._closed = False
         self.found: StaleSnapshot | None = None
         """For `take`."""
 
     def emit(self, event: Event) -> None:
-        if not isinstance(event, SnapshotCommitted) or time.monotonic() < self._again:
+        if self._closed or not isinstance(event, SnapshotCommitted) or time.monotonic() < self._again:
             return
-        with self._lock:
-            self._newest = event.snapshot
-            if self._thread is not None:
-                return  # it looks at the newest one next
-            self._thread = threading.Thread(target=self._look, name="ckpt-stale", daemon=True)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, args=(event.snapshot,), name="ckpt-stale", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Look at no more snapshots, and wait for a look that goes on, unless the storage hangs. Idempotent."""
-        with self._lock:
-            self._again, self._newest, thread = math.inf, None, self._thread
-        if thread is not None:
-            thread.join(_CLOSING_SECONDS)
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join(_CLOSING_SECONDS)
 
     def take(self) -> StaleSnapshot | None:
         """What was found since the last call. Training thread."""
-        found = self.found
-        if found is not None:
-            self.found = None
+        found, self.found = self.found, None
         return found
 
-    def _look(self) -> None:
-        while (snapshot := self._next()) is not None:
-            try:
-                content = Content.of(self._read(snapshot), self._trainable)
-            except CkptError:
-                continue  # a newer one has taken its place already, and is looked at in its place
-            before, self._before = self._before, content
-            if before is not None:
-                self._compare(before, content)
-
-    def _next(self) -> str | None:
-        with self._lock:
-            snapshot, self._newest = self._newest, None
-            if snapshot is None or time.monotonic() < self._again:
-                self._thread = None
-                return None
-            return snapshot
-
-    def _compare(self, before: Content, after: Content) -> None:
-        """Then nothing is read for a while; the older one of the next comparison comes after that."""
+    def _look(self, snapshot: str) -> None:
+        try:
+            content = Content.of(self._read(snapshot), self._trainable)
+        except CkptError:
+            return  # a newer one has taken its place already, and the next one is looked at
+        before, self._before = self._before, content
+        if before is None:
+            return
+        # Nothing is read for a while; the older one of the next comparison comes after that.
         self._before = None
-        if unchanged(before, after):
-            self.found = StaleSnapshot(after.step, before.step, len(after.pieces))
+        if unchanged(before, content):
+            self.found = StaleSnapshot(content.step, before.step, len(content.pieces))
         else:
             self._pause = min(2.0 * self._pause, MOST_SECONDS)
-        with self._lock:
-            self._again = max(self._again, time.monotonic() + self._pause)
+        self._again = time.monotonic() + self._pause

@@ -15,9 +15,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -130,134 +131,115 @@ _PAGE_BYTES = 65_536
 _NO_NOTICE = (404, 410)
 
 
+@dataclass(frozen=True, slots=True)
 class PreemptionSource:
     """Something that may know that the process is about to be stopped. Used by one thread.
 
     Args:
+        ask: who wants the run to stop, for people; None: it goes on. Returns within some seconds; raises
+            `PreemptionSourceError` where there is no answer.
         clock: the source of moments.
         every_seconds: how often it is asked.
         grace_seconds: that its notices leave; None: as configured.
     """
 
-    def __init__(self, clock: Clock, every_seconds: float, grace_seconds: float | None = None) -> None:
-        self._now = clock.monotonic
-        self.every_seconds, self._grace_seconds = every_seconds, grace_seconds
+    ask: Callable[[], str | None]
+    clock: Clock
+    every_seconds: float
+    grace_seconds: float | None = None
 
     def poll(self) -> StopNotice | None:
-        """A notice, if there is one now. Returns within some seconds.
+        """A notice, if there is one now.
 
         Raises:
             PreemptionSourceError: the source does not answer; it is asked again later.
         """
-        raise NotImplementedError
-
-    def _notice(self, who: str) -> StopNotice:
-        return StopNotice(who, self._now(), self._grace_seconds)
+        who = self.ask()
+        return None if who is None else StopNotice(who, self.clock.monotonic(), self.grace_seconds)
 
 
-class FileSource(PreemptionSource):
+def _of_file(path: Path) -> Callable[[], str | None]:
     """A stop-file: it appears, or is touched or replaced.
 
     One that is there when the run starts is from an earlier stop: it counts once it changes.
-
-    Args:
-        path: of the file.
     """
+    before: tuple[int, int] | None = None
 
-    def __init__(self, path: str, options: Source, clock: Clock) -> None:
-        super().__init__(clock, options.every, options.grace)
-        self._path = Path(path)
+    def look() -> tuple[int, int] | None:
         try:
-            self._before = self._look()
-        except PreemptionSourceError:
-            self._before = None  # `poll` will say it
-
-    def poll(self) -> StopNotice | None:
-        found = self._look()
-        if found is None or found == self._before:
-            self._before = found
-            return None
-        return self._notice(f"the file {self._path}")
-
-    def _look(self) -> tuple[int, int] | None:
-        try:
-            stat = self._path.stat()
+            stat = path.stat()
         except FileNotFoundError:
             return None
         except OSError as err:
-            raise PreemptionSourceError(f"the file {self._path} cannot be looked at: {err.strerror or err}") from err
+            raise PreemptionSourceError(f"the file {path} cannot be looked at: {err.strerror or err}") from err
         return stat.st_ino, stat.st_mtime_ns
 
+    def ask() -> str | None:
+        nonlocal before
+        found = look()
+        if found is not None and found != before:
+            return f"the file {path}"
+        before = found
+        return None
 
-class HttpSource(PreemptionSource):
+    with suppress(PreemptionSourceError):  # `ask` will say it
+        before = look()
+    return ask
+
+
+def _of_page(url: str, options: Source) -> Callable[[], str | None]:
     """A page that is missing (404, 410) or does not match as long as nothing is wrong, as clouds have them.
 
-    Args:
-        url: asked with GET, never through a proxy; http or https.
-        options: headers of the request, and what the answer must match; without that any answer is a notice.
+    It is asked with GET, never through a proxy: metadata services are on the machine, and a proxy would ask those of
+    another one.
     """
+    request = urllib.request.Request(url, headers=dict(options.headers))
+    host = urlsplit(url).netloc.rpartition("@")[2]  # in messages, without a password
+    match = re.compile("" if options.match is None else options.match)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def __init__(self, url: str, options: Source, clock: Clock) -> None:
-        super().__init__(clock, options.every, options.grace)
-        self._request = urllib.request.Request(url, headers=dict(options.headers))
-        self._host = urlsplit(url).netloc.rpartition("@")[2]  # in messages, without a password
-        self._match = re.compile(options.match) if options.match is not None else None
-        # Metadata services are on the machine; a proxy would ask those of another one.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def poll(self) -> StopNotice | None:
+    def ask() -> str | None:
         try:
-            page = self._page()
+            page = _read(opener, request)
         except urllib.error.HTTPError as err:
             with err:
                 if err.code in _NO_NOTICE:
                     return None
-                raise PreemptionSourceError(f"{self._host} answers {err.code} {err.reason}") from err
+                raise PreemptionSourceError(f"{host} answers {err.code} {err.reason}") from err
         except (OSError, ValueError) as err:
-            raise PreemptionSourceError(f"{self._host} does not answer: {err}") from err
-        if self._match is not None and not self._match.search(page):
-            return None
-        return self._notice(f"a notice of {self._host}")
+            raise PreemptionSourceError(f"{host} does not answer: {err}") from err
+        return f"a notice of {host}" if match.search(page) else None
 
-    def _page(self) -> str:
-        """What the page says, at most so much of it and for so long: a server may send a byte a second."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        parts: list[bytes] = []
-        with self._opener.open(self._request, timeout=ANSWER_SECONDS) as answer:
-            while sum(map(len, parts)) < _PAGE_BYTES and (part := answer.read1(_PAGE_BYTES)):
-                parts.append(part)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer within {ANSWER_SECONDS:.0f} s")
-        return b"".join(parts).decode("utf-8", "replace")
+    return ask
 
 
-class CommandSource(PreemptionSource):
-    """A command that ends with 0 if the run must stop, and with 1 if not; anything else is trouble.
+def _read(opener: urllib.request.OpenerDirector, request: urllib.request.Request) -> str:
+    """What the page says, at most so much of it and for so long: a server may send a byte a second."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    parts: list[bytes] = []
+    with opener.open(request, timeout=ANSWER_SECONDS) as answer:
+        while sum(map(len, parts)) < _PAGE_BYTES and (part := answer.read1(_PAGE_BYTES)):
+            parts.append(part)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no whole answer within {ANSWER_SECONDS:.0f} s")
+    return b"".join(parts).decode("utf-8", "replace")
 
-    Args:
-        command: program and arguments; no shell is involved.
-    """
 
-    def __init__(self, command: Sequence[str], options: Source, clock: Clock) -> None:
-        super().__init__(clock, options.every, options.grace)
-        self._command = tuple(command)
-
-    def poll(self) -> StopNotice | None:
-        name = self._command[0]
-        try:
-            done = subprocess.run(
-                self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired as err:
-            raise PreemptionSourceError(f"the command {name} did not end within {ANSWER_SECONDS:.0f} s") from err
-        except OSError as err:
-            raise PreemptionSourceError(f"the command {name} cannot be run: {err.strerror or err}") from err
-        if done.returncode == 0:
-            return self._notice(f"the command {name}")
-        if done.returncode == 1:
-            return None
-        said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise PreemptionSourceError(f"the command {name} ended with {done.returncode}{f': {said}' if said else ''}")
+def _ask_command(command: Sequence[str]) -> str | None:
+    """A command that ends with 0 if the run must stop, and with 1 if not; anything else is trouble. No shell."""
+    name = command[0]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as err:
+        raise PreemptionSourceError(f"the command {name} did not end within {ANSWER_SECONDS:.0f} s") from err
+    except OSError as err:
+        raise PreemptionSourceError(f"the command {name} cannot be run: {err.strerror or err}") from err
+    if done.returncode in (0, 1):
+        return None if done.returncode else f"the command {name}"
+    said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    raise PreemptionSourceError(f"the command {name} ended with {done.returncode}{f': {said}' if said else ''}")
 
 
 _LAUNCHERS = (
@@ -268,28 +250,11 @@ _LAUNCHERS = (
 _LOOK_SECONDS = 1.0
 
 
-class LauncherSource(PreemptionSource):
-    """The launcher that has started this process is gone: who has stopped it wants no training to go on.
+def launcher_source(clock: Clock) -> PreemptionSource | None:
+    """What watches the parent of this process, if that is a launcher: who has stopped it wants no training to go on.
 
     `accelerate launch` ends at a SIGTERM and does not pass it on; any launcher may be killed.
-
-    Args:
-        parent: process id of the launcher.
-        name: of the launcher.
     """
-
-    def __init__(self, parent: int, name: str, clock: Clock) -> None:
-        super().__init__(clock, _LOOK_SECONDS)
-        self._parent, self._name = parent, name
-
-    def poll(self) -> StopNotice | None:
-        if os.getppid() == self._parent:
-            return None
-        return self._notice(f"the end of {self._name} (process {self._parent}), which has started this")
-
-
-def launcher_source(clock: Clock) -> PreemptionSource | None:
-    """What watches the parent of this process, if that is a launcher."""
     parent = os.getppid()
     try:
         words = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -298,16 +263,20 @@ def launcher_source(clock: Clock) -> PreemptionSource | None:
     # The program may be a script of an interpreter, or a module: `python -m torch.distributed.run`.
     first = [word for word in words[:4] if not word.startswith("-")]
     name = next((Path(word).name for word in first if Path(word).name in _LAUNCHERS), None)
-    return None if name is None else LauncherSource(parent, name, clock)
+    said = f"the end of {name} (process {parent}), which has started this"
+    ask = lambda: None if os.getppid() == parent else said  # noqa: E731
+    return None if name is None else PreemptionSource(ask, clock, _LOOK_SECONDS)
 
 
 def open_source(options: Source, clock: Clock) -> PreemptionSource:
     """The source that one entry of `preemption.sources` describes."""
     if options.file is not None:
-        return FileSource(options.file, options, clock)
-    if options.http is not None:
-        return HttpSource(options.http, options, clock)
-    return CommandSource(options.command or (), options, clock)
+        ask = _of_file(Path(options.file))
+    elif options.http is not None:
+        ask = _of_page(options.http, options)
+    else:
+        ask = partial(_ask_command, tuple(options.command or ()))
+    return PreemptionSource(ask, clock, options.every, options.grace)
 
 
 EXIT_CODE_OF_NOTICES = 143

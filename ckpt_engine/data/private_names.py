@@ -1,7 +1,7 @@
 """Names that no documentation promises: how they are probed, and those of torch's data loader and of `datasets`.
 
-`missing()` lists what the installed torch lacks; a test fails on a non-empty answer, so a torch upgrade that moves one
-of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` and `_utils/worker.py`):
+tests/data/test_private_names.py looks for those of torch, so that an upgrade that moves one of these is seen at once.
+Facts relied upon (torch 2.6 to 2.13, `dataloader.py` and `_utils/worker.py`):
 
 - an iterator with workers calls `iter(sampler)` twice while it is built (`__init__`, `_reset`), uses the second;
 - building an iterator draws `_base_seed` from the loader's generator or the global torch stream, `_reset` does not;
@@ -13,15 +13,14 @@ The package `datasets` is not imported: what is not there has no streams.
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import dataloader as _dataloader
 from torch.utils.data._utils import worker as _worker
 
@@ -33,33 +32,6 @@ _INDEX_SAMPLER = "_index_sampler"
 _SAMPLER_ITER = "_sampler_iter"
 _RECEIVED = "_rcvd_idx"
 _PER_WORKER_LISTS = ("_index_queues", "_workers")
-
-
-class _Empty(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-def missing() -> tuple[str, ...]:
-    """The private names this module relies on that the installed torch does not have."""
-    absent: list[str] = []
-    probe: DataLoader[Any] = DataLoader([0])  # type: ignore[arg-type]
-    if not hasattr(probe, _ITERATOR):
-        absent.append("DataLoader._iterator")
-    if getattr(iter(probe), _INDEX_SAMPLER, None) is not probe.batch_sampler:
-        absent.append("_BaseDataLoaderIter._index_sampler")
-    if not hasattr(getattr(iter(DataLoader(_Empty())), _FETCHER, None), "ended"):
-        absent.append("_SingleProcessDataLoaderIter._dataset_fetcher.ended")
-    if not hasattr(iter(probe), _SAMPLER_ITER):
-        absent.append("_BaseDataLoaderIter._sampler_iter")
-    if not hasattr(_dataloader, "_MultiProcessingDataLoaderIter"):
-        absent.append("_MultiProcessingDataLoaderIter")
-    elif _RECEIVED not in inspect.getsource(_dataloader._MultiProcessingDataLoaderIter):
-        absent.append("_MultiProcessingDataLoaderIter._rcvd_idx")
-    absent.extend(f"_utils.worker.{name}" for name in ("_generate_state", "_worker_info") if not hasattr(_worker, name))
-    if not hasattr(_worker, "WorkerInfo"):
-        absent.append("_utils.worker.WorkerInfo")
-    return tuple(absent)
 
 
 def live_iterator(loader: DataLoader[Any]) -> Any | None:

@@ -8,6 +8,8 @@ DDP puts gradients into buckets in the order of the parameters, and after its fi
 they came. The place of an element in its bucket decides in which order the ranks' values are added, and so its last
 bit, from three ranks on. A resumed process would use the first order in its first step; `GradientOrder` puts the
 recorded one back.
+
+The names of torch in use that are not public are listed, each with its reason, in tests/sharded/test_private.py.
 """
 
 from __future__ import annotations
@@ -32,23 +34,6 @@ from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateErro
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
 from ckpt_engine.state.sharding import FlatPart, grid_of_runs
-
-FSDP_PRIVATE = {
-    "FullyShardedDataParallel._handle": "the unit's parameters; None where it has none",
-    "FlatParamHandle.flat_param": "the row of them",
-    "FlatParamHandle.uses_sharded_strategy": "False for NO_SHARD, where each rank has all",
-    "FlatParamHandle.process_group": "the ranks that divide it",
-    "FlatParamHandle.reshard": "the row is this rank's run again after a forward without backward",
-    "FlatParameter._params": "the parameters, as the optimizer has them; None without use_orig_params",
-    "FlatParameter._fqns": "their names",
-    "FlatParameter._shapes": "their shapes",
-    "FlatParameter._numels_with_padding": "how long they are, and what lies between them",
-    "FlatParameter._is_padding_mask": "which of these is between them",
-    "FlatParameter._sharded_size": "how long the run of a rank is",
-    "FlatParameter._local_shard": "the run of this rank, from the first forward on",
-    "Module._state_dict_hooks": "taken off, with its three siblings, while FSDP1 would gather",
-}
-"""Every name in use that is not public, and what for."""
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -352,18 +337,6 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
         for unit, name, hooks in taken:
             vars(unit)[name] = hooks
 
-
-DDP_PRIVATE = {
-    "DistributedDataParallel._get_ddp_logging_data": "the order, once there is one",
-    "DistributedDataParallel._build_params_for_reducer": "the parameters in the order of their numbers",
-    "DistributedDataParallel._comm_hooks": "what else sees gradients, and its state",
-    "DistributedDataParallel.find_unused_parameters": "there is no other order then",
-    "DistributedDataParallel.reducer": "a backward pass without a forward",
-    "DistributedDataParallel.require_forward_param_sync": "whether the next forward pass takes the buffers of rank 0",
-    "DistributedDataParallel._join_config": "whether ranks may make other numbers of steps",
-    "ProcessGroup._get_sequence_number_for_group": "whether all ranks are behind the same collective",
-}
-"""Every name in use that is not public, and what for."""
 
 _ORDER = "rebuilt_per_bucket_param_indices"
 _CAME = "prev_iteration_grad_ready_order_indices"

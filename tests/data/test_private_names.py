@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import dataloader as _dataloader
+from torch.utils.data._utils import worker as _worker
 
 from ckpt_engine.data import private_names
 from tests.data.loader_kinds import WhoMadeIt
 from tests.data.loop import seed_everything
 
 
+class Empty(IterableDataset[Any]):
+    """Has no samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 def test_no_private_name_is_missing() -> None:
     """If this fails, torch moved something: look at `ckpt_engine/data/private_names.py` before anything else."""
-    assert private_names.missing() == ()
+    loader: DataLoader[Any] = DataLoader([0])  # type: ignore[arg-type]
+    iterator: Any = iter(loader)
+    assert hasattr(loader, private_names._ITERATOR)
+    assert getattr(iterator, private_names._INDEX_SAMPLER) is loader.batch_sampler
+    assert hasattr(iterator, private_names._SAMPLER_ITER)
+    assert hasattr(getattr(iter(DataLoader(Empty())), private_names._FETCHER), "ended")
+    assert private_names._RECEIVED in inspect.getsource(_dataloader._MultiProcessingDataLoaderIter)
+    assert all(hasattr(_worker, name) for name in ("_generate_state", "_worker_info", "WorkerInfo"))
 
 
 class Counted(Sampler[int]):

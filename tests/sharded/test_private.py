@@ -112,7 +112,25 @@ def test_what_is_here_becomes_a_tensor_again() -> None:
     assert sharding.divided_like(plain, plain) is plain
 
 
-@pytest.mark.parametrize("name", distributed_models.FSDP_PRIVATE)
+FSDP_PRIVATE = {
+    "FullyShardedDataParallel._handle": "the unit's parameters; None where it has none",
+    "FlatParamHandle.flat_param": "the row of them",
+    "FlatParamHandle.uses_sharded_strategy": "False for NO_SHARD, where each rank has all",
+    "FlatParamHandle.process_group": "the ranks that divide it",
+    "FlatParamHandle.reshard": "the row is this rank's run again after a forward without backward",
+    "FlatParameter._params": "the parameters, as the optimizer has them; None without use_orig_params",
+    "FlatParameter._fqns": "their names",
+    "FlatParameter._shapes": "their shapes",
+    "FlatParameter._numels_with_padding": "how long they are, and what lies between them",
+    "FlatParameter._is_padding_mask": "which of these is between them",
+    "FlatParameter._sharded_size": "how long the run of a rank is",
+    "FlatParameter._local_shard": "the run of this rank, from the first forward on",
+    "Module._state_dict_hooks": "taken off, with its three siblings, while FSDP1 would gather",
+}
+"""Every name in use that is not public, and what for."""
+
+
+@pytest.mark.parametrize("name", FSDP_PRIVATE)
 def test_fsdp1_has_it(name: str) -> None:
     """FSDP1 and its rows of parameters have the private names that we use."""
     unit: Any = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=True)
@@ -183,7 +201,20 @@ def test_a_unit_without_a_step_has_no_states() -> None:
     assert list(models.optimizer_state(optimizer)["state"]) == [0, 1], "its weight, and its bias that is elsewhere"
 
 
-@pytest.mark.parametrize("name", distributed_models.DDP_PRIVATE)
+DDP_PRIVATE = {
+    "DistributedDataParallel._get_ddp_logging_data": "the order, once there is one",
+    "DistributedDataParallel._build_params_for_reducer": "the parameters in the order of their numbers",
+    "DistributedDataParallel._comm_hooks": "what else sees gradients, and its state",
+    "DistributedDataParallel.find_unused_parameters": "there is no other order then",
+    "DistributedDataParallel.reducer": "a backward pass without a forward",
+    "DistributedDataParallel.require_forward_param_sync": "whether the next forward pass takes the buffers of rank 0",
+    "DistributedDataParallel._join_config": "whether ranks may make other numbers of steps",
+    "ProcessGroup._get_sequence_number_for_group": "whether all ranks are behind the same collective",
+}
+"""Every name in use that is not public, and what for."""
+
+
+@pytest.mark.parametrize("name", DDP_PRIVATE)
 def test_ddp_has_it(name: str) -> None:
     """DDP has the names that get and set the order of sums, and a wrapped model has no order yet."""
     owner, _, attribute = name.partition(".")

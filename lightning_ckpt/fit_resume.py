@@ -34,7 +34,7 @@ from ckpt_engine.loop.capture import (
 from ckpt_engine.loop.components import into_own_memory, own_copy, own_extra_state, saved_shapes
 from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.loop.diverging import Rollbacks
-from ckpt_engine.loop.resume import ReportDraft, Resume
+from ckpt_engine.loop.resume import Resume
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord
@@ -151,7 +151,7 @@ class FitResume(Resume):
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
-        _, own = self._open(state, loaded)
+        own = self._open(state, loaded)
         components.grow(self._module, {} if own is None else own.get("metrics", {}))
         if live is not None:
             sharded.restore(self._trainer, state)
@@ -269,7 +269,7 @@ class FitResume(Resume):
     @property
     def is_to_be_published(self) -> bool:
         """The report is not out yet."""
-        return self._draft is not None
+        return self._loaded is not None
 
     @property
     def cadence_state(self) -> Mapping[str, Any] | None:
@@ -347,9 +347,8 @@ class FitResume(Resume):
             self._kept = None
         self._loaders.settle()
         self._restore_precisely()
-        self._internals.reload_epoch = self._own["reload_epoch"]
-        if (epoch := self._own.get("validation_reload_epoch")) is not None:
-            self._internals.validation_reload_epoch = epoch
+        before = self._own.get("validation_reload_epoch", self._internals.reload_epochs[1])
+        self._internals.reload_epochs = self._own["reload_epoch"], before
         if (batches := self._loaders.batches_in_epoch()) is not None:
             self._internals.set_epoch_length(batches)
         restart.begin_averaging(self._trainer, self._module)
@@ -443,15 +442,15 @@ class FitResume(Resume):
         for path, why in own["left_out"].items():
             self.note(f"{path} was not stored: {why}")
 
-    def _conclude(self, draft: ReportDraft) -> None:
+    def _conclude(self) -> None:
         assert self._loaders is not None
         if self.pending:
-            draft.notes.append("training was complete already: nothing was done")
+            self._notes.append("training was complete already: nothing was done")
             if self._own["batch"] and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
-                draft.not_restored.append(NotRestored("the rest of the epoch", _LATER_FIT))
+                self._missing.append(NotRestored("the rest of the epoch", _LATER_FIT))
         else:
-            draft.not_restored += self._loaders.problems()
-            draft.notes += self._loaders.notes()
+            self._missing += self._loaders.problems()
+            self._notes += self._loaders.notes()
 
 
 _LATER_FIT = (

@@ -1,7 +1,7 @@
 """Resumes a loop: the objects at once, the position and what the script sets up again right before the first batch;
 then publishes the report, as a line, an event and a file.
 
-`ReportDraft` collects what was restored and what was not; `publish` logs it and writes it beside the snapshots.
+`Resume` collects what was restored and what was not; `publish` logs it and writes it beside the snapshots.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,49 +81,52 @@ class Resume:
         self._engine, self._log, self._folder = engine, log, folder
         self._own: Mapping[str, Any] = {}
         self._elastic: Elastic | None = None
-        self._draft: ReportDraft | None = None
+        self._loaded: Loaded | None = None
+        """The snapshot, until the report of it is published."""
+        self._restored, self._missing, self._notes = list[Restored](), list[NotRestored](), list[str]()
         self._report: ResumeReport | None = None
 
-    def _open(self, state: dict[str, Any], loaded: Loaded) -> tuple[ReportDraft, dict[str, Any] | None]:
+    def _open(self, state: dict[str, Any], loaded: Loaded) -> dict[str, Any] | None:
         """Begin the report, and take our own entries out of the state of a snapshot; None: others have made it."""
-        self._draft = draft = ReportDraft(self._engine.root_url, loaded)
+        self._loaded = loaded
         found = own_part(state, loaded, numbers_of(self._engine.ranks), self._engine.config.rng)
         if found is None:
-            return draft, None
+            return None
         self._elastic = found.elastic
-        draft.notes += found.notes
-        draft.not_restored += found.differing
-        return draft, found.own
+        self._notes += found.notes
+        self._missing += found.differing
+        return found.own
 
     def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
         """More for the report, published or not."""
-        if self._draft is not None:
-            self._draft.restored += restored
-            self._draft.not_restored += missing
+        self._restored += restored
+        self._missing += missing
+        if self._loaded is not None:
             return
         for row in missing:
             self._log.warning("not restored: %s: %s", row.name, row.why)
         if self._report is not None and (restored or missing):
-            both = (*self._report.restored, *restored), (*self._report.not_restored, *missing)
+            both = tuple(self._restored), tuple(self._missing)
             self._report = replace(self._report, restored=both[0], not_restored=both[1])
             write(self._report, self._report_folder, self._log, self._rank)
 
     def note(self, text: str) -> None:
         """One more sentence for the report."""
-        if self._draft is not None:
-            self._draft.notes.append(text)
+        self._notes.append(text)
 
     def publish(self) -> None:
         """Log and write the report, once."""
-        if self._draft is None:
+        if self._loaded is None:
             return
-        draft, self._draft = self._draft, None
-        self._conclude(draft)
-        self._report = draft.finish(self._engine.rhythm)
+        loaded, self._loaded = self._loaded, None
+        self._conclude()
+        self._report = report_of(
+            self._engine.root_url, loaded, self._restored, self._missing, self._notes, self._engine.rhythm
+        )
         publish(self._report, self._report_folder, self._log, rank=self._rank)
 
-    def _conclude(self, draft: ReportDraft) -> None:
-        """Add what is known last."""
+    def _conclude(self) -> None:
+        """Add to the lists what is known last."""
         raise NotImplementedError
 
     @property
@@ -204,41 +207,41 @@ class LoopResume(Resume):
             self._announce(f"no snapshot in {url} yet, starting fresh; {self._engine.rhythm}")
             return None
         assert state is not None
-        draft, own = self._open(state, loaded)
+        own = self._open(state, loaded)
         if own is None:
-            return self._load_imported(state, loaded, draft)
+            return self._load_imported(state, loaded)
         elastic, missing = self._elastic, list[NotRestored]()
         if elastic is not None:
             own, missing = self._resplit(own, elastic)  # first of all: this may be impossible
         self._own = own
         self._loaded_step = loaded.info.step
-        self._load_parts(draft, state)
+        self._load_parts(state)
         self._options = components.options_of(self._parts.optimizers)
-        draft.not_restored += missing if self._rank == 0 else []
-        draft.notes = [_where(own), *([_OVER] if own["finished"] else []), *draft.notes]
+        self._missing += missing if self._rank == 0 else []
+        self._notes = [_where(own), *([_OVER] if own["finished"] else []), *self._notes]
         self._load_feeds()
-        draft.not_restored += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
+        self._missing += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
         # A loop that asks no loader has no later moment.
-        draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        self._missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         if elastic is None:
-            draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
+            self._restored.append(Restored("random streams", ", ".join(own["rng"])))
         else:
-            draft.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
+            self._notes += elastic.notes(feed.position.dealt for feed in self._feeds)
             metrics = "metric objects" if own.get("metric_states") else ""
-            draft.not_restored += elastic.not_restored(metrics) if self._rank == 0 else []
+            self._missing += elastic.not_restored(metrics) if self._rank == 0 else []
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
             self._audit.expect(own.get("audit", {}), own["hidden"])
         if (own["training"] is None and not self._begins_later) or own["finished"]:
             self._restore_hidden("start")
         if own["training"] is None:
-            draft.not_restored += self._put_back_gradients()
+            self._missing += self._put_back_gradients()
         if own["training"] is None or own["finished"]:
             self._put_back_flags()  # the script's code at the start of an epoch is still to come
             self.publish()
         return own
 
-    def _load_imported(self, state: dict[str, Any], loaded: Loaded, draft: ReportDraft) -> Mapping[str, Any]:
+    def _load_imported(self, state: dict[str, Any], loaded: Loaded) -> Mapping[str, Any]:
         """A checkpoint of another program: what has a component of its name is put back, and the loop starts there."""
         adopted, missing = self._surroundings.adopt(state)
         for name in _NOT_OF_OBJECTS:
@@ -246,15 +249,15 @@ class LoopResume(Resume):
         for name, module in self._parts.modules.items():
             if name in state:
                 state[name] = with_tied(module, state[name])
-        self._load_parts(draft, state)
-        draft.restored += adopted
+        self._load_parts(state)
+        self._restored += adopted
         found = {one.name for one in adopted}
-        draft.not_restored += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
-        draft.not_restored += missing
+        self._missing += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
+        self._missing += missing
         source = loaded.manifest.notes[IMPORTED]["from"]
         as_there = found >= _NOT_FROM_OTHERS.keys()
         worth = "goes on as its own program would" if as_there else "from its step on the run is not an exact repeat"
-        draft.notes.append(f"imported from {source}: {worth}")
+        self._notes.append(f"imported from {source}: {worth}")
         self.publish()
         return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
 
@@ -264,8 +267,8 @@ class LoopResume(Resume):
             if not feed.active:
                 self.again(feed)  # an evaluation before training has moved it
         missing = self._surroundings.restore(self._own["surroundings"])
-        if self._order_later and self._draft is not None:
-            missing += self._restore_order(self._draft.loaded.info.step, last=True)  # clears gradients
+        if self._order_later and self._loaded is not None:
+            missing += self._restore_order(self._loaded.info.step, last=True)  # clears gradients
         missing += self._put_back_gradients()
         if not self._own["finished"]:
             self._restore_metrics()  # a script that resets them when an epoch starts has just done so
@@ -310,8 +313,8 @@ class LoopResume(Resume):
             on_change = OnChange(self._engine.config.data)
             feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
 
-    def _conclude(self, draft: ReportDraft) -> None:
-        draft.not_restored += [problem for feed in self._feeds for problem in _inexact_of(feed)]
+    def _conclude(self) -> None:
+        self._missing += [problem for feed in self._feeds for problem in _inexact_of(feed)]
 
     def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients, and whose buffers come next.
@@ -360,8 +363,7 @@ class LoopResume(Resume):
         return None if mine is None or None in saved else Teams(tuple(saved), mine)
 
     def _load_feeds(self) -> None:
-        saved, training, draft = self._own["feeds"], self._own["training"], self._draft
-        assert draft is not None
+        saved, training = self._own["feeds"], self._own["training"]
         names = [feed.name for feed in self._feeds]
         if training is not None and training not in names:
             raise MismatchError(
@@ -371,27 +373,27 @@ class LoopResume(Resume):
         for feed in self._feeds:
             self.again(feed)
             if (found := feed.restoration) is not None and found.again:
-                draft.notes.append(f"{feed.name}: {found.again}")
-                self._announce(draft.notes[-1])  # now, as that may take long
+                self.note(f"{feed.name}: {found.again}")
+                self._announce(self._notes[-1])  # now, as that may take long
             if feed.name not in saved:
                 why = "the snapshot has no loader of that name: it starts at its beginning"
-                draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))
+                self._missing.append(NotRestored(f"position of {feed.name!r}", why))
         if not self._elastic:
             self.waiting = {name: state for name, state in saved.items() if name not in names}
         if saved:
-            draft.restored.append(Restored("data position", count(len(saved), "loader")))
+            self._restored.append(Restored("data position", count(len(saved), "loader")))
 
     def _put_back_gradients(self) -> list[NotRestored]:
         return put_back_waiting(self._parts, self._own)
 
-    def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
+    def _load_parts(self, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
         changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers, self._parts.objects)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()
-        draft.restored += [one for one in restored if one.name not in without]
-        draft.not_restored += missing + changed + [problem for problems in without.values() for problem in problems]
+        self._restored += [one for one in restored if one.name not in without]
+        self._missing += missing + changed + [problem for problems in without.values() for problem in problems]
 
     def _restore_metrics(self) -> dict[str, list[NotRestored]]:
         """What could not be, by component."""
@@ -457,45 +459,39 @@ def _where(own: Mapping[str, Any]) -> str:
     return f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
 
 
-@dataclass(slots=True)
-class ReportDraft:
-    """What is known so far.
+def report_of(
+    url: str,
+    loaded: Loaded,
+    restored: Sequence[Restored] = (),
+    missing: Sequence[NotRestored] = (),
+    notes: Sequence[str] = (),
+    rhythm: str = "",
+) -> ResumeReport:
+    """The report of a resume.
 
     Args:
         url: the run's root.
         loaded: the snapshot.
+        rhythm: how often snapshots are taken from here on, and why.
     """
-
-    url: str
-    loaded: Loaded
-    restored: list[Restored] = field(default_factory=list)
-    not_restored: list[NotRestored] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def finish(self, rhythm: str = "") -> ResumeReport:
-        """The report as a value.
-
-        Args:
-            rhythm: how often snapshots are taken from here on, and why.
-        """
-        info, notes = self.loaded.info, self.notes
-        if self.loaded.from_memory:
-            notes = [resumed_from_memory(self.loaded.lost_steps), *notes]
-        return ResumeReport(
-            url=self.url,
-            snapshot=info.id,
-            step=info.step,
-            epoch=info.epoch,
-            restored=tuple(self.restored),
-            not_restored=tuple(self.not_restored),
-            rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in self.loaded.rejected),
-            notes=(*notes, *self.loaded.notes),
-            seconds=self.loaded.seconds,
-            read_bytes=self.loaded.read_bytes,
-            place="" if self.loaded.from_memory else self.loaded.place,
-            away=self.loaded.left_out,
-            rhythm=rhythm,
-        )
+    info = loaded.info
+    if loaded.from_memory:
+        notes = [resumed_from_memory(loaded.lost_steps), *notes]
+    return ResumeReport(
+        url=url,
+        snapshot=info.id,
+        step=info.step,
+        epoch=info.epoch,
+        restored=tuple(restored),
+        not_restored=tuple(missing),
+        rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in loaded.rejected),
+        notes=(*notes, *loaded.notes),
+        seconds=loaded.seconds,
+        read_bytes=loaded.read_bytes,
+        place="" if loaded.from_memory else loaded.place,
+        away=loaded.left_out,
+        rhythm=rhythm,
+    )
 
 
 def afresh(engine: Engine) -> str:

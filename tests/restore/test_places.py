@@ -17,7 +17,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
-from ckpt_engine.loop.resume import ReportDraft, publish
+from ckpt_engine.loop.resume import publish, report_of
 from ckpt_engine.observe.events import Event, LogSink, TierDegraded, level_of
 from ckpt_engine.restore import ask_tiers, choose
 from ckpt_engine.restore import load as restore
@@ -423,7 +423,7 @@ def test_the_place_that_served_is_in_the_headline(run: Path) -> None:
     """The line names the tier that served and not the empty nearest one."""
     shutil.rmtree(run / "near")
     found = loaded(run)
-    line = ReportDraft(f"file://{run / 'near'}", found).finish().line()
+    line = report_of(f"file://{run / 'near'}", found).line()
     assert f" in file://{run / 'far'} (" in line and str(run / "near") not in line
 
 
@@ -432,7 +432,7 @@ def test_a_place_that_was_left_out_is_in_the_line_for_people(run: Path, caplog: 
     away = Broken(run / "far", lists=False)
     found = restore.load([where(run)[0], Repository(away)])
     assert found is not None
-    report = ReportDraft(f"file://{run / 'near'}", found).finish()
+    report = report_of(f"file://{run / 'near'}", found)
     assert f"{away.url} did not answer" in report.line()
     publish(report, run, logging.getLogger("test"))
     assert [(one.levelno, away.url in one.getMessage()) for one in caplog.records] == [(logging.WARNING, True)]

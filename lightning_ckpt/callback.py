@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -23,7 +22,6 @@ from ckpt_engine.config import Config, Options, load_config
 from ckpt_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckpt_engine.snapshot.stage import Fence
     from lightning_ckpt.compat import LightningInternals
     from lightning_ckpt.loggers import FitLoggers
     from lightning_ckpt.restart import EarlierFit
@@ -277,23 +275,15 @@ class FenceGuard(Callback):
     """The first callback of the list while `AdaptiveCheckpoint` is active.
 
     Args:
-        fence: waits for lazy copies; cheap where none is under way.
-        listener: hears, before any other callback, what happens; None: this is the guard of a copied trainer, which has
-            nothing to guard.
+        hooks: by name, what is called as Lightning calls them; none: this is the guard of a copied trainer.
     """
 
-    def __init__(self, fence: Fence, listener: FitRun | None) -> None:
-        self._fence = fence
-        self._listener = listener
+    def __init__(self, hooks: Mapping[str, Callable[..., object]]) -> None:
+        vars(self).update(hooks)
         self._given: Callable[[], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FenceGuard, (_no_fence, None)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._listener is not None:
-            self._listener.training_begins()
+        return FenceGuard, ({},)
 
     def first_batch(self, given: Callable[[], None]) -> None:
         """Once the next batch is there, `given` is called."""
@@ -310,49 +300,3 @@ class FenceGuard(Callback):
         self.on_train_batch_start = None  # type: ignore[assignment, method-assign]
         if given is not None:
             given()
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._fence()
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fence()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._listener is not None:
-            self._listener.validation_over()
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fence()
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fence()
-        if self._listener is not None:
-            self._listener.epoch_over()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fence()
-        if self._listener is not None:
-            self._listener.training_over()
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._listener is not None:
-            self._listener.fit_over()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._listener is not None:
-            self._listener.failed(exception)
-        self._fence()
-
-
-def _no_fence() -> None:
-    """Of a copy: nothing is copied lazily."""

@@ -34,23 +34,20 @@ class DataInternals:
     # ---- making loaders
 
     @property
-    def reload_epoch(self) -> float:
-        """The epoch in which the training loader was last made."""
-        return float(self._trainer.fit_loop._last_train_dl_reload_epoch)
+    def reload_epochs(self) -> tuple[float, float]:
+        """The epochs in which the training loader, and those of validation, were last made."""
+        fit_loop = self._trainer.fit_loop
+        training, validation = (
+            fit_loop._last_train_dl_reload_epoch,
+            fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        )
+        return float(training), float(validation)
 
-    @reload_epoch.setter
-    def reload_epoch(self, epoch: float) -> None:
-        self._trainer.fit_loop._last_train_dl_reload_epoch = epoch if epoch == float("-inf") else int(epoch)
-
-    @property
-    def validation_reload_epoch(self) -> float:
-        """The epoch in which the validation loaders were last made."""
-        return float(self._trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
-
-    @validation_reload_epoch.setter
-    def validation_reload_epoch(self, epoch: float) -> None:
-        before = epoch if epoch == float("-inf") else int(epoch)
-        self._trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = before
+    @reload_epochs.setter
+    def reload_epochs(self, epochs: tuple[float, float]) -> None:
+        before = [epoch if epoch == float("-inf") else int(epoch) for epoch in epochs]
+        fit_loop = self._trainer.fit_loop
+        fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = before
 
     # ---- fetching
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from signal import SIGTERM
 from typing import Any
@@ -82,7 +82,7 @@ class FitRun:
         """`run_state.group_sizes` before training."""
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         """`components.dump_flags` when training started."""
-        self.guard = FenceGuard(self.fence, self)
+        self.guard = FenceGuard(self._guarded())
         self._stop = StopWatch(trainer)
         self._losses = losses_of(config)
         self._run = TrainingRun(
@@ -304,16 +304,27 @@ class FitRun:
     def _kind(self) -> BoundaryKind:
         return kind_of(self._internals, validated=self._validated)
 
-    # ---- guard.Listener: before any other callback
+    # ---- before any other callback
 
-    def training_begins(self) -> None:
+    def _guarded(self) -> dict[str, Callable[..., object]]:
+        """What `FenceGuard` does in its hooks."""
+        fences = ("on_before_optimizer_step", "on_validation_start", "on_train_epoch_start")
+        return {
+            **dict.fromkeys(fences, lambda *_: self.fence()),
+            "on_train_start": lambda *_: self._training_begins(),
+            "on_validation_end": lambda *_: self._stop.before(),
+            "on_train_epoch_end": lambda *_: self._epoch_over(),
+            "on_train_end": lambda *_: self._training_over(),
+            "on_fit_end": lambda *_: self._fit_over(),
+            "on_exception": lambda _trainer, _module, error: self._failed(error),
+        }
+
+    def _training_begins(self) -> None:
         if self.resume.pending:
             self.resume.before_train_start()
 
-    def validation_over(self) -> None:
-        self._stop.before()
-
-    def epoch_over(self) -> None:
+    def _epoch_over(self) -> None:
+        self.fence()
         self._stop.before()
         if self._active and self._internals.ends_mid_epoch:
             self.stopping.training_over(self.step)
@@ -321,7 +332,8 @@ class FitRun:
                 # A longer run would go on in this epoch, so this must be captured before anything sees its end.
                 self._take_at_end(BoundaryKind.STOPPED)
 
-    def training_over(self) -> None:
+    def _training_over(self) -> None:
+        self.fence()
         self._stop.after()
         if not self._active:
             return
@@ -330,15 +342,16 @@ class FitRun:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(BoundaryKind.FINISHED)
 
-    def fit_over(self) -> None:
+    def _fit_over(self) -> None:
         if self.resume.pending:
             self.resume.nothing_left()
             finish_again(self._trainer, self._module)
 
-    def failed(self, exception: BaseException) -> None:
+    def _failed(self, exception: BaseException) -> None:
         if self._active and not isinstance(exception, SIGTERMException):
             self._failing.waits = self._nothing_came and not self._internals.user_fetches
             self._failing.end(exception)
+        self.fence()
 
     # ---- taking
 
@@ -438,8 +451,8 @@ class FitRun:
             "tables": tables,
             "flags": components.dump_flags(module),
             "flags_at_start": self._flags_at_start,
-            "reload_epoch": internals.reload_epoch,
-            "validation_reload_epoch": internals.validation_reload_epoch,
+            "reload_epoch": internals.reload_epochs[0],
+            "validation_reload_epoch": internals.reload_epochs[1],
             "batch_sizes": internals.batch_sizes,
             "left_out": self._parts.left_out,
             "groups": run_state.dump_groups(trainer, module, self._groups_at_start),

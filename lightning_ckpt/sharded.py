@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import (
 
 from ckpt_engine.data.rng import Teams
 from ckpt_engine.errors import ConfigError, ResumeError
-from ckpt_engine.loop.components import OWN_KEY, Shapes, weight_shapes
+from ckpt_engine.loop.components import OWN_KEY, Shapes, put_back, state_of, weight_shapes
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
@@ -52,7 +52,7 @@ def require_trained(trainer: pl.Trainer) -> None:
 def shapes(trainer: pl.Trainer, module: pl.LightningModule) -> Shapes:
     """Shapes of the weights, as a snapshot has them."""
     flat = flat_of(trainer)
-    return weight_shapes(module) if flat is None else weight_shapes(_wrapped(trainer), flat)
+    return weight_shapes(_live_model(trainer, module, flat), flat)
 
 
 def flat_of(trainer: pl.Trainer) -> FlatModels | None:
@@ -64,6 +64,10 @@ def _wrapped(trainer: pl.Trainer) -> torch.nn.Module:
     model = trainer.strategy.model
     assert model is not None
     return model
+
+
+def _live_model(trainer: pl.Trainer, module: pl.LightningModule, flat: FlatModels | None) -> torch.nn.Module:
+    return module if flat is None else _wrapped(trainer)
 
 
 def notes(trainer: pl.Trainer) -> dict[str, Any]:
@@ -116,23 +120,16 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
     if not is_sharded(trainer):
         yield
         return
-    strategy, flat = trainer.strategy, flat_of(trainer)
-    live: Any = strategy
-    if flat is None:
-        live.lightning_module_state_dict = trainer.lightning_module.state_dict
-        live.optimizer_state = _state_of
-    else:
-        live.lightning_module_state_dict = lambda: flat.state(_wrapped(trainer))
-        live.optimizer_state = lambda optimizer: flat.optimizer_state(_plain(optimizer))
+    live: Any = trainer.strategy
+    flat = flat_of(trainer)
+    model = _live_model(trainer, trainer.lightning_module, flat)
+    live.lightning_module_state_dict = lambda: state_of(model, flat)
+    live.optimizer_state = lambda optimizer: state_of(_plain(optimizer), flat)
     try:
         yield
     finally:
         del live.lightning_module_state_dict
         del live.optimizer_state
-
-
-def _state_of(optimizer: Any) -> Any:
-    return _plain(optimizer).state_dict()
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
@@ -153,8 +150,7 @@ def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manife
         divided = {} if flat is None else flat.parts()
         shells = [optimizer_shell(optimizer, node, manifest.entries, divided) for optimizer, node in pairs]
         shells += [{"state": {}} for _ in nodes[len(shells) :]]
-        weights = module.state_dict() if flat is None else flat.state(_wrapped(trainer))
-        return {"state_dict": weights, "optimizer_states": shells}
+        return {"state_dict": state_of(_live_model(trainer, module, flat), flat), "optimizer_states": shells}
 
     return live
 
@@ -163,12 +159,9 @@ def restore(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     """Give model and optimizers what Lightning will not: their strategies do that where they read a file."""
     flat = flat_of(trainer)
     if flat is not None:
-        flat.load(_wrapped(trainer), state["state_dict"])
+        put_back("state_dict", _wrapped(trainer), state["state_dict"], flat)
     for optimizer, saved in zip(trainer.optimizers, state.get("optimizer_states", []), strict=False):
-        if flat is None:
-            optimizer.load_state_dict(saved)
-        else:
-            flat.load_optimizer(optimizer, saved)
+        put_back("optimizer_states", optimizer, saved, flat)
 
 
 _HINTS = {

@@ -67,12 +67,22 @@ def test_no_snapshot_is_torn(name: str, tmp_path: Path, slow: SlowCopies) -> Non
     assert watched.digest == reference.digest
 
 
+def without(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    """The guard has no such hook."""
+    made = FenceGuard.__init__
+
+    def init(guard: FenceGuard, hooks: dict[str, Any]) -> None:
+        made(guard, {name: do for name, do in hooks.items() if name != hook})
+
+    monkeypatch.setattr(FenceGuard, "__init__", init)
+
+
 @pytest.mark.parametrize("name", ["automatic", "validation", "by hand, raw"])
 def test_the_comparison_sees_a_missing_fence(
     name: str, tmp_path: Path, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the fences the same runs differ, so the test above can fail."""
-    monkeypatch.setattr(FenceGuard, "on_before_optimizer_step", lambda *_: None)
+    without(monkeypatch, "on_before_optimizer_step")
     monkeypatch.setattr(StepFence, "install", lambda self: None)
     with pytest.raises(StateError, match="changed between the snapshot instant and the fence"):
         fit(MUTATIONS[name], [sparse(tmp_path), slow])
@@ -82,7 +92,7 @@ def test_the_comparison_sees_a_validation_without_a_fence(
     tmp_path: Path, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Averaged weights stand in for the real ones there."""
-    monkeypatch.setattr(FenceGuard, "on_validation_start", lambda *_: None)
+    without(monkeypatch, "on_validation_start")
     case = MUTATIONS["accumulation and averaging"]
     if not HAS_AVERAGING:
         pytest.skip("this Lightning has no weight averaging")
@@ -136,6 +146,6 @@ def test_weights_that_no_optimizer_manages_are_copied_at_once(tmp_path: Path, sl
 
 def test_lazy_off_copies_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No fence is needed then."""
-    monkeypatch.setattr(FenceGuard, "on_before_optimizer_step", lambda *_: None)
+    without(monkeypatch, "on_before_optimizer_step")
     monkeypatch.setattr(StepFence, "install", lambda self: None)
     fit(Case(), every_batch(tmp_path, lazy="off"))

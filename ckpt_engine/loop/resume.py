@@ -233,9 +233,9 @@ class LoopResume(Resume):
         if elastic is None:
             self._audit.expect(own.get("audit", {}), own["hidden"])
         if (own["training"] is None and not self._begins_later) or own["finished"]:
-            self._restore_hidden("start")
+            self.add(*self._audit.restore("start"))
         if own["training"] is None:
-            self._missing += self._put_back_gradients()
+            self._missing += put_back_waiting(self._parts, self._own)
         if own["training"] is None or own["finished"]:
             self._put_back_flags()  # the script's code at the start of an epoch is still to come
             self.publish()
@@ -269,11 +269,11 @@ class LoopResume(Resume):
         missing = self._surroundings.restore(self._own["surroundings"])
         if self._order_later and self._loaded is not None:
             missing += self._restore_order(self._loaded.info.step, last=True)  # clears gradients
-        missing += self._put_back_gradients()
+        missing += put_back_waiting(self._parts, self._own)
         if not self._own["finished"]:
             self._restore_metrics()  # a script that resets them when an epoch starts has just done so
             missing += self._put_back_flags() + components.options_set(self._options, self._parts.optimizers)
-            self._restore_hidden("batch")
+            self.add(*self._audit.restore("batch"))
         self.add([], missing)
 
     def end(self, step: int) -> None:
@@ -383,9 +383,6 @@ class LoopResume(Resume):
         if saved:
             self._restored.append(Restored("data position", count(len(saved), "loader")))
 
-    def _put_back_gradients(self) -> list[NotRestored]:
-        return put_back_waiting(self._parts, self._own)
-
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
@@ -415,10 +412,6 @@ class LoopResume(Resume):
         elif {name: one["frozen"] for name, one in now.items()} != {n: one["frozen"] for n, one in saved.items()}:
             return [NotRestored("frozen parameters", "the script sets others now")]
         return []
-
-    def _restore_hidden(self, moment: str) -> None:
-        """What no `state_dict` has, when the script has set itself up as it had then."""
-        self.add(*self._audit.restore(moment))
 
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: components.dump_flags(module) for name, module in self._parts.modules.items()}

@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -242,11 +242,7 @@ def attach_together(
         sources = [[ShareSource(**source) for source in one["sources"]] if one is not None else [] for one in said]
         nodes = Counter(one["node"] for one in said if one is not None)
         chosen = plan_shares(ranks.size, sources)
-        return {
-            "plan": None if chosen is None else asdict(chosen),
-            "lacking": None if chosen is not None else lacking_shares(ranks.size, sources),
-            "beside": max(nodes.values()),
-        }
+        return {"plan": None if chosen is None else asdict(chosen), "beside": max(nodes.values())}
 
     def warn(why: str) -> None:
         if session.replicates and session.coordinates:
@@ -254,12 +250,12 @@ def attach_together(
 
     said = session.meet(look, agree)
     if said["plan"] is None:
-        if said["lacking"] is None:
-            return None, False
-        snapshot, lost = said["lacking"]
-        warn(f"{snapshot}: the shares of {Partial(tuple(lost), ranks.size)} are no longer in any machine's memory")
-        return None, True
+        return None, False
     wanted = SharePlan.from_json(said["plan"])
+    if wanted.missing:
+        lost = Partial(tuple(wanted.missing), ranks.size)
+        warn(f"{wanted.snapshot}: the shares of {lost} are no longer in any machine's memory")
+        return None, True
     place, why = _assembled(root_url, wanted, found, ranks.size, deadline, said["beside"])
 
     def judge(all_said: list[str | None]) -> str:
@@ -421,85 +417,61 @@ class SharePlan:
         remote: for each rank's share, where it is to be had over the network, if it is.
         lost: for each rank whose own share is nowhere, the group that kept it, a keeper first.
         parity: for each keeper of those groups, where what it keeps is to be had over the network.
+        missing: the ranks whose shares nothing makes; with them it is no plan.
     """
 
     snapshot: str
-    remote: Mapping[str, ShareSource] = field(default_factory=dict)
-    lost: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    parity: Mapping[str, ShareSource] = field(default_factory=dict)
+    remote: Mapping[str, ShareSource]
+    lost: Mapping[str, Sequence[int]]
+    parity: Mapping[str, ShareSource]
+    missing: Sequence[int]
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `dataclasses.asdict`."""
         remote = {rank: ShareSource(**source) for rank, source in data["remote"].items()}
         parity = {rank: ShareSource(**source) for rank, source in data["parity"].items()}
-        return cls(data["snapshot"], remote, data["lost"], parity)
-
-
-class _Found:
-    """What there is of one snapshot."""
-
-    def __init__(self, snapshot: str, found: Sequence[Sequence[ShareSource]]) -> None:
-        self.snapshot = snapshot
-        self.remote: dict[str, ShareSource] = {}
-        self.parity: dict[str, ShareSource] = {}
-        for source in (source for one in found for source in one if source.port):
-            if snapshot in source.held:
-                self.remote.setdefault(str(source.writer), source)
-            if snapshot in source.parity:
-                self.parity.setdefault(str(source.writer), source)
-        self._local = [{source.writer for source in one if snapshot in source.held} for one in found]
-
-    def _has(self, rank: int) -> bool:
-        """Whether every rank gets this rank's share."""
-        return str(rank) in self.remote or all(rank in here for here in self._local)
-
-    def lost(self, size: int) -> dict[int, Sequence[int] | None]:
-        """The ranks whose own share not every rank gets, each with the group that makes it; None: there is none."""
-        return {rank: self._group(rank) for rank in range(size) if not self._has(rank)}
-
-    def _group(self, lost: int) -> Sequence[int] | None:
-        """The group of a rank without a share if the others have what makes it."""
-        for source in self.parity.values():
-            if lost in source.group[1:]:
-                others = [rank for rank in source.group if rank != lost]
-                alone = len(others) == 1  # what it keeps is the share
-                whole = all(str(one) in self.parity and (alone or self._has(one)) for one in others)
-                return source.group if whole else None
-        return None
+        return cls(data["snapshot"], remote, data["lost"], parity, data["missing"])
 
 
 def plan_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> SharePlan | None:
     """The newest snapshot of which every rank gets all shares: from its own machine, from one that serves others, or
-    made from parity.
+    made from parity. Where there is none, the one that the least is missing of; None: nothing is held.
 
     Args:
         found: what each rank has found on its machine.
     """
-    for snapshot in _newest_first(found):
-        there = _Found(snapshot, found)
-        lost = there.lost(size)
-        groups = {str(rank): group for rank, group in lost.items() if group is not None}
-        if len(groups) == len(lost):
-            return SharePlan(snapshot, there.remote, groups, there.parity if groups else {})
-    return None
-
-
-def lacking_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> tuple[str, list[int]] | None:
-    """Where there is no plan: the snapshot that the least is missing of, and the ranks whose shares are nowhere."""
-    nearest: tuple[str, list[int]] | None = None
-    for snapshot in _newest_first(found):
-        there = _Found(snapshot, found)
-        missing = [rank for rank, group in there.lost(size).items() if group is None]
-        if nearest is None or len(missing) < len(nearest[1]):
-            nearest = snapshot, missing
-    return nearest
-
-
-def _newest_first(found: Sequence[Sequence[ShareSource]]) -> list[str]:
     ids = {one for sources in found for source in sources for one in (*source.held, *source.parity)}
     known = [parsed for one in ids if (parsed := names.parse_id(one)) is not None]
-    return [parsed.id for parsed in sorted(known, key=lambda parsed: parsed.seq, reverse=True)]
+    newest_first = sorted(known, key=lambda parsed: parsed.seq, reverse=True)
+    plans = (_plan(parsed.id, size, found) for parsed in newest_first)
+    return min(plans, key=lambda plan: len(plan.missing), default=None)
+
+
+def _plan(snapshot: str, size: int, found: Sequence[Sequence[ShareSource]]) -> SharePlan:
+    remote: dict[str, ShareSource] = {}
+    parity: dict[str, ShareSource] = {}
+    for source in (source for one in found for source in one if source.port):
+        if snapshot in source.held:
+            remote.setdefault(str(source.writer), source)
+        if snapshot in source.parity:
+            parity.setdefault(str(source.writer), source)
+    local = [{source.writer for source in one if snapshot in source.held} for one in found]
+
+    def all_get(rank: int) -> bool:
+        return str(rank) in remote or all(rank in here for here in local)
+
+    def group_of(lost: int) -> Sequence[int]:
+        """The group of a rank without a share if the others have what makes it, else nothing."""
+        group = next((source.group for source in parity.values() if lost in source.group[1:]), ())
+        others = [rank for rank in group if rank != lost]
+        alone = len(others) == 1  # what it keeps is the share
+        return group if all(str(one) in parity and (alone or all_get(one)) for one in others) else ()
+
+    groups = {rank: group_of(rank) for rank in range(size) if not all_get(rank)}
+    lost = {str(rank): group for rank, group in groups.items() if group}
+    missing = [rank for rank, group in groups.items() if not group]
+    return SharePlan(snapshot, remote, lost, parity if lost else {}, missing)
 
 
 def rebuild_share(

@@ -16,7 +16,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.world import group_of, neighbours
 from ckpt_engine.restore import memory
-from ckpt_engine.restore.memory import ShareSource, lacking_shares, plan_shares
+from ckpt_engine.restore.memory import ShareSource, plan_shares
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.names import session_id
@@ -354,15 +354,16 @@ def test_the_plan_makes_one_lost_share_of_each_group(group: list[Writer]) -> Non
     one_machine = [[there(rank, both)] for rank in ranks if rank not in (2, 3)]
     found = plan_shares(6, one_machine)
     assert found is not None
-    assert found.snapshot == IDS[2]
+    assert (found.snapshot, found.missing) == (IDS[2], [])
     assert {rank: sorted(members) for rank, members in found.lost.items()} == {"2": [0, 2, 4], "3": [1, 3, 5]}
     behind = plan_shares(6, [[there(rank, old if rank == 0 else both)] for rank in ranks if rank != 2])
     assert behind is not None
-    assert behind.snapshot == IDS[1]
+    assert (behind.snapshot, behind.missing) == (IDS[1], [])
     two = [[there(rank, both)] for rank in ranks if rank not in (2, 4)]
-    assert plan_shares(6, two) is None
-    assert lacking_shares(6, two) == (IDS[2], [2, 4])
-    assert lacking_shares(6, [[]]) is None
+    lacking = plan_shares(6, two)
+    assert lacking is not None
+    assert (lacking.snapshot, lacking.missing) == (IDS[2], [2, 4])
+    assert plan_shares(6, [[]]) is None
 
 
 @pytest.mark.parametrize(

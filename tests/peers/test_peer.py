@@ -17,7 +17,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError, WriterError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import partner_of
-from ckpt_engine.restore.memory import ShareSource, lacking_shares, plan_shares
+from ckpt_engine.restore.memory import ShareSource, plan_shares
 from ckpt_engine.snapshot import save_request
 from ckpt_engine.snapshot.save_request import SharedSnapshots
 from ckpt_engine.store.lease import read_holder
@@ -177,11 +177,12 @@ def test_the_newest_snapshot_that_everybody_gets_is_planned() -> None:
     here = source(0, [IDS[3], IDS[2]], [IDS[2], IDS[1]])
     found = plan_shares(2, [[here], []])
     assert found is not None
-    assert found.snapshot == IDS[2]
+    assert (found.snapshot, found.missing) == (IDS[2], [])
     assert (set(found.remote), found.lost, set(found.parity)) == ({"0"}, {"1": [0, 1]}, {"0"})
     alone = [source(0, [IDS[3]], [], port=0), source(1, [IDS[3]], [], port=0)]
-    assert plan_shares(2, [alone, []]) is None
-    assert plan_shares(2, [alone, alone]) is not None
+    lacking, whole = plan_shares(2, [alone, []]), plan_shares(2, [alone, alone])
+    assert lacking is not None and lacking.missing == [0, 1]
+    assert whole is not None and whole.missing == []
     assert plan_shares(2, [[], []]) is None
 
 
@@ -195,8 +196,9 @@ def test_every_second_machine_may_be_lost() -> None:
     again = plan_shares(4, [[bare], [there[2], there[3]]])
     assert again is not None
     assert again.lost == {"0": [1, 0], "1": [2, 1]}
-    assert plan_shares(4, [[there[2]], [there[3]]]) is None
-    assert lacking_shares(4, [[there[2]], [there[3]]]) == (IDS[1], [0])
+    lacking = plan_shares(4, [[there[2]], [there[3]]])
+    assert lacking is not None
+    assert (lacking.snapshot, lacking.missing) == (IDS[1], [0])
 
 
 def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +32,25 @@ from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
 _REMEMBERED = 16
+_IDLE_SECONDS = 60.0
+_END_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """Who keeps the share, or chunk `number` of it. `away`: it failed the last time, and that was reported."""
+
+    rank: int
+    number: int
+    address: tuple[str, int]
+    line: PeerConnection | None = None
+    line_to: tuple[str, int] | None = None
+    away: bool = False
+
+    def hang_up(self) -> None:
+        line, self.line = self.line, None
+        if line is not None:
+            line.close()
 
 
 class Peers:
@@ -39,8 +58,8 @@ class Peers:
 
     Args:
         ranks: whose writer it is; with `mirrors`.
-        run: see `Mirror`.
-        intact: see `Mirror`.
+        run: of the writer; None: it has not opened the run yet.
+        intact: whether the slot of an order still has its bytes, and had them until now.
         emit: takes messages to the trainer.
 
     Raises:
@@ -59,6 +78,8 @@ class Peers:
         emit: Callable[[Body], object],
     ) -> None:
         self._ranks = ranks
+        self._run_text = run
+        self._intact = intact
         self._emit = emit
         self.parity = ParitySets()
         self.answer: Answer = lambda _: nothing("the writer has just begun")
@@ -68,8 +89,14 @@ class Peers:
         self._mirrored: dict[str, set[int]] = {}
         self._lock = threading.Lock()
         rate = ranks.mirror_bytes_per_second
-        throttle = Throttle(rate) if rate is not None else None
-        self._mirror = Mirror(ranks, run, intact, self._done, self._notice, throttle)
+        self._throttle = Throttle(rate) if rate is not None else None
+        self._changed = threading.Condition()
+        self._next: StagedJob | None = None
+        self._keepers: dict[int, _Keeper] = {}
+        self._closed = self._failed = False
+        self._pause = threading.Event()
+        self._fd, self._nbytes = -1, 0
+        self._mirror = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
         # All ranks tell rank 0's writer what was kept.
         where = ranks.address or "127.0.0.1"
         self._server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
@@ -95,7 +122,9 @@ class Peers:
         keepers, senders = [int(rank) for rank in body["keepers"]], [int(rank) for rank in body["senders"]]
         self.parity.expect([self._ranks.rank, *senders])
         self._lead = addresses[0]
-        self._mirror.meet({rank: addresses[rank] for rank in keepers})
+        with self._changed:
+            self._keepers = {rank: _Keeper(rank, n, addresses[rank]) for n, rank in enumerate(keepers)}
+        self._mirror.start()
         if body["moved"]:
             # Those that send their shares here, and all who say to rank 0 that theirs were kept.
             others = senders if self._ranks.rank else range(1, self._ranks.size)
@@ -104,8 +133,13 @@ class Peers:
             threading.Thread(target=self._tell, args=(there, me), name="ckpt-moved", daemon=True).start()
 
     def offer(self, order: StagedJob) -> None:
-        """The newest order is to be mirrored."""
-        self._mirror.offer(order)
+        """The newest order is to be mirrored next, instead of what waits."""
+        order.retain()
+        with self._changed:
+            before, self._next = self._next, order
+            self._changed.notify()
+        if before is not None:
+            before.release()
 
     def poke(self) -> None:
         """What `answer` says may have changed."""
@@ -113,8 +147,16 @@ class Peers:
             self._news.notify_all()
 
     def close(self) -> None:
-        """Idempotent."""
-        self._mirror.close()
+        """Send nothing more, and serve nothing. Idempotent; waits a little for what is being sent."""
+        with self._changed:
+            self._closed = True
+            order, self._next = self._next, None
+            self._changed.notify()
+        if order is not None:
+            order.release()
+        self._pause.set()
+        if self._keepers:
+            self._mirror.join(_END_SECONDS)
         line, self._line = self._line, None
         if line is not None:
             line.close()
@@ -152,7 +194,10 @@ class Peers:
                     line.close()
 
     def _moved(self, rank: int, host: str, port: int) -> None:
-        self._mirror.move(rank, host, port)
+        """The writer of a rank is there now; it may be one that keeps nothing."""
+        with self._changed:
+            if rank in self._keepers:
+                self._keepers[rank].address = (host, port)
         if rank == 0:
             self._lead = (host, port)
 
@@ -203,96 +248,6 @@ class Peers:
 
     def _notice(self, text: str, warns: bool) -> None:
         self._emit(channel.event(Notice("WARNING" if warns else "INFO", text)))
-
-
-_IDLE_SECONDS = 60.0
-_END_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class _Keeper:
-    """Who keeps the share, or chunk `number` of it. `away`: it failed the last time, and that was reported."""
-
-    rank: int
-    number: int
-    address: tuple[str, int]
-    line: PeerConnection | None = None
-    line_to: tuple[str, int] | None = None
-    away: bool = False
-
-    def hang_up(self) -> None:
-        line, self.line = self.line, None
-        if line is not None:
-            line.close()
-
-
-class Mirror:
-    """One rank's sender; a thread of its own from `meet` on.
-
-    Args:
-        ranks: whose shares are sent.
-        run: of the writer; None: it has not opened the run yet.
-        intact: whether the slot of an order still has its bytes, and had them until now.
-        done: called with each snapshot that all keepers have whole.
-        notice: takes a line for people, and whether it is a warning.
-        throttle: paces what is sent; None: as fast as the link takes it.
-    """
-
-    def __init__(
-        self,
-        ranks: RankConfig,
-        run: Callable[[], RunText | None],
-        intact: Callable[[StagedJob], bool],
-        done: Callable[[str], object],
-        notice: Callable[[str, bool], object],
-        throttle: Throttle | None,
-    ) -> None:
-        self._ranks = ranks
-        self._run_text = run
-        self._intact = intact
-        self._done = done
-        self._notice = notice
-        self._throttle = throttle
-        self._changed = threading.Condition()
-        self._next: StagedJob | None = None
-        self._keepers: dict[int, _Keeper] = {}
-        self._closed = self._failed = False
-        self._pause = threading.Event()
-        self._fd, self._nbytes = -1, 0
-        self._thread = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
-
-    def meet(self, keepers: Mapping[int, tuple[str, int]]) -> None:
-        """Send to these ranks' writers from now on; once. Each gets the chunk of its place."""
-        with self._changed:
-            self._keepers = {rank: _Keeper(rank, n, address) for n, (rank, address) in enumerate(keepers.items())}
-        self._thread.start()
-
-    def move(self, rank: int, host: str, port: int) -> None:
-        """The writer of a rank is there now; it may be one that keeps nothing."""
-        with self._changed:
-            if rank in self._keepers:
-                self._keepers[rank].address = (host, port)
-
-    def offer(self, order: StagedJob) -> None:
-        """Send this one next, instead of what waits."""
-        order.retain()
-        with self._changed:
-            before, self._next = self._next, order
-            self._changed.notify()
-        if before is not None:
-            before.release()
-
-    def close(self) -> None:
-        """Send nothing more. Idempotent; waits a little for what is being sent."""
-        with self._changed:
-            self._closed = True
-            order, self._next = self._next, None
-            self._changed.notify()
-        if order is not None:
-            order.release()
-        self._pause.set()
-        if self._keepers:
-            self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         while (order := self._take()) is not None:

@@ -190,7 +190,7 @@ def test_each_rank_sends_its_share_once_and_keeps_part_of_it(group: list[Writer]
         def pace(nbytes: int, rank: int = rank) -> None:
             sent[rank] += nbytes
 
-        one.peers._mirror._pace = pace  # type: ignore[method-assign]
+        one.peers._pace = pace  # type: ignore[method-assign]
     snapshot = offer_all(group, 1)
     sizes = [one.orders[-1].staged(snapshot).data.nbytes for one in group]
     assert sent == sizes
@@ -327,7 +327,7 @@ def test_a_member_that_is_gone_is_reported_and_its_successor_takes_part(group: l
     first = offer_all(group, 1)
     until(lambda: first in group[0].mirrored)  # no sender waits for the one that goes now
     group[1].peers.close()
-    for keeper in (group[0].peers._mirror._keepers[1], group[2].peers._mirror._keepers[1]):
+    for keeper in (group[0].peers._keepers[1], group[2].peers._keepers[1]):
         keeper.hang_up()
     group[0].offer(2)
     until(lambda: any("does not take the share of rank 0" in one for one in group[0].notices))
@@ -335,7 +335,7 @@ def test_a_member_that_is_gone_is_reported_and_its_successor_takes_part(group: l
     successor = Writer(1, 3, 3)
     meet([group[0], successor, group[2]], moved=1)
     address = ("127.0.0.1", successor.peers.port)
-    until(lambda: all(group[rank].peers._mirror._keepers[1].address == address for rank in (0, 2)))
+    until(lambda: all(group[rank].peers._keepers[1].address == address for rank in (0, 2)))
     offer_all([group[0], successor, group[2]], 3)
     successor.close()
 

@@ -112,15 +112,15 @@ def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
 
 def attempts_of(writer: Writer) -> list[bool]:
     """What became of each attempt of its sender that has ended."""
-    mirror, found = writer.peers._mirror, list[bool]()
-    attempt = mirror._attempt
+    peers, found = writer.peers, list[bool]()
+    attempt = peers._attempt
 
     def note(*args: Any) -> bool:
         kept = attempt(*args)
         found.append(kept)
         return kept
 
-    mirror._attempt = note  # type: ignore[method-assign]
+    peers._attempt = note  # type: ignore[method-assign]
     return found
 
 
@@ -130,7 +130,7 @@ def test_a_partner_that_is_gone_is_reported_once_and_its_successor_is_used(write
     writers[0].offer(1)
     until(lambda: attempts == [True])  # its sender waits for nothing of the partner any more
     writers[1].peers.close()
-    writers[0].peers._mirror._keepers[1].hang_up()
+    writers[0].peers._keepers[1].hang_up()
     for step in (2, 3):
         writers[0].offer(step)
         until(lambda step=step: len(attempts) == step)
@@ -138,7 +138,7 @@ def test_a_partner_that_is_gone_is_reported_once_and_its_successor_is_used(write
     assert len([one for one in writers[0].notices if "memory of this machine only" in one]) == 1
     successor = Writer(1, 2)
     meet([writers[0], successor], moved=1)
-    until(lambda: writers[0].peers._mirror._keepers[1].address == ("127.0.0.1", successor.peers.port))
+    until(lambda: writers[0].peers._keepers[1].address == ("127.0.0.1", successor.peers.port))
     snapshot = writers[0].offer(4)
     until(lambda: snapshot in successor.kept)
     until(lambda: any("is back" in one for one in writers[0].notices))

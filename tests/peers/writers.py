@@ -68,9 +68,9 @@ class Writer:
 
     def join(self) -> None:
         """Wait until its sender, which ends, has freed the slot and its connections."""
-        if self.peers._mirror._thread.ident is not None:
-            self.peers._mirror._thread.join(WAIT_SECONDS)
-            assert not self.peers._mirror._thread.is_alive()
+        if self.peers._mirror.ident is not None:
+            self.peers._mirror.join(WAIT_SECONDS)
+            assert not self.peers._mirror.is_alive()
 
     @property
     def mirrored(self) -> list[str]:
@@ -81,9 +81,8 @@ class Writer:
         return [one["event"]["message"] for one in self.said if one["kind"] == channel.EVENT]
 
     def close(self) -> None:
-        self.peers._mirror.close()
-        self.join()
         self.peers.close()
+        self.join()
         for order in self.orders:
             order.release()
         self.intake.close()

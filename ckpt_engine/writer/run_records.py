@@ -9,8 +9,6 @@ memory. `ckpt status` reads the status file. `TierHealth` knows whether a tier w
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,6 @@ from ckpt_engine.store import container, names
 from ckpt_engine.store.container import parsed, seal
 from ckpt_engine.store.lease import LeaseHolder, ProcessIdentity
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import TEMP
 from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.writer.channel import SpentTimes
 
@@ -404,7 +401,6 @@ class TierHealth:
         return TierStatus(self._url, state, code=code, message=message, since=self._since, **more)
 
 
-_TRIES = 20
 _NAMED = 3
 _IDLE_SECONDS = 60.0
 
@@ -450,50 +446,13 @@ class WriterStatus:
     tiers: tuple[TierStatus, ...]
 
 
-class StatusFile:
-    """Replaces a status file in one step, so that readers never see half of one.
+def write_status(storage: Storage, status: WriterStatus) -> None:
+    """Say how things are, in the place of what was said before.
 
-    It is for people: not synced, and written only on a local disk. Not thread safe.
-
-    Args:
-        root: folder of the nearest tier.
+    Raises:
+        StorageError: the earlier status stays.
     """
-
-    def __init__(self, root: str, pid: int, host: str) -> None:
-        self._path = Path(root) / names.STATUS
-        self._root = root
-        self._pid = pid
-        self._host = host
-
-    def write(self, tiers: Sequence[TierStatus], *, ended: bool = False) -> None:
-        """Say how things are.
-
-        Raises:
-            OSError: from the disk; the earlier status stays.
-        """
-        status = WriterStatus(self._pid, self._host, time.time(), ended, tuple(tiers))
-        text = seal(asdict(status)) + b"\n"
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                self._replace(text)
-            except (BlockingIOError, FileNotFoundError):  # a sweep came between the making and the lock
-                if not tries_left:
-                    raise
-            else:
-                return
-
-    def _replace(self, text: bytes) -> None:
-        """In the form of an interrupted put: locked it is left alone, and swept if this process dies."""
-        temporary = Path(self._root, f"{TEMP}{os.urandom(8).hex()}-{names.STATUS}")
-        with temporary.open("xb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.write(text)
-                file.flush()
-                temporary.replace(self._path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+    storage.put(names.STATUS, [memoryview(seal(asdict(status)) + b"\n")], exclusive=False)
 
 
 class StatusWriter:
@@ -512,8 +471,9 @@ class StatusWriter:
         now: Callable[[], Sequence[TierStatus]],
         emit: Callable[[Event], object],
     ) -> None:
-        folder = nearest.capabilities.folder
-        self._file = StatusFile(folder.root, holder.pid, holder.host) if folder is not None else None
+        self._nearest = nearest
+        self._folder = nearest.capabilities.folder
+        self._holder = holder
         self._now = now
         self._emit = emit
         self._changed = threading.Condition()
@@ -522,7 +482,7 @@ class StatusWriter:
 
     def note(self) -> None:
         """Something has changed. Any thread; never waits."""
-        if self._file is None:
+        if self._folder is None:
             return
         with self._changed:
             self._news = True
@@ -547,14 +507,17 @@ class StatusWriter:
             self._write(ended)
 
     def _write(self, ended: bool) -> None:
-        assert self._file is not None
+        assert self._folder is not None
+        if not Path(self._folder.root).is_dir():
+            return  # it was removed, or is not mounted now: it is not for this to make it
+        holder = self._holder
         try:
-            self._file.write(self._now(), ended=ended)
+            write_status(self._nearest, WriterStatus(holder.pid, holder.host, time.time(), ended, tuple(self._now())))
             self._failed = False
-        except OSError as err:
+        except CkptError as err:
             if not self._failed:
                 self._failed = True
-                self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err}"))
+                self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err.message}"))
 
 
 def read_status(storage: Storage) -> WriterStatus | None:

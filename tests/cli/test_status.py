@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 
 from ckpt_engine.store import names
+from ckpt_engine.store.container import seal
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.run_records import AWAY, WORKING, StatusFile, TierStatus, read_status
+from ckpt_engine.writer.run_records import AWAY, WORKING, TierStatus, WriterStatus, read_status, write_status
 
 Ckpt = Callable[..., Any]
 
@@ -25,12 +28,11 @@ def config(run_folder: Any, arrays: Any, tmp_path: Path, ckpt: Ckpt) -> Path:
     assert ckpt("cp", run_folder.path, tmp_path / "far").code == 0
     newest = run_folder.add(20, arrays)
     near, far = f"file://{run_folder.path}", f"file://{tmp_path / 'far'}"
-    StatusFile(str(run_folder.path), 4711, "node7").write(
-        [
-            TierStatus(near, WORKING, newest=newest),
-            TierStatus(far, AWAY, None, None, 1, 1_500_000, 0, "CKPT300", "the cable is out", 0.0, "zstd: 9 MB → 6 MB"),
-        ]
+    tiers = (
+        TierStatus(near, WORKING, newest=newest),
+        TierStatus(far, AWAY, None, None, 1, 1_500_000, 0, "CKPT300", "the cable is out", 0.0, "zstd: 9 MB → 6 MB"),
     )
+    write_status(LocalStorage(run_folder.path), WriterStatus(4711, "node7", time.time(), False, tiers))
     path = tmp_path / "ckpt.yaml"
     path.write_text(f"tiers: [{run_folder.path}, {tmp_path / 'far'}]\n")
     return path
@@ -94,20 +96,18 @@ def test_a_damaged_status_is_reported_and_the_rest_shown(ckpt: Ckpt, config: Pat
     assert "status.json is damaged" in done.out
 
 
-def test_a_status_that_cannot_be_written_leaves_the_old_one(run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers see one status or the next, and no rest of a failed one stays behind."""
-    file = StatusFile(str(run_folder.path), 1, "a")
-    file.write([TierStatus("x", WORKING)])
-
-    def fail(self: Path, target: Path) -> Path:
-        raise OSError("full")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="full"):
-        file.write([TierStatus("y", WORKING)])
-    status = read_status(LocalStorage(run_folder.path))
-    assert status is not None and [tier.url for tier in status.tiers] == ["x"]
-    assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".tmp")] == []
+def test_what_a_newer_writer_says_more_is_passed_over(tmp_path: Path) -> None:
+    """`ckpt status` of this version shows what it knows."""
+    tier = TierStatus("/far", WORKING, newest="0-1-a")
+    write_status(LocalStorage(tmp_path), WriterStatus(1, "host", 1.0, False, (tier,)))
+    path = tmp_path / names.STATUS
+    row = json.loads(path.read_text())
+    row["mood"], row["tiers"][0]["mood"] = "fine", "fine"
+    del row["digest"]
+    path.write_bytes(seal(row))
+    status = read_status(LocalStorage(tmp_path))
+    assert status is not None
+    assert (status.pid, [tier.newest for tier in status.tiers]) == (1, ["0-1-a"])
 
 
 def test_top_shows_the_status_again_until_it_is_interrupted(run_folder: Any, arrays: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.run_records import HANGS, WORKING, StatusFile, TierStatus
+from ckpt_engine.writer.run_records import HANGS, WORKING, TierStatus, WriterStatus, write_status
 from tests.support import hanging as support
 
 Ckpt = Callable[..., Any]
@@ -28,7 +28,19 @@ def config(tmp_path: Path, run_folder: Any, arrays: Any) -> Path:
 def test_a_tier_that_hangs_is_shown_as_such(ckpt: Ckpt, config: Path, run_folder: Any, tmp_path: Path) -> None:
     """Its state, since when, and why."""
     far = TierStatus(f"file://{tmp_path / 'far'}", HANGS, code="CKPT306", message="has not got on for 30 s", since=1.0)
-    StatusFile(str(run_folder.path), 1, "a").write([TierStatus(f"file://{run_folder.path}", WORKING), far])
+    write_status(
+        LocalStorage(run_folder.path),
+        WriterStatus(
+            1,
+            "a",
+            1.0,
+            False,
+            (
+                TierStatus(f"file://{run_folder.path}", WORKING),
+                far,
+            ),
+        ),
+    )
     done = ckpt("status", config)
     assert done.code == 0
     assert "hangs" in done.out
@@ -61,7 +73,10 @@ def test_a_nearest_tier_that_hangs_does_not_hold_it_up(
 ) -> None:
     """The others are shown; the nearest one is not asked a second time for what its writer said."""
     (tmp_path / "far").mkdir()
-    StatusFile(str(run_folder.path), 1, "a").write([TierStatus(f"file://{run_folder.path}", WORKING)])
+    write_status(
+        LocalStorage(run_folder.path),
+        WriterStatus(1, "a", 1.0, False, (TierStatus(f"file://{run_folder.path}", WORKING),)),
+    )
     done = ckpt("status", config, "--json")
     near, far = done.json["tiers"]
     assert near["error"] is not None and far["error"] is None

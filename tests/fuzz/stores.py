@@ -29,7 +29,7 @@ from ckpt_engine.store import names, pins
 from ckpt_engine.store import repository as catalog
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.run_records import StatusFile, TierStatus
+from ckpt_engine.writer.run_records import TierStatus, WriterStatus, write_status
 from tests.support.copies import copy_encoded
 
 
@@ -117,7 +117,19 @@ def plain(root: Path) -> None:
     first, last = repository.list()
     pins.pin(repository, first.id, "a note", created=1.7e9)
     write_rollback(repository.storage, RollbackRecord(first.id, 1, last.id, 2, 3, 1, "the loss"))
-    StatusFile(str(root), 1, "host").write([TierStatus(str(root), "working", last.id), TierStatus("s3://b/r", "away")])
+    write_status(
+        LocalStorage(root),
+        WriterStatus(
+            1,
+            "host",
+            1.0,
+            False,
+            (
+                TierStatus(str(root), "working", last.id),
+                TierStatus("s3://b/r", "away"),
+            ),
+        ),
+    )
     listed = {names.manifest_id(one.name): one for one in repository.storage.list(names.MANIFESTS)}
     cards = [
         catalog.Card(one, repository.read(parsed.id).info, repository.files_of(parsed.id))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease import acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.run_records import StatusFile, read_status
 from tests.store.samples import info, manifest, save
 
 SNAPSHOT = "00000001-s0000000010-0123abcd"
@@ -222,21 +220,6 @@ def test_no_put_writes_through_a_link(tmp_path: Path, victim: Path) -> None:
         storage.receive(name, 3, "ab" * 8, lambda partial: partial.write(0, memoryview(b"abc")))
     storage.sweep()
     assert temp.is_symlink()
-
-
-def test_the_status_is_not_written_through_a_link(tmp_path: Path, victim: Path) -> None:
-    """The link may have its name or the name that its temporary file once had."""
-    root = tmp_path / "run"
-    root.mkdir()
-    for make in (lambda path: path.symlink_to(victim), os.mkfifo):
-        for name in (f".tmp-{names.STATUS}", names.STATUS):
-            (root / name).unlink(missing_ok=True)
-            make(root / name)
-        assert _within_time(lambda: StatusFile(str(root), 1, "here").write([])) is None
-        assert stat.S_ISREG((root / names.STATUS).lstat().st_mode)
-        status = read_status(LocalStorage(root))
-        assert status is not None
-        assert status.host == "here"
 
 
 def test_a_pin_that_is_no_file_still_pins(tmp_path: Path) -> None:

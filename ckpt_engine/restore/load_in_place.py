@@ -26,7 +26,7 @@ from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.read import READ_BYTES, Landing, Move, moves_of, private_memory, read_moves
-from ckpt_engine.snapshot.cuda import CUDA, Runtime, home
+from ckpt_engine.snapshot.cuda import CUDA, Cuda, home
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
 from ckpt_engine.state.sharding import problem as sharding_problem
@@ -362,7 +362,7 @@ _STRIP_UNIT = 2 << 20
 """Pieces of one request may take some more bytes than it has, to be aligned."""
 
 
-def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], runtime: Runtime = CUDA) -> None:
+def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], runtime: Cuda = CUDA) -> None:
     """Fill `targets` (contiguous tensors by entry name) with their entries; on return all of them are complete.
 
     Every piece is verified before its bytes reach a tensor. If an error is raised, other pieces may have been copied.
@@ -386,7 +386,7 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
 class _Strip:
     """Page-locked host memory from where a device copies."""
 
-    def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, nbytes: int, runtime: Cuda, device: torch.device) -> None:
         memory = private_memory(nbytes)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.sent: list[Any] = []
@@ -415,7 +415,7 @@ class _PageLocked(Landing):
     Copies are queued behind what is queued in the streams that are current where this is made.
     """
 
-    def __init__(self, targets: Mapping[str, torch.Tensor], runtime: Runtime) -> None:
+    def __init__(self, targets: Mapping[str, torch.Tensor], runtime: Cuda) -> None:
         self._runtime = runtime
         self._targets = {name: target.detach().view(-1).view(torch.uint8) for name, target in targets.items()}
         self._homes = {name: home(runtime, target) for name, target in targets.items()}

@@ -269,29 +269,26 @@ PROVEN = 2
 """So often a tensor must have been found unchanged before that is checked behind training."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Tag:
     """What is the same as long as nothing counted has changed a tensor. The weak reference keeps its number unique."""
 
     storage: StorageWeakRef
-    address: int
+    form: tuple[Any, ...]
     version: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Tag:
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(storage, tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+        return cls(storage, _form(tensor), tensor._version)
 
     def is_same(self, tensor: torch.Tensor) -> bool:
         """Whether it is of the same memory, in the same form, however often changed."""
-        return (
-            tensor.untyped_storage()._cdata == self.storage.cdata
-            and tensor.data_ptr() == self.address
-            and (tensor.dtype, tensor.shape, tensor.stride()) == (self.dtype, self.shape, self.stride)
-        )
+        return _form(tensor) == self.form
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @dataclass(slots=True)
@@ -394,11 +391,4 @@ def _large(plan: StatePlan) -> list[int]:
 
 
 def _is_candidate(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_cpu
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_inference()
-    )
+    return _movable(tensor) and not (tensor.requires_grad or tensor.is_inference())

@@ -9,7 +9,7 @@ takes one launch for many of them and next to none of the device's bandwidth, an
 training's kernels leave room. A tensor that is not contiguous is packed too: its bytes have to be put in order on the
 device anyway. Large tensors go as they are, so that they cost the device's processors nothing.
 
-Everything that talks to CUDA while a snapshot is copied goes through `Runtime`, so that tests can put streams in its
+Everything that talks to CUDA while a snapshot is copied goes through `Cuda`, so that tests can put streams in its
 place whose work is done late and in any order that CUDA allows.
 """
 
@@ -20,13 +20,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, PageLocks, split
+from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, split
 from ckpt_engine.errors import WaitTimeoutError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
@@ -37,43 +37,7 @@ Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """Queues copies to the first from the second; either side of a pair may be host memory, which should be page-locked."""
 
 
-class Runtime(PageLocks, Protocol):
-    """Devices whose work is queued in streams. A stream or event is whatever the runtime returned."""
-
-    def device(self, tensor: torch.Tensor) -> torch.device | None:
-        """Which of these devices has the tensor's bytes; None: none of them."""
-        ...
-
-    def current(self, device: torch.device) -> Any:
-        """The stream that the calling thread queues work in."""
-        ...
-
-    def side(self, device: torch.device) -> Any:
-        """A new stream."""
-        ...
-
-    def mark(self, stream: Any) -> Any:
-        """An event that happens when all work queued in `stream` so far is done."""
-        ...
-
-    def hold(self, stream: Any, event: Any) -> None:
-        """Work queued in `stream` from now on waits for `event`; the caller does not."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Return when `event` has happened. Lets go of the GIL and of the core."""
-        ...
-
-    def copies(self, stream: Any) -> AbstractContextManager[Copy]:
-        """Inside the `with` block `stream` is the current one of its device, and what it gives queues copies there."""
-        ...
-
-    def empty(self, stream: Any, device: torch.device, nbytes: int) -> torch.Tensor:
-        """Bytes on a device, to be used in `stream` only."""
-        ...
-
-
-def home(runtime: Runtime, tensor: torch.Tensor) -> torch.device:
+def home(runtime: Cuda, tensor: torch.Tensor) -> torch.device:
     """Which device has the bytes of a tensor that is on one of them."""
     device = runtime.device(tensor)
     assert device is not None
@@ -81,36 +45,43 @@ def home(runtime: Runtime, tensor: torch.Tensor) -> torch.device:
 
 
 class Cuda:
-    """The `Runtime` of torch's CUDA devices.
+    """Devices whose work is queued in streams: torch's CUDA devices. A stream or event is whatever this has returned.
 
     A thread that has not chosen a device would make a context on the first one, which takes hundreds of megabytes of a
     GPU that training may not use: so whatever other threads call chooses one.
     """
 
     def device(self, tensor: torch.Tensor) -> torch.device | None:
+        """Which of these devices has the tensor's bytes; None: none of them."""
         return tensor.device if tensor.is_cuda else None
 
-    def current(self, device: torch.device) -> torch.cuda.Stream:
+    def current(self, device: torch.device) -> Any:
+        """The stream that the calling thread queues work in."""
         return torch.cuda.current_stream(device)
 
-    def side(self, device: torch.device) -> torch.cuda.Stream:
+    def side(self, device: torch.device) -> Any:
+        """A new stream."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def mark(self, stream: Any) -> Any:
+        """An event that happens when all work queued in `stream` so far is done."""
         # Blocking: a host thread that waits for it sleeps, instead of taking a core from training.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
-    def hold(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def hold(self, stream: Any, event: Any) -> None:
+        """Work queued in `stream` from now on waits for `event`; the caller does not."""
         stream.wait_event(event)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Any) -> None:
+        """Return when `event` has happened. Lets go of the GIL and of the core."""
         with torch.cuda.device(event.device):
             event.synchronize()
 
     @contextmanager
-    def copies(self, stream: torch.cuda.Stream) -> Iterator[Copy]:
+    def copies(self, stream: Any) -> Iterator[Copy]:
+        """Inside the `with` block `stream` is the current one of its device, and what it gives queues copies there."""
         with torch.no_grad(), torch.cuda.stream(stream):
             yield self._copy
 
@@ -121,7 +92,8 @@ class Cuda:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
-    def empty(self, stream: torch.cuda.Stream, device: torch.device, nbytes: int) -> torch.Tensor:
+    def empty(self, stream: Any, device: torch.device, nbytes: int) -> torch.Tensor:
+        """Bytes on a device, to be used in `stream` only."""
         # It is used again by later snapshots, of which some may be taken in inference mode and some not.
         with torch.inference_mode(False), torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -198,7 +170,7 @@ class Flight:
         ends: when everything queued has been done.
     """
 
-    def __init__(self, runtime: Runtime, load: Load, on_complete: Callable[[], None]) -> None:
+    def __init__(self, runtime: Cuda, load: Load, on_complete: Callable[[], None]) -> None:
         self.complete = threading.Event()
         self.error: BaseException | None = None
         self.queued = threading.Event()
@@ -285,7 +257,7 @@ class DeviceCopies:
     All methods belong to the training thread.
     """
 
-    def __init__(self, runtime: Runtime = CUDA) -> None:
+    def __init__(self, runtime: Cuda = CUDA) -> None:
         self.runtime = runtime
         self._lanes: dict[torch.device, _Lane] = {}
         self._active: list[torch.device] = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine import errors
+from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.manifest import UNNAMED, Line
 from ckpt_engine.store.manifest_codec import line_from_json, line_to_json
 
@@ -59,25 +60,6 @@ class Layout:
     nbytes: int
     entries: tuple[EntryLayout, ...]
     structure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaNews:
-    """What is new to the writer of what the jobs from here on refer to.
-
-    Args:
-        slot: number, descriptor and bytes of one, which takes the place of one with this number; None: all are known.
-        gone: slots that no later job names.
-        layout: of the bytes in all slots; None: as before.
-        keys: the top-level keys, in the state's order; empty: as before.
-        trees: the skeletons of some of them; those of the others are as before.
-    """
-
-    slot: tuple[int, int, int] | None = None
-    gone: tuple[int, ...] = ()
-    layout: Layout | None = None
-    keys: tuple[str, ...] = ()
-    trees: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +269,7 @@ class WriterConfig:
         keep: retention as plain JSON, `{"last": n, "every_n_steps": n, "best": {"monitor": m, "mode": "min", "k": k}}`;
             each key optional, empty keeps everything.
         lease_wait_seconds: how long `start` waits for another holder of the run's lease.
-        holder: who asks for the lease: `pid`, `host`, `command`; filled with this process where absent.
+        holder: who asks for the lease; None: this process.
         drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
         end_wait_seconds: how long a trainer that ends waits for what further tiers still want.
         tiers: further tiers, nearest first.
@@ -303,7 +285,7 @@ class WriterConfig:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     keep: Mapping[str, Any] = field(default_factory=dict)
     lease_wait_seconds: float = 0.0
-    holder: Mapping[str, Any] = field(default_factory=dict)
+    holder: LeaseHolder | None = None
     drain_seconds: float = 600.0
     end_wait_seconds: float = 600.0
     tiers: tuple[TierConfig, ...] = ()
@@ -357,7 +339,9 @@ def done_from_json(data: Mapping[str, Any]) -> JobDone:
 def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
     """A configuration from what `asdict` makes of it."""
     tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
-    return WriterConfig(**{**data, "tiers": tiers, "ranks": data["ranks"] and _ranks_from_json(data["ranks"])})
+    holder = data["holder"] and LeaseHolder(**data["holder"])
+    ranks = data["ranks"] and _ranks_from_json(data["ranks"])
+    return WriterConfig(**{**data, "tiers": tiers, "holder": holder, "ranks": ranks})
 
 
 def _ranks_from_json(data: Mapping[str, Any]) -> RankConfig:

@@ -7,17 +7,17 @@ snapshot is made before it is written, and a run that will not fit is warned bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckpt_engine.copy import drop_components
+from ckpt_engine.copy.transfer import foresee, twins, write_slim
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
-from ckpt_engine.store import manifest_codec, names, pins
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import Lease
-from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
+from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Data, Repository, lacking
 from ckpt_engine.store.retention import (
     OTHER_LINE,
@@ -115,7 +115,7 @@ def plan_prune(
         verified: ids known to be whole, such as the one just committed.
     """
     scanned, others = _of_line(repository, line)
-    doubles = drop_components.twins(scanned)
+    doubles = twins(scanned)
     infos = [info for info in scanned if info.id not in doubles]
     whole = _newest_whole(repository, infos, verified)
     if whole is None and infos:
@@ -345,7 +345,7 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
     manifest = repository.read(snapshot)
     if manifest.info.partial is not None:
         raise FormatError(f"{snapshot} has what {manifest.info.partial} wrote, and cannot be taken apart")
-    made = drop_components.foresee(manifest, lost)
+    made = foresee(manifest, lost)
     if made is None:
         raise FormatError(f"the data of {snapshot} is encoded and cannot be taken apart")
     new = made.manifest.info.id
@@ -355,7 +355,7 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
     if all(parsed.id != new for parsed in repository.ids()):
         _require_room(repository, limits, made.nbytes)
         lease.check()
-        drop_components.write(repository, made)
+        write_slim(repository, made)
     if _forget(repository, lease, [snapshot]):
         repository.forget([new])
         raise StorageMissingError(f"{snapshot} was pinned meanwhile")
@@ -453,79 +453,12 @@ def _is_whole(repository: Repository, snapshot: str) -> bool:
 ROOMY_BYTES = 256 << 20
 """With so much left beside the data the size of the manifest does not matter."""
 
-Warn = Callable[[str], object]
 
-
-class SpaceReservation:
-    """Makes room for the snapshots of one writer, one after another.
-
-    Args:
-        warn: called once, before the first snapshot, if what the policy keeps will not fit.
-        in_flight: snapshots that others may be writing.
-        protected: snapshots that nothing may remove now, and why.
-    """
-
-    def __init__(
-        self,
-        repository: Repository,
-        lease: Lease,
-        policy: RetentionPolicy,
-        warn: Warn,
-        in_flight: Container[str] = (),
-        protected: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        self._repository = repository
-        self._lease = lease
-        self._policy = policy
-        self._warn = warn
-        self._in_flight = in_flight
-        self._protected = protected
-        self._warned = False
-        self._whole: tuple[str, ...] = ()
-
-    def before(self, data_bytes: int, foresee: Callable[[], Manifest]) -> Pruned | None:
-        """Forget what has to go before a snapshot is written. None: there was room.
-
-        Args:
-            data_bytes: its data files.
-            foresee: its manifest as it will be, except that the digests may be any of the same length. Only asked for
-                where it matters.
-
-        Raises:
-            StorageFullError: it does not fit within the limits; nothing was forgotten. Do not write.
-            LeaseHeldError, StorageError
-        """
-        self._warn_once(data_bytes)
-        free_bytes = self._repository.storage.capabilities.free_bytes()
-        plenty = free_bytes is None or free_bytes >= data_bytes + ROOMY_BYTES
-        if plenty and Retention.of(self._policy).limits == ByteLimits():
-            return None
-        coming = foresee()
-        return make_room(
-            self._repository,
-            self._lease,
-            self._policy,
-            data_bytes + len(manifest_codec.encode(coming)),
-            line=coming.info.line,
-            incoming=coming.info,
-            protected=self._protected(),
-            verified=self._whole,
-            in_flight=self._in_flight,
-        )
-
-    def committed(self, snapshot: str) -> None:
-        """Note that a snapshot was committed: it is known to be whole."""
-        self._whole = (snapshot,)
-
-    def _warn_once(self, data_bytes: int) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        used_bytes = sum(item.nbytes for item in self._repository.storage.list(names.DATA))
-        free_bytes = self._repository.storage.capabilities.free_bytes()
-        short = preflight(self._policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
-        if short is not None:
-            self._warn(f"{self._repository.storage.url}: {short}")
+def shortage(repository: Repository, policy: RetentionPolicy, data_bytes: int) -> str | None:
+    """Why what a policy keeps will not fit, if all snapshots are as large as the first one; None: it will."""
+    used_bytes = sum(item.nbytes for item in repository.storage.list(names.DATA))
+    free_bytes = repository.storage.capabilities.free_bytes()
+    return preflight(policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
 
 
 def measure(repository: Repository) -> Usage:

@@ -146,33 +146,18 @@ class WritePlan:
         Args:
             manifest: that of the source, as it is stored.
         """
-        work = [one for part in self.parts for job in part for one in job.work]
-        headers = (
-            sum(2 * len(one.name.encode()) + _ROW_BYTES for one in work) + 2 * len(self.parts) * container.ALIGN_BYTES
+        jobs = [job for part in self.parts for job in part]
+        work = [one for job in jobs for one in job.work]
+        refers = [*(one.over.needed for one in work if one.over is not None), *self.old.values()]
+        texts = sum(2 * len(one.name.encode()) + _ROW_BYTES + _MORE_BYTES for one in work)
+        texts += sum(9 * (len(one.name.encode()) + 3) for job in jobs if job.adam for one in job.work)
+        texts += sum(
+            sum(len(one.encode()) + 3 for one in (name, *piece.group)) + 2 * _MORE_BYTES
+            for needed in refers
+            for (_, name), piece in needed.items()
         )
-        groups = sum(
-            3 * len(one.name.encode()) + 9 for part in self.parts for job in part if job.adam for one in job.work
-        )
-        bases = {
-            (*key, start, piece.offset): piece
-            for needed, start in (
-                *((one.over.needed, one.start) for one in work if one.over is not None),
-                *((needed, start) for (_, start), needed in self.old.items()),
-            )
-            for key, piece in needed.items()
-        }
-        names = sum(
-            len(name.encode()) + sum(3 + len(one.encode()) for one in piece.group) + 2 * _MORE_BYTES
-            for (_, name, _, _), piece in bases.items()
-        )
-        return (
-            sum(one.piece.raw_nbytes for one in work)
-            + headers
-            + len(manifest)
-            + _MORE_BYTES * len(work)
-            + 3 * groups
-            + names
-        )
+        headers = 2 * len(self.parts) * container.ALIGN_BYTES
+        return sum(job.raw_nbytes for job in jobs) + headers + len(manifest) + texts
 
 
 def plan(manifest: Manifest, target: Repository, differences: bool = False) -> WritePlan:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
+from ckpt_engine.copy.job import JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import (
     Event,
@@ -23,10 +23,9 @@ from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
-from ckpt_engine.snapshot.ownership import Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
-from ckpt_engine.snapshot.writer_link import Coming, Handover, Newest, OpenWriter, outlives_the_trainer
+from ckpt_engine.snapshot.writer_link import Coming, Handover, Lineage, Newest, OpenWriter, outlives_the_trainer
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.writer.channel import Pulse
@@ -119,12 +118,12 @@ class Pipeline:
         if self._shared is not None and self._starting is None:
             self._shared.reopens()
         if self._lost:
-            self._writer = Handover(Coming(self._open_writer, self.memory, self._tier), self._arrived)
+            self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
             return
         if not self.snapshot_bytes:
             self._fit(0)
         if self.behind and self._starting is None:
-            self._starting = Coming(self._open_writer, self.memory, self._tier)
+            self._starting = Coming(self._open_writer, self.memory)
             self._starting.wait(BEHIND_SECONDS)
         if not self._still_starting:
             self._adopt()
@@ -139,7 +138,6 @@ class Pipeline:
             for event in starting.events:
                 self._emit(event)
         self._writer = Handover(client, self._arrived)
-        self._arrived(client)
 
     def _arrived(self, client: WriterClient) -> None:
         if self.memory:
@@ -154,7 +152,7 @@ class Pipeline:
 
     @property
     def _still_starting(self) -> bool:
-        return self._starting is not None and not self._starting.started
+        return self._starting is not None and not self._starting.done()
 
     def begin_step(self, step: int, times: RunTimes | None = None) -> None:
         """Training is about to begin `step`; the writer tells by it how much was lost.
@@ -206,7 +204,7 @@ class Pipeline:
 
     def _cancel(self, snapshot: str, why: str) -> None:
         if self._writer is not None:
-            self._writer.client.cancel(snapshot, why)
+            self._writer.give(lambda client: client.cancel(snapshot, why), lambda _: None)
 
     def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
         step, durable = wanted.step, wanted.durable
@@ -269,7 +267,6 @@ class Pipeline:
             when: wall-clock and monotonic seconds of the instant.
         """
         assert self._writer is not None
-        self._writer.announce(slot, self.slots.known(), capture.plan)
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
         parent = self.lineage.parent
@@ -288,8 +285,10 @@ class Pipeline:
             self._pending[job.job] = (handle, slot.index)
             if self.memory:
                 self.slots.retain(slot.index)
-        claims = self._unchanged.claim(slot.index, [one.index for one in self.slots.known()], capture)
-        submit = self._submitter(job, self._writer, handle, claims)
+        known = [one.index for one in self.slots.known()]
+        claims = self._unchanged.claim(slot.index, known, capture)
+        about = ((slot.index, slot.fd, slot.nbytes), known, capture.plan.layout, capture.plan.trees)
+        submit = self._submitter(job, self._writer, handle, claims, about)
         views, check = slot.views(capture.plan), self._check_lazy
         return Staging(capture, views, submit, check=check, claims=claims, slot=slot.memory), claims
 
@@ -321,8 +320,9 @@ class Pipeline:
 
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
-        client = self._writer.client if self._writer is not None else None
-        if not (self._unsent or self._newest.unsettled or (client is not None and client.news)):
+        writer = self._writer
+        client = writer.client if writer is not None else None
+        if not (self._unsent or self._newest.unsettled or (writer is not None and (client is None or client.news))):
             return
         for job, handle, error in map(self._unsent.pop, list(self._unsent)):
             if self.memory:
@@ -334,7 +334,7 @@ class Pipeline:
             else:
                 self._fail(handle, error)
         self._newest.settle(lambda: client is not None and client.alive and client.flushed)
-        for message in self._writer.poll() if self._writer is not None else ():
+        for message in writer.poll() if writer is not None else ():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
             elif isinstance(message, SlotFreed):
@@ -401,7 +401,7 @@ class Pipeline:
             return self._drain(timeout, hurries)
 
     def _waited_for(self, timeout: float) -> str | None:
-        return self._writer.client.unwritten(timeout) if self._writer is not None else None
+        return self._writer.unwritten(timeout) if self._writer is not None else None
 
     def _drain(self, timeout: float, hurries: Callable[[bool], bool]) -> bool:
         self.before_update()
@@ -451,28 +451,31 @@ class Pipeline:
                 return False
             if self._writer is not None:
                 # There is no event when what was sent is with the kernel: look again soon.
-                self._writer.client.wait(min(left, 1.0 if self._writer.client.flushed else _FLUSH_SECONDS))
+                self._writer.wait(min(left, 1.0 if self._writer.flushed else _FLUSH_SECONDS))
             self.poll()
         return True
 
     def _submitter(
-        self, job: PersistJob, writer: Handover, handle: SaveHandle, claims: Claims
+        self, job: PersistJob, writer: Handover, handle: SaveHandle, claims: Claims, about: tuple[Any, ...]
     ) -> Callable[[BaseException | None], None]:
         memory, told = self.memory, self._newest.writer
+
+        def fail(error: CkptError) -> None:
+            self._unsent[job.job] = (job, handle, error)
+
+        def send(client: WriterClient) -> None:
+            client.describe(*about)
+            (client.submit if handle.durable else client.hold)(job)
+            if memory:
+                self._newest.tell(job.slot, None if handle.durable else handle, told)
 
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
             self._unchanged.settle(claims, staged=error is None)
             if error is not None:
-                self._unsent[job.job] = (job, handle, SnapshotFailedError(f"staging failed: {error}"))
-                return
-            try:
-                writer.send(job, durable=handle.durable)
-            except Exception as err:  # noqa: BLE001 - `poll` says what it is
-                self._unsent[job.job] = (job, handle, ErrorRecord.of(err).exception())
+                fail(SnapshotFailedError(f"staging failed: {error}"))
             else:
-                if memory:
-                    self._newest.tell(job.slot, None if handle.durable else handle, told)
+                writer.give(send, fail)
 
         return submit
 

@@ -10,120 +10,67 @@ overwritten, and a writer that knows of no other. Of several ranks each keeps tw
 slot: see `writer.memory_snapshots`.
 
 What the options of a run mean for its writer.
+
+Which engine of this process writes which run: a newer one takes the run over, and the older one is closed first.
+
+A notebook's cell that has failed and is run again leaves its engine open, with the run's lease: that is no stranger to
+wait for. Engines of other processes are, also of the one that this one was forked from.
+
+Which line of history the snapshots of this process belong to, and whether another job has overtaken it.
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import logging
 import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt_engine.config import Config, Tier
-from ckpt_engine.copy.job import ArenaNews, ErrorRecord, PersistJob, TierConfig, WriterConfig
-from ckpt_engine.errors import CkptError, StorageError, WriterError
-from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.snapshot.arena import SharedSlot
+from ckpt_engine.copy.job import ErrorRecord, History, TierConfig, WriterConfig
+from ckpt_engine.errors import CkptError, ClosedError, OvertakenError, StorageError, WriterError
+from ckpt_engine.observe.events import LOGGER_NAME, Event, Notice, WriterLost
+from ckpt_engine.observe.units import place
+from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.state.layout import StatePlan
-from ckpt_engine.writer.channel import Body, encode
-from ckpt_engine.writer.client import Message, WriterClient, never
+from ckpt_engine.store.manifest import Line, SnapshotInfo
+from ckpt_engine.store.retention import branch_id
+from ckpt_engine.writer.client import Message, WriterClient
 
 OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
 """Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
 
 
-class Coming(WriterClient):
-    """Stands for a writer that is being started on a thread of its own, at once.
-
-    Where training goes on meanwhile, its snapshots wait in the arena.
+class Coming(Future[WriterClient]):
+    """A writer that is being started on a thread of its own, at once.
 
     Args:
         open_writer: may take as long as waiting for the lease does.
         memory: its first argument.
-        url: of the run.
     """
 
-    def __init__(self, open_writer: OpenWriter, memory: bool, url: str) -> None:
-        super().__init__(url)
-        self.news = (None,)  # that it has started is found by asking
+    def __init__(self, open_writer: OpenWriter, memory: bool) -> None:
+        super().__init__()
         self.events: list[Event] = []
-        self._later: list[tuple[Body, Sequence[int]]] = []
-        self._client: WriterClient | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(open_writer, memory), name="ckpt-start", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(open_writer, memory), name="ckpt-start", daemon=True).start()
 
     def _run(self, open_writer: OpenWriter, memory: bool) -> None:
         try:
-            self._client = open_writer(memory, self.events.append)
+            self.set_result(open_writer(memory, self.events.append))
         except Exception as err:  # noqa: BLE001 - raised on the training thread
-            self._error = err
-
-    @property
-    def started(self) -> bool:
-        """Whether there is a result."""
-        return not self._thread.is_alive()
-
-    def result(self) -> WriterClient:
-        """The client, once it has `started`.
-
-        Raises:
-            CkptError: why it did not start.
-        """
-        if self._error is not None:
-            raise self._error
-        assert self._client is not None
-        return self._client
+            self.set_exception(err)
 
     def wait(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        return self.started
-
-    def unwritten(self, timeout: float) -> str | None:  # noqa: ARG002
-        return f"waiting for {self._url} to be opened"
-
-    @property
-    def flushed(self) -> bool:
-        return not self.alive
-
-    @property
-    def _goes_on_with_copies(self) -> str:
-        return "the writer goes on with it, and then the next run does"
-
-    def close(
-        self,
-        timeout: float,
-        *,
-        failed: bool = False,  # noqa: ARG002 - it has nothing
-        keeps: bool = False,  # noqa: ARG002
-        hurries: Callable[[bool], bool] = never,  # noqa: ARG002
-    ) -> bool:
-        self.wait(timeout)
-        return not self.alive
-
-    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
-        encode(body)  # what is no JSON is refused now
-        self._later.append((body, tuple(os.dup(fd) for fd in fds)))
-
-    def hand_over(self, client: WriterClient) -> None:
-        """The writer has started: it gets everything, and its outcomes come from `client`."""
-        client.take_over(self._mailbox.given_up(), self._later)
-        self._let_go()
-
-    def fail(self, error: CkptError) -> None:
-        """It does not start: everything that it was sent fails."""
-        self._mailbox.lose(ErrorRecord.of(error), expected=False, text=f"no other writer starts: {error.message}")
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for fd in [fd for _, fds in self._later for fd in fds]:
-            with suppress(OSError):
-                os.close(fd)
-        self._later = []
+        """Wait at most `timeout` seconds until it has started, or cannot; whether that is so."""
+        return bool(futures.wait([self], timeout).done)
 
 
 def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) -> bool:
@@ -136,90 +83,103 @@ def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) ->
     return True
 
 
+Send = Callable[[WriterClient], object]
+Failed = Callable[[CkptError], object]
+
+
 class Handover:
-    """A writer and what it knows.
+    """A writer, and what waits for one that is coming.
 
     Args:
-        client: may be `Coming`: then the writer takes its place once it has started.
-        arrived: hears of that, on the training thread, before anything is sent.
+        writer: one that is coming gets what it is given once it has started; training goes on meanwhile.
+        arrived: hears of that, on the training thread, before anything is given.
     """
 
-    def __init__(self, client: WriterClient, arrived: Callable[[WriterClient], object]) -> None:
-        self.client = client
+    def __init__(self, writer: WriterClient | Coming, arrived: Callable[[WriterClient], object]) -> None:
+        self._coming = writer if isinstance(writer, Coming) else None
+        self._found: WriterClient | CkptError | None = None
         self._arrived = arrived
-        self._events: list[Event] = []
-        self._slots: set[int] = set()
-        self._plan: StatePlan | None = None
+        self._waiting: deque[tuple[Send, Failed]] = deque()
+        self._messages: list[Message] = []
         self._lock = threading.Lock()
+        if not isinstance(writer, Coming):
+            arrived(writer)
+            self._found = writer
+
+    @property
+    def client(self) -> WriterClient | None:
+        """The writer; None: it is coming, or does not start."""
+        found = self._found
+        return None if isinstance(found, CkptError) else found
 
     def poll(self) -> list[Message]:
-        """As of a client. Training thread only, like `close`.
+        """As of a client. Training thread only, like `wait` and `close`.
 
         Raises:
             CkptError: once: the writer did not start, for a reason that concerns more than its snapshots.
         """
-        if isinstance(self.client, Coming):
-            self._look(self.client)
-        found, self._events = self._events, []
-        return [*found, *self.client.poll()]
+        coming = self._coming
+        if coming is not None and coming.done():
+            self._coming = None
+            found: WriterClient | CkptError
+            try:
+                found = client = coming.result()
+            except Exception as err:  # noqa: BLE001 - raised below, or said
+                found = err if isinstance(err, CkptError) else ErrorRecord.of(err).exception()
+                self._messages.append(WriterLost(f"no other writer starts: {found.message}"))
+            else:
+                self._messages += coming.events
+                self._arrived(client)
+            with self._lock:
+                self._found = found
+                while self._waiting:
+                    self._send(*self._waiting.popleft())
+            if isinstance(found, CkptError) and not isinstance(found, StorageError | WriterError):
+                raise found
+        messages, self._messages = self._messages, []
+        return [*messages, *(self.client.poll() if self.client is not None else ())]
+
+    @property
+    def flushed(self) -> bool:
+        """As of a client; one that is coming has got nothing yet."""
+        return self.client is not None and self.client.flushed
+
+    def wait(self, timeout: float) -> object:
+        """As of a client."""
+        if self._coming is not None:
+            return self._coming.wait(timeout)
+        return self.client is not None and self.client.wait(timeout)
 
     def close(self, timeout: float, **how: Any) -> bool:
         """As of a client."""
-        if isinstance(self.client, Coming):
-            self.client.wait(timeout)
-            self._look(self.client)
-        return self.client.close(timeout, **how)
+        if self._coming is not None and self._coming.wait(timeout):
+            self._messages = self.poll()
+        return self.client.close(timeout, **how) if self.client is not None else self._coming is None
 
-    def _look(self, coming: Coming) -> None:
-        if not (coming.alive and coming.started):
-            return
-        try:
-            client = coming.result()
-        except CkptError as err:
-            with self._lock:
-                coming.fail(err)
-            if not isinstance(err, StorageError | WriterError):
-                raise
-            return
-        self._events = coming.events
-        self._arrived(client)
-        with self._lock:
-            coming.hand_over(client)
-            self.client = client
+    def unwritten(self, timeout: float) -> str | None:
+        """As of a client."""
+        return "waiting for a writer to start" if self.client is None else self.client.unwritten(timeout)
 
-    def announce(self, slot: SharedSlot, known: Iterable[SharedSlot], plan: StatePlan) -> None:
-        """Send what the next job refers to, unless the writer knows it, and let it free what is no longer used.
+    def give(self, send: Send, failed: Failed) -> None:
+        """Have something sent, now or once the writer has started. Any thread; in turn.
 
-        Every earlier job has been submitted by then: the fence comes before the next snapshot.
+        Args:
+            failed: takes why it was not sent.
         """
         with self._lock:
-            gone = self._slots - {one.index for one in known}
-            is_new = slot.index not in self._slots
-            self._slots = self._slots - gone | {slot.index}
-            before, self._plan = self._plan, plan
-            if not (gone or is_new or plan is not before):
-                return
-            trees = {} if before is None else before.trees
-            news = ArenaNews(
-                (slot.index, slot.fd, slot.nbytes) if is_new else None,
-                tuple(sorted(gone)),
-                None if before is not None and plan.layout is before.layout else plan.layout,
-                () if plan is before else tuple(plan.trees),
-                {key: tree for key, tree in plan.trees.items() if key not in trees or trees[key] is not tree},
-            )
-            self.client.describe(news)
-
-    def send(self, job: PersistJob, *, durable: bool) -> None:
-        """Hand over a staged snapshot.
-
-        Raises:
-            WriterError: see `WriterClient.submit`.
-        """
-        with self._lock:
-            if durable:
-                self.client.submit(job)
+            if self._found is None:
+                self._waiting.append((send, failed))
             else:
-                self.client.hold(job)
+                self._send(send, failed)
+
+    def _send(self, send: Send, failed: Failed) -> None:
+        try:
+            if isinstance(self._found, CkptError):
+                raise self._found
+            assert self._found is not None
+            send(self._found)
+        except Exception as err:  # noqa: BLE001 - whatever it is, `failed` says it
+            failed(ErrorRecord.of(err).exception())
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,3 +293,274 @@ def _tier(config: Config, tier: Tier) -> TierConfig:
         fatal=tier.on_failure == "fail",
         codec=tier.codec,
     )
+
+
+SETTLE_SECONDS = 60.0
+_log = logging.getLogger(LOGGER_NAME)
+
+
+def _open_standard_descriptors() -> None:
+    """Those that are closed would be ours next, such as the arena's, and what libraries print would go there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+class Tenure:
+    """The time in which one engine writes a run: from `claim` until it is closed, or a newer one claims the run.
+
+    All methods belong to the engine's thread, but for those of a newer one that is on another.
+
+    Args:
+        url: of the run.
+        rank: several ranks write one run together, each its part.
+        close: closes the engine, and calls `over` last.
+        drain: makes durable what is in flight, waiting at most so many seconds.
+
+    Attributes:
+        release: called before a newer engine takes over: whatever uses this one leaves the loop's objects alone.
+        replaced: a newer engine of this process has taken the run over.
+        forked: this process is a fork of the one that claimed the run: it has none of the engine's threads.
+    """
+
+    def __init__(self, url: str, rank: int, close: Callable[[], object], drain: Callable[[float], object]) -> None:
+        self._url = url
+        self._key = (place(url), rank)
+        self._close = close
+        self._drain = drain
+        self.release: Callable[[], object] = _nothing
+        self.closed = self.replaced = self._leaving = False
+        self._thread = threading.current_thread()
+        self.forked = False
+
+    def require_open(self) -> None:
+        """Raises ClosedError if the engine is closed, of another process, or gives way to a newer one now."""
+        if self.forked:
+            raise ClosedError(
+                f"this process is a fork of the one that takes the snapshots of {self._url}",
+                hint="take them in that process, or make a Checkpointer of another folder here",
+            )
+        if self._leaving:
+            return
+        if self.replaced and not self.closed:
+            self._give_way()
+        if self.replaced:
+            raise ClosedError(
+                f"a newer Checkpointer of this process writes {self._url} now",
+                hint="go on with the newer one; two runs at the same time need two folders",
+            )
+        if self.closed:
+            raise ClosedError(f"this Checkpointer of {self._url} is closed", hint="make a new one")
+
+    def claim(self) -> None:
+        """Write the run from now on. An older engine of this process is closed first.
+
+        Raises:
+            ClosedError: as `require_open`.
+        """
+        self.require_open()
+        older = _tenures.get(self._key)
+        if older is self:
+            return
+        _open_standard_descriptors()
+        self._thread = threading.current_thread()
+        if older is not None and not older.forked:
+            older._replace()
+        _tenures[self._key] = self
+        leavers.add(self)
+        atexit.register(self._end)
+
+    def leave_fork(self) -> None:
+        """See `Leaver`."""
+        self.forked = True
+
+    def settle_older(self) -> bool:
+        """Let an older engine of this process make durable what it has in flight; whether there is one."""
+        older = _tenures.get(self._key)
+        if older is None or older is self or older.forked:
+            return False
+        if older._is_idle:
+            older._quietly(lambda: older._drain(SETTLE_SECONDS))
+        return True
+
+    def over(self) -> None:
+        """The engine is closed."""
+        self.closed = True
+        atexit.unregister(self._end)
+        if _tenures.get(self._key) is self:
+            del _tenures[self._key]
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no other thread can be in one of the engine's methods: all of them belong to one."""
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
+
+    def _replace(self) -> None:
+        self.replaced = True
+        _log.warning(
+            "%s: an earlier Checkpointer of this process was not closed; what it has in flight becomes durable now, "
+            "and it takes no more snapshots",
+            self._url,
+        )
+        if self._is_idle:
+            self._give_way()
+
+    def _give_way(self) -> None:
+        self._leaving = True  # it may still save what an exception has left
+        self._quietly(self.release)
+        self._leaving = False
+        self._quietly(self._close)
+        self.over()
+
+    def _quietly(self, work: Callable[[], object]) -> None:
+        """What fails in the older engine does not stop the newer one."""
+        try:
+            work()
+        except CkptError as err:
+            _log.error("the earlier Checkpointer of %s: %s", self._url, err)
+
+    def _end(self) -> None:
+        """The interpreter ends: a snapshot that is being staged would be lost, though not those with the writer."""
+        if not self.forked:
+            self._quietly(self.release)  # why it ends is not known: no place for a snapshot of the final state
+            self._close()
+
+
+_tenures: dict[tuple[str, int], Tenure] = {}
+
+
+class Leaver(Protocol):
+    """What follows training, and is of no use in a fork of the process, which has none of its threads."""
+
+    def leave_fork(self) -> None:
+        """In a fork: follow nothing any more, and take no lock."""
+
+
+leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+"""Those that are asked to leave where the process forks."""
+
+
+def _in_fork() -> None:
+    for one in tuple(leavers):
+        one.leave_fork()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
+def _nothing() -> None:
+    """Only its caller uses the engine."""
+
+
+CLOSE_SECONDS = 60.0
+_ATTEMPT_DIGITS = 16
+
+
+class Lineage:
+    """Of one process. Training thread only, but for `checked`.
+
+    Args:
+        session: of several ranks, which have one line together.
+    """
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+        self._attempt = "" if session is not None else _random()
+        self._begun = 0
+        self._before: tuple[tuple[str, int], ...] = ()
+        self._resumed: SnapshotInfo | None = None
+        self._seen: int | None = None
+        self._how = "call load() before the first save()"
+        self._unsaid: History | None = None
+        self._found: History | None = None
+
+    @property
+    def parent(self) -> str | None:
+        """The snapshot that this process goes on from."""
+        return None if self._resumed is None else self._resumed.id
+
+    def line(self) -> Line:
+        """That of the next snapshot."""
+        if not self._attempt and self._session is not None and self._session.is_open:
+            text = f"{self._session.name} {self._begun}"
+            self._attempt = hashlib.sha256(text.encode()).hexdigest()[:_ATTEMPT_DIGITS]
+        return Line(self._attempt, self._before)
+
+    def looked(self, newest_seq: int = 0) -> None:
+        """The snapshots were looked at, up to the one of this number."""
+        self._seen = newest_seq
+
+    def go_on(self, resumed: SnapshotInfo, before: tuple[tuple[str, int], ...]) -> None:
+        """What is trained from here on comes after `resumed`; `before`: see `restore.load.before_of`."""
+        own = resumed.line.attempt == self._attempt and bool(before)
+        self._resumed = resumed
+        if own:
+            return
+        self._begin()
+        self._before = before
+
+    def _begin(self) -> None:
+        """What follows is of another attempt than what was before."""
+        self._begun += 1
+        self._attempt = "" if self._session is not None else _random()
+
+    def checked(self, client: WriterClient, url: str) -> WriterClient:
+        """A writer that has just taken the lease, unless others have written since this process has looked.
+
+        Raises:
+            OvertakenError: they have; the lease is given back.
+        """
+        history = client.history
+        if history is None or (self._session is not None and not self._session.coordinates):
+            return client
+        if self._seen is not None and history.seq > self._seen and not self._is_ours(history):
+            client.close(CLOSE_SECONDS)
+            had = "there was nothing" if self._resumed is None else f"it had step {self._resumed.step:,}"
+            raise OvertakenError(
+                f"another job made snapshots up to step {history.step:,} ({history.newest}) at {url} after this one "
+                f"looked there: {had}. Nothing was written, and nothing is lost",
+                hint="start the script again, or call load() again: it goes on from the newest snapshot",
+            )
+        if self._seen is None and (not self._attempt or history.attempt != self._attempt):
+            self._unsaid = history  # else a writer was lost, and this is what it has made
+        self._found = history
+        self._seen = max(self._seen or 0, history.seq)
+        return client
+
+    def fresh(self, how: str) -> None:
+        """Training starts fresh, whatever is there; `how`: what the user does to go on from that."""
+        self._how = how
+        if self._resumed is not None:
+            self._resumed, self._before, self._unsaid = None, (), self._found
+            self._begin()
+
+    def news(self, url: str) -> str | None:
+        """Once, if training starts fresh at a place with a history: what becomes of that, for people."""
+        history, self._unsaid = self._unsaid, None
+        if history is None or self._resumed is not None:
+            return None
+        remove = ""
+        if history.attempt is not None:
+            remove = f" until `ckpt prune {url} --branch {branch_id(Line(history.attempt))}` removes them"
+        many = f"{history.snapshots:,} snapshot{'s' if history.snapshots > 1 else ''}"
+        return (
+            f"{url} has {many} of earlier training, up to step {history.step:,}, and this run starts fresh beside "
+            f"them: they stay{remove} (`ckpt ls {url}` shows all). To go on from them: {self._how}"
+        )
+
+    def _is_ours(self, history: History) -> bool:
+        """Whether this process, or the writer of what it goes on from, has made the newest one."""
+        if history.attempt is not None and history.attempt == self._attempt:
+            return True
+        resumed = self._resumed
+        if resumed is None or (resumed.step, resumed.created) != (history.step, history.created):
+            return False
+        # The writer of a dead trainer has made durable what was loaded from its memory, under another number.
+        self._before = ((resumed.line.attempt, history.seq), *self._before[1:])
+        return True
+
+
+def _random() -> str:
+    return os.urandom(_ATTEMPT_DIGITS // 2).hex()

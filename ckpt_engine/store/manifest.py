@@ -215,7 +215,7 @@ class Manifest:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """The components that slimming took from it, see `copy.drop_components`."""
+        """The components that slimming took from it, see `copy.transfer`."""
         note = self.notes.get(SLIMMED)
         return tuple(note["without"]) if isinstance(note, Mapping) else ()
 

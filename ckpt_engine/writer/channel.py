@@ -10,7 +10,7 @@ To the writer, in this order:
 | kind       | carries                                   | meaning |
 |---|---|---|
 | `start`    | `config`, `path`                          | first message; answered by `started` or `refused` |
-| `arena`    | `slot`, `gone`, `layout`, `keys`, `trees`, perhaps one file descriptor | see `job.ArenaNews` |
+| `arena`    | `slot`, `gone`, `layout`, `keys`, `trees`, perhaps one file descriptor | what later jobs refer to |
 | `persist`  | `job`                                     | a job in a slot that was sent before |
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
@@ -21,7 +21,7 @@ To the writer, in this order:
 
 To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq` and `history`
 (see `job.History`), or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
-events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
+events of the retention that follows. Jobs are done in the order they were sent. A `done` may say that
 a call that hangs keeps its slot: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
 `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
@@ -31,6 +31,10 @@ time, and after `close` perhaps `copying`, as soon as only further tiers want so
 where they are no others than those of `copying`, and nothing is wrong with them.
 
 With replication or parity `started` has a `port`, and rank 0 hears by `mirrored` which `snapshot` all keepers have.
+
+An `arena` has a new `slot`, its number and bytes, which takes the place of one with this number; None: all are known.
+No later job names slots that are `gone`. `layout` is of the bytes in all slots, `keys` are the top-level keys in the
+state's order, `trees` the skeletons of some of them; what is None, empty or left out is as before.
 
 What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
 
@@ -291,7 +295,6 @@ STARTED = "started"
 REFUSED = "refused"
 EVENT = "event"
 DONE = "done"
-SETTLED = "settled"
 FREED = "freed"
 MIRRORED = "mirrored"
 COPYING = "copying"

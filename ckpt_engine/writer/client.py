@@ -11,14 +11,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.copy.job import (
-    ArenaNews,
     ErrorRecord,
     History,
     JobDone,
+    Layout,
     Mirrored,
     PersistJob,
     SlotFreed,
@@ -27,7 +27,7 @@ from ckpt_engine.copy.job import (
     job_to_json,
     layout_to_json,
 )
-from ckpt_engine.errors import CkptError, WriterError
+from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import (
     LOGGER_NAME,
@@ -49,6 +49,8 @@ ANSWER_SECONDS = 60.0
 REAP_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 
+Message = JobDone | SlotFreed | Mirrored | Event
+
 
 def never(_copies: bool) -> bool:
     """There is no hurry."""
@@ -58,7 +60,10 @@ def never(_copies: bool) -> bool:
 class WriterClient(abc.ABC):
     """A started writer. What jobs refer to MUST be sent before the first of them.
 
-    Sending never waits for storage and may be done by one thread at a time; the rest belongs to the training thread.
+    Sending never waits for storage and may be done by one thread at a time; the rest belongs to the training thread,
+    which takes in what the writer has said, on whatever thread that is heard. It is never more than a few messages per
+    open job, and jobs are bounded by the arena's slots.
+
     When the writer dies, every open job fails, one `WriterLost` follows, and the client is of no more use: open a new
     one and send everything again. In a forked child of the trainer a client does nothing.
 
@@ -66,78 +71,110 @@ class WriterClient(abc.ABC):
         first_seq: the lowest number that a snapshot may get, as the writer saw it when it started.
         history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
         peer_port: where the writers of other machines reach this one; 0: nowhere.
-        news: empty where `poll` has nothing to give.
+        news: what `poll` has to give.
     """
 
+    _who: str
+    """It goes on by itself when the trainer waits no more."""
+    _takes_care: str
+    """Who does so with what further tiers lack then."""
+
     def __init__(self, url: str) -> None:
-        self._mailbox = Mailbox(url)
-        self.news: Collection[Message | None] = self._mailbox.messages
         self._url = url
+        self.news: deque[Message] = deque()
+        self._open: dict[int, PersistJob] = {}
+        self._lost: ErrorRecord | None = None
+        """Why nothing more will come, if so."""
+        self._changed = threading.Condition()
         self._only_copies = self._said_copies = False
         """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
         self._close_by = 0.0
         self._owner = os.getpid()
+        self._slots: set[int] = set()
+        self._told: tuple[Layout | None, Mapping[str, Any]] = (None, {})
+        """The slots, the layout and the skeletons that the writer knows."""
         self.first_seq = self.peer_port = 0
         self.history: History | None = None
+        self._answered = False
         self._refused: CkptError | None = None
         """Why it has not started."""
-        self._answered = threading.Event()
-        self._news = threading.Event()
-        """Set whenever the writer says something before it has answered."""
         self._closing = self._goes_on = False
         self._closed = threading.Event()
         """Nothing more comes that the trainer waits for; `_goes_on`: although the writer has not ended."""
 
-    def _begin(self, config: WriterConfig, emit: Callable[[Event], None] | None, kind: str) -> None:
+    def _begin(self, config: WriterConfig, emit: Callable[[Event], None] | None) -> None:
         """Wait until the writer has started; what it says meanwhile goes to `emit` at once. Raises as `open_client`."""
         timeout = config.lease_wait_seconds + ANSWER_SECONDS
         deadline = time.monotonic() + timeout
         with said_if_slow(f"opening {self._url} for writing, up to {duration(timeout)}"):
-            while True:
+            while not self._answered:
                 left = deadline - time.monotonic()
-                self._news.wait(max(0.0, left))
-                self._news.clear()
-                for message in self._mailbox.poll() if emit is not None else ():
+                if left <= 0.0:
+                    raise WriterError(f"{self._who} does not answer after {timeout:.0f} s; storage: {config.url}")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._answered or (emit is not None and self.news), left)
+                for message in self.poll() if emit is not None else ():
                     if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
                         emit(message)  # that it is lost is raised
-                if self._answered.is_set():
-                    break
-                if left <= 0.0:
-                    raise WriterError(f"the writer {kind} does not answer after {timeout:.0f} s; storage: {config.url}")
         if self._refused is not None:
             self._closed.wait(REAP_SECONDS)
             raise self._refused
 
     def _hear(self, body: Body) -> None:
         """Take what the writer says, on the thread that hears it."""
-        match body["kind"]:
-            case channel.STARTED:
-                self.first_seq, self.peer_port = body["first_seq"], body["port"]
-                self.history = None if body["history"] is None else History(**body["history"])
-                self._answered.set()
-            case channel.REFUSED:
-                self._closing = True
-                self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
-                self._answered.set()
-            case channel.COPYING:
-                self._copies_remain(body)
-            case channel.CLOSED:
-                if body["unfinished"]:
-                    left = f"not everything is on {'; nor on '.join(body['unfinished'])}; {self._goes_on_with_copies}"
-                    self._mailbox.hear(channel.event(Notice("INFO" if body["said"] else "WARNING", left)))
-                    self._goes_on = True
-                    self._closed.set()
-            case _:
-                self._mailbox.hear(body)
-        self._news.set()
+        if body["kind"] == channel.COPYING:
+            self._copies_remain(body)
+            return
+        with self._changed:
+            match body["kind"]:
+                case channel.STARTED:
+                    self.first_seq, self.peer_port = body["first_seq"], body["port"]
+                    self.history = None if body["history"] is None else History(**body["history"])
+                    self._answered = True
+                case channel.REFUSED:
+                    self._closing = self._answered = True
+                    self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
+                case channel.CLOSED:
+                    if body["unfinished"]:
+                        left = f"not everything is on {'; nor on '.join(body['unfinished'])}; {self._takes_care}"
+                        self.news.append(Notice("INFO" if body["said"] else "WARNING", left))
+                        self._goes_on = True
+                        self._closed.set()
+                case channel.EVENT:
+                    self.news.append(events.from_json(body["event"]))
+                case channel.DONE:
+                    done = done_from_json(body["done"])
+                    self._open.pop(done.job, None)
+                    self.news.append(done)
+                case channel.FREED:
+                    self.news.append(SlotFreed(body["slot"]))
+                case channel.MIRRORED:
+                    self.news.append(Mirrored(body["snapshot"]))
+                case channel.REQUEST:
+                    request = Requested(body["what"], body["who"])
+                    if request not in self.news:  # one that waits to be taken in is not kept twice
+                        self.news.append(request)
+            self._changed.notify_all()
 
     def _no_more(self, message: str, early: CkptError, *, expected: bool) -> None:
         """The writer has ended. `early`: what that means if it has not answered yet."""
-        if not self._answered.is_set():
+        if not self._answered:
             self._refused = early
-        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=expected)
-        self._answered.set()
-        self._news.set()
+        self._lose(ErrorRecord(WriterError.code, message), expected=expected)
+
+    def _lose(self, why: ErrorRecord, *, expected: bool) -> None:
+        """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`."""
+        with self._changed:
+            self._answered = True
+            if self._lost is None:
+                self._lost = why
+                for job in self._open.values():
+                    failed = SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
+                    self.news += (failed, JobDone(job.job, None, why))
+                if not expected or self._open:
+                    self.news.append(WriterLost(why.message))
+                self._open.clear()
+            self._changed.notify_all()
 
     def _wait_for_the_end(self, timeout: float, hurries: Callable[[bool], bool]) -> bool:
         """Wait at most `timeout` seconds until the writer has nothing more to do; `hurries`: see `close`."""
@@ -166,16 +203,11 @@ class WriterClient(abc.ABC):
             return None
         return f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
 
-    @property
-    @abc.abstractmethod
-    def _goes_on_with_copies(self) -> str:
-        """Who takes care of what further tiers lack when the trainer waits no more."""
-
     def _say_left(self) -> None:
         """Say that the trainer waits for copies no more, once."""
         if self._only_copies and not self._said_copies:
-            text = f"not everything is on the further tiers yet; {self._goes_on_with_copies}"
-            self._mailbox.hear(channel.event(Notice("WARNING", text)))
+            text = f"not everything is on the further tiers yet; {self._takes_care}"
+            self._hear(channel.event(Notice("WARNING", text)))
 
     def _copies_remain(self, body: Body) -> None:
         """Take a `copying`, on the thread that hears it."""
@@ -186,7 +218,7 @@ class WriterClient(abc.ABC):
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
         line = (
             f"waiting for the last copies to {' and '.join(body['lack'])}, up to {wait} (wait_at_end) or until Ctrl-C; "
-            f"what is missing then: {self._goes_on_with_copies}"
+            f"what is missing then: {self._takes_care}"
         )
         announce(logging.getLogger(LOGGER_NAME), line)
 
@@ -198,7 +230,6 @@ class WriterClient(abc.ABC):
         True as well if the writer is lost.
         """
 
-    @abc.abstractmethod
     def close(
         self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
     ) -> bool:
@@ -214,6 +245,20 @@ class WriterClient(abc.ABC):
             keeps: what is in memory only stays there, for the process that restarts it.
             hurries: asked again and again: whether to wait no more; True: for what further tiers still lack.
         """
+        if self._foreign:
+            return True
+        self._closing, began = True, time.monotonic()
+        self._finish(failed=failed, keeps=keeps)
+        closed = self._wait_for_the_end(timeout, hurries)
+        if not closed or self._goes_on:
+            late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
+            why = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} goes on by itself")
+            self._lose(why, expected=True)
+        return closed
+
+    @abc.abstractmethod
+    def _finish(self, *, failed: bool, keeps: bool) -> None:
+        """Tell the writer that the trainer ends, see `close`."""
 
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
@@ -227,20 +272,32 @@ class WriterClient(abc.ABC):
     @property
     def alive(self) -> bool:
         """Whether jobs are still taken."""
-        return not self._foreign and self._mailbox.lost is None
+        return not self._foreign and self._lost is None
 
-    def describe(self, news: ArenaNews) -> None:
-        """Say what the jobs from here on refer to; the writer keeps the memory of slots alive.
+    def describe(
+        self, slot: tuple[int, int, int], known: Collection[int], layout: Layout, trees: Mapping[str, Any]
+    ) -> None:
+        """Say what the jobs from here on refer to, as far as the writer does not know it. Others are not affected.
 
-        Jobs submitted before are not affected. Sent to a dead writer this does nothing.
+        Sent to a dead writer this does nothing. What is the same object as last time is the same.
+
+        Args:
+            slot: number, descriptor and bytes of that of the next job; the writer keeps its memory alive.
+            known: the numbers of all slots that later jobs may name.
+            layout: of the bytes in the slot.
+            trees: the skeletons of the top-level keys, in the state's order.
         """
-        body: Body = {"kind": channel.ARENA, "slot": None, "gone": news.gone, "keys": news.keys, "trees": news.trees}
-        body["layout"] = None if news.layout is None else layout_to_json(news.layout)
-        if news.slot is None:
-            self._tell(body)
+        number, fd, nbytes = slot
+        gone, is_new = self._slots.difference(known), number not in self._slots
+        before, old = self._told
+        if not (gone or is_new or layout is not before or trees is not old):
             return
-        number, fd, nbytes = news.slot
-        self._tell({**body, "slot": [number, nbytes]}, [fd])
+        body: Body = {"kind": channel.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
+        body["layout"] = None if layout is before else layout_to_json(layout)
+        body["keys"] = () if trees is old else tuple(trees)
+        body["trees"] = {key: tree for key, tree in trees.items() if old.get(key) is not tree}
+        self._tell(body, [fd] if is_new else [])
+        self._slots, self._told = self._slots - gone | {number}, (layout, trees)
 
     def submit(self, job: PersistJob) -> None:
         """Queue a job; its `JobDone` will come.
@@ -248,30 +305,7 @@ class WriterClient(abc.ABC):
         Raises:
             WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
         """
-        self._require_own()
-        if not self._mailbox.expect(job):
-            raise self._lost()
-        try:
-            self._send_job(channel.PERSIST, job)
-        except WriterError:
-            self._mailbox.withdraw(job)
-            raise
-
-    def take_over(self, jobs: Iterable[PersistJob], later: Iterable[tuple[Body, Sequence[int]]]) -> None:
-        """Send what was to be sent before this writer had started; the outcome of these jobs will come."""
-        for job in jobs:
-            if not self._mailbox.expect(job):
-                self._mailbox.fail(job)
-        for body, fds in later:
-            self._send(body, fds)
-
-    def cancel(self, snapshot: str, why: str) -> None:
-        """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.CANCEL, "snapshot": snapshot, "why": why})
-
-    def meet(self, others: Mapping[str, Any]) -> None:
-        """Say where the writers of other machines are, see `peers.Peers.meet`."""
-        self._tell({"kind": channel.PARTNER, **others})
+        self._send_job(channel.PERSIST, job)
 
     def hold(self, job: PersistJob) -> None:
         """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
@@ -282,161 +316,56 @@ class WriterClient(abc.ABC):
         Raises:
             WriterError: as `submit`.
         """
-        self._require_own()
-        if self._mailbox.lost is not None:
-            raise self._lost()
         self._send_job(channel.HOLD, job)
+
+    def _send_job(self, kind: str, job: PersistJob) -> None:
+        if self._foreign:
+            raise WriterError("the writer belongs to the trainer, not to its forked child")
+        with self._changed:
+            if self._lost is not None:
+                raise WriterError(self._lost.message)
+            if kind == channel.PERSIST:
+                self._open[job.job] = job
+        try:
+            self._send({"kind": kind, "job": job_to_json(job)})
+        except Exception as err:
+            with self._changed:
+                self._open.pop(job.job, None)
+            if not isinstance(err, TypeError | ValueError):
+                raise
+            raise WriterError(
+                f"the snapshot of step {job.step} has values, metrics or notes that are not JSON: {err}"
+            ) from err
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
+        self._tell({"kind": channel.CANCEL, "snapshot": snapshot, "why": why})
+
+    def meet(self, others: Mapping[str, Any]) -> None:
+        """Say where the writers of other machines are, see `peers.Peers.meet`."""
+        self._tell({"kind": channel.PARTNER, **others})
 
     def attach_pulse(self, fd: int) -> None:
         """Share where the trainer says how far it is, see `channel.Pulse`. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.PULSE}, [fd])
 
-    def poll(self) -> list[Message]:
-        """Outcomes and events since the last call, in order. Never waits."""
-        return [] if self._foreign else self._mailbox.poll()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for something to `poll`; whether there is."""
-        return False if self._foreign else self._mailbox.wait(timeout)
-
-    def drain(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
-        return True if self._foreign else self._mailbox.drain(timeout)
-
     def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
         if self.alive:
             self._send(body, fds)
 
-    def _send_job(self, kind: str, job: PersistJob) -> None:
-        try:
-            self._send({"kind": kind, "job": job_to_json(job)})
-        except (TypeError, ValueError) as err:
-            raise WriterError(
-                f"the snapshot of step {job.step} has values, metrics or notes that are not JSON: {err}"
-            ) from err
-
-    def _require_own(self) -> None:
-        if self._foreign:
-            raise WriterError("the writer belongs to the trainer, not to its forked child")
-
-    def _lost(self) -> WriterError:
-        lost = self._mailbox.lost
-        return WriterError(lost.message if lost else "the writer is closed")
-
-
-Message = JobDone | SlotFreed | Mirrored | Event
-
-
-class Mailbox:
-    """Collects messages on whatever thread hears them; the training thread takes them in order. Thread safe.
-
-    It never holds more than a few messages per open job, and jobs are bounded by the arena's slots. A request that
-    waits to be taken in is not kept twice.
-    """
-
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
-        self.messages: deque[Message] = deque()
-        """Those that wait to be taken in."""
-        self._open: dict[int, PersistJob] = {}
-        self._unsettled: set[int] = set()
-        self._lost: ErrorRecord | None = None
-        self._changed = threading.Condition()
-
-    @property
-    def lost(self) -> ErrorRecord | None:
-        """Why no more messages will come, if so."""
-        return self._lost
-
-    def expect(self, job: PersistJob) -> bool:
-        """Note a job whose outcome will come; False, and nothing noted, if the writer is lost."""
-        with self._changed:
-            if self._lost is not None:
-                return False
-            self._open[job.job] = job
-            self._unsettled.add(job.job)
-            return True
-
-    def withdraw(self, job: PersistJob) -> None:
-        """The job was not sent after all."""
-        with self._changed:
-            self._open.pop(job.job, None)
-            self._unsettled.discard(job.job)
-            self._changed.notify_all()
-
-    def hear(self, body: Body) -> None:
-        """Take in an `event`, `done`, `freed`, `mirrored`, `settled` or `request` message."""
-        with self._changed:
-            match body["kind"]:
-                case channel.EVENT:
-                    self.messages.append(events.from_json(body["event"]))
-                case channel.DONE:
-                    done = done_from_json(body["done"])
-                    self._open.pop(done.job, None)
-                    self.messages.append(done)
-                case channel.FREED:
-                    self.messages.append(SlotFreed(body["slot"]))
-                case channel.MIRRORED:
-                    self.messages.append(Mirrored(body["snapshot"]))
-                case channel.SETTLED:
-                    self._unsettled.discard(body["job"])
-                case channel.REQUEST:
-                    request = Requested(body["what"], body["who"])
-                    if request not in self.messages:
-                        self.messages.append(request)
-            self._changed.notify_all()
-
-    def given_up(self) -> list[PersistJob]:
-        """The open jobs, whose outcome does not come from here any more."""
-        with self._changed:
-            found = list(self._open.values())
-            self._open.clear()
-            self._unsettled.clear()
-            return found
-
-    def fail(self, job: PersistJob) -> None:
-        """The writer is lost, and was not sent this job."""
-        with self._changed:
-            if self._lost is not None:
-                self._fail(job, self._lost)
-
-    def _fail(self, job: PersistJob, why: ErrorRecord) -> None:
-        failed = SnapshotFailed("", job.step, self._tier, why.code, why.message, hint=why.hint or "")
-        self.messages += (failed, JobDone(job.job, None, why))
-
-    def lose(self, why: ErrorRecord, *, expected: bool, text: str | None = None) -> None:
-        """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`.
-
-        Args:
-            text: of that; None: as of `why`.
-        """
-        with self._changed:
-            if self._lost is not None:
-                return
-            self._lost = why
-            for job in self._open.values():
-                self._fail(job, why)
-            if not expected or self._open:
-                self.messages.append(WriterLost(text or why.message))
-            self._open.clear()
-            self._unsettled.clear()
-            self._changed.notify_all()
-
     def poll(self) -> list[Message]:
-        """All messages since the last call, in order. Never waits."""
+        """Outcomes and events since the last call, in order. Never waits."""
+        if self._foreign:
+            return []
         with self._changed:
-            found = list(self.messages)
-            self.messages.clear()
+            found = list(self.news)
+            self.news.clear()
             return found
 
     def wait(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for something to `poll`; whether there is. A lost writer ends the wait."""
+        if self._foreign:
+            return False
         with self._changed:
-            self._changed.wait_for(lambda: self.messages or self._lost is not None, timeout)
-            return bool(self.messages)
-
-    def drain(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until every job is done and retention after it too; whether that is so."""
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unsettled, max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(lambda: self.news or self._lost is not None, timeout)
+            return bool(self.news)

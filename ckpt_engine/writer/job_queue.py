@@ -75,9 +75,8 @@ class JobQueue:
         self._on_open = on_open
         self._ids = Ids()
         self._intake = MessageDecoder()
-        self._persister = Persister(config, emit, self._ids)
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._persister.spent = self.held.spent
+        self._persister = Persister(config, emit, self._ids, self.held.spent)
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()

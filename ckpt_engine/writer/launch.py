@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ckpt_engine.copy.job import ErrorRecord, WriterConfig
-from ckpt_engine.errors import WaitTimeoutError, WriterError
+from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.writer import channel as protocol
 from ckpt_engine.writer.channel import Body, Channel, decode, encode
-from ckpt_engine.writer.client import REAP_SECONDS, WriterClient, never
+from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
 from ckpt_engine.writer.job_queue import JobQueue
 
 
@@ -32,6 +33,8 @@ class ThreadWriter(WriterClient):
 
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config.url)
+        self._who = "the writer thread"
+        self._takes_care = f"{self._who} goes on with it as long as this process lives, and then the next run does"
         self._queue = JobQueue(config, self._hear, self._ended)
 
     @classmethod
@@ -40,33 +43,14 @@ class ThreadWriter(WriterClient):
         client = cls(config)
         client._queue.start()
         try:
-            client._begin(config, emit, "thread")
+            client._begin(config, emit)
         except BaseException:
             client._queue.skip_waiting()
             raise
         return client
 
-    def close(
-        self,
-        timeout: float,
-        *,
-        failed: bool = False,
-        keeps: bool = False,  # noqa: ARG002 - it ends with the trainer
-        hurries: Callable[[bool], bool] = never,
-    ) -> bool:
-        if self._foreign:
-            return True
-        self._closing, began = True, time.monotonic()
+    def _finish(self, *, failed: bool, keeps: bool) -> None:  # noqa: ARG002 - it ends with the trainer
         self._queue.finish(failed=failed)
-        ended = self._wait_for_the_end(timeout, hurries)
-        if not ended:
-            why = f"not durable {time.monotonic() - began:.0f} s after closing"
-            self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
-        return ended
-
-    @property
-    def _goes_on_with_copies(self) -> str:
-        return "the writer thread goes on with it as long as this process lives, and then the next run does"
 
     @property
     def flushed(self) -> bool:
@@ -103,6 +87,8 @@ class ProcessWriter(WriterClient):
 
     def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
         super().__init__(config.url)
+        self._who = f"the writer process {process.pid}"
+        self._takes_care = f"{self._who} goes on with it, and then the next run does"
         self._process = process
         self._channel = channel
         self._leaving = False
@@ -128,7 +114,7 @@ class ProcessWriter(WriterClient):
         folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
         channel.send({"kind": protocol.START, "config": asdict(config), "path": folders})
         try:
-            client._begin(config, emit, "process")
+            client._begin(config, emit)
         except BaseException:
             process.kill()
             client._listener.join(REAP_SECONDS)
@@ -140,27 +126,18 @@ class ProcessWriter(WriterClient):
         """The writer's process id."""
         return self._process.pid
 
-    def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
-    ) -> bool:
-        if self._foreign:
-            return True
-        self._closing, self._leaving, began = True, keeps, time.monotonic()
-        self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
-        closed = self._wait_for_the_end(timeout, hurries)
+    def close(self, timeout: float, **how: Any) -> bool:
+        closed = super().close(timeout, **how)
         if closed and not self._goes_on:
             self._listener.join(REAP_SECONDS)
-            return True
-        late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
-        why = f"{late}the writer process {self.pid} goes on by itself"
-        self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
-        self._abandoned = True
-        self._channel.wake()
+        else:
+            self._abandoned = True
+            self._channel.wake()
         return closed
 
-    @property
-    def _goes_on_with_copies(self) -> str:
-        return f"the writer process {self.pid} goes on with it, and then the next run does"
+    def _finish(self, *, failed: bool, keeps: bool) -> None:
+        self._leaving = keeps
+        self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
 
     @property
     def flushed(self) -> bool:
@@ -237,8 +214,8 @@ class ProcessWriter(WriterClient):
 
     def _say_stopped(self) -> None:
         """Nothing else does: its socket takes what it is sent, and snapshots are busy."""
-        text = f"the writer process {self.pid} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
-        self._mailbox.hear(protocol.event(Notice("WARNING", f"{text} {self.pid}` lets it go on")))
+        text = f"{self._who} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
+        self._hear(protocol.event(Notice("WARNING", f"{text} {self.pid}` lets it go on")))
 
     def _read_stderr(self, selector: selectors.BaseSelector, ready: Container[int]) -> None:
         stderr = self._process.stderr
@@ -259,7 +236,7 @@ class ProcessWriter(WriterClient):
             status = None
         ended = because or _describe(status)
         tail = self._tail.decode(errors="replace").strip()
-        message = f"the writer process {self.pid} {ended}" + (f":\n{tail}" if tail else "")
+        message = f"{self._who} {ended}" + (f":\n{tail}" if tail else "")
         early = CannotSpawnError(f"{message} (before it was ready)")
         self._no_more(message, early, expected=self._closing and status == 0)
 
@@ -334,14 +311,10 @@ def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], N
 
 def completed(config: WriterConfig) -> WriterConfig:
     """`config` with the trainer as the holder, and with a path that means the same from every working directory."""
-    me = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started": time.time(),
-        "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
-    }
+    # Arguments may hold secrets, and the lease is readable.
+    me = replace(LeaseHolder.current(), command=" ".join([sys.executable, *sys.argv[:1]]))
     tiers = tuple(replace(tier, url=_absolute(tier.url)) for tier in config.tiers)
-    return replace(config, url=_absolute(config.url), tiers=tiers, holder={**me, **config.holder})
+    return replace(config, url=_absolute(config.url), tiers=tiers, holder=config.holder or me)
 
 
 def _absolute(url: str) -> str:

@@ -30,7 +30,7 @@ from ckpt_engine.observe.events import (
     SnapshotFound,
     TierDegraded,
 )
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
@@ -40,7 +40,7 @@ from ckpt_engine.writer.channel import Body, SpentTimes
 from ckpt_engine.writer.commit_of_ranks import Cancelled, CrashRecovery, SessionSnapshots, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
-from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
+from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
 from ckpt_engine.writer.run_records import AttemptRecord, Unfinished
 from ckpt_engine.writer.secondary_tiers import SecondaryTiers
 
@@ -56,6 +56,7 @@ class Persister:
     Args:
         emit: takes the messages to the trainer (see `channel`); may be called on any thread, and never waits.
         ids: numbers the snapshots.
+        spent: what the trainer says of its time.
 
     Every method is called by one thread, the same one, in the order of the protocol.
     """
@@ -69,13 +70,13 @@ class Persister:
     ending: str | None = None
     """How the attempt of the trainer ends, one of `events.ENDS`; to be set before `close`. None: not known."""
 
-    spent: Callable[[], SpentTimes | None]
-    """What the trainer says of its time; to be set before `open`."""
-
-    def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
+    def __init__(
+        self, config: WriterConfig, emit: Emit, ids: Ids, spent: Callable[[], SpentTimes | None] = lambda: None
+    ) -> None:
         self._config = config
         self._emit = emit
         self._ids = ids
+        self._spent = spent
         self._primary: PrimaryTier
         self._lane: Lane
         self._keeps_all = False
@@ -91,7 +92,6 @@ class Persister:
         self._alone = threading.Event()
         self._recovery: CrashRecovery | None = None
         self._attempts: AttemptRecord | None = None
-        self.spent = lambda: None
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -101,7 +101,8 @@ class Persister:
             ForeignError, CorruptError, NewerFormatError: the folder is not one of ours to write.
             StorageError: it cannot be written.
         """
-        config, holder = self._config, holder_of(self._config)
+        config = self._config
+        holder = config.holder or LeaseHolder.current()
         policy = policy_of(config, self._notice)
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = Lane(plain.url)
@@ -139,7 +140,7 @@ class Persister:
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
             self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
-            self._attempts.spent = lambda: self.spent()
+            self._attempts.spent = self._spent
             self._attempts.begin()
             if ranks is not None and config.memory:
                 self._recovery = CrashRecovery(ranks, self)
@@ -305,7 +306,6 @@ class Persister:
     def persist(self, order: StagedJob) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
         self._attempt(order, partial(self._emit_done, order))
-        self._emit({"kind": channel.SETTLED, "job": order.job.job})
 
     def rescue(self, order: StagedJob) -> None:
         """Make durable what was only in memory, or has failed before. Reported like a job, but with no outcome."""

@@ -6,9 +6,7 @@ Takes the lease of the nearest tier for a writer: who asks, for whom it waits, a
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -19,7 +17,7 @@ from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
-from ckpt_engine.copy.make_room import SpaceReservation, collect, prune
+from ckpt_engine.copy.make_room import ROOMY_BYTES, collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
@@ -35,7 +33,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
-from ckpt_engine.store import names
+from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.lease import (
     LOOK_SECONDS,
     Lease,
@@ -48,7 +46,7 @@ from ckpt_engine.store.lease import (
 )
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
-from ckpt_engine.store.retention import KeepAll, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
@@ -116,7 +114,7 @@ class PrimaryTier:
         self._codec = config.codec
         self._aside = aside
         self._drafts_fail = False
-        self._swept = False
+        self._swept = self._warned = False
         self._ranks = ranks
         self._session = in_flight
         self._in_flight: Container[str] = () if in_flight is None else in_flight
@@ -146,7 +144,7 @@ class PrimaryTier:
         self._repository = repository
         self._run = RunText.of(repository) if self._is_taken_again else None
         self._known = DedupBaseline(repository, self._aside if self._ranks is None else None)
-        self._room = self._make_rooms(self._lease) if self._lease is not None else None
+        self._whole: tuple[str, ...] = ()
 
     def learn(self, line: Line, common: str | None, lacked: Sequence[str]) -> None:
         """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost
@@ -192,8 +190,7 @@ class PrimaryTier:
         not_undone = partial(self._not_undone, staged)
         committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
         self._known.committed(stored)
-        if self._room is not None:
-            self._room.committed(staged.snapshot)
+        self._whole = (staged.snapshot,)
         return committed
 
     def cancel(self, snapshot: str, why: str) -> None:
@@ -286,19 +283,35 @@ class PrimaryTier:
         return found
 
     def _make_room(self, contents: Plain) -> None:
-        if self._room is None:
+        if self._lease is None:
             return
-        nbytes = contents.new_bytes
+        repository, nbytes = self._repository, contents.new_bytes
         if self._ranks is not None:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._ranks.members)
-        room = self._room.before(nbytes, contents.manifest)
+        if not self._warned:
+            self._warned = True
+            if (short := shortage(repository, self._policy, nbytes)) is not None:
+                self._notice(f"{repository.storage.url}: {short}")
+        free_bytes = repository.storage.capabilities.free_bytes()
+        plenty = free_bytes is None or free_bytes >= nbytes + ROOMY_BYTES
+        if plenty and Retention.of(self._policy).limits == ByteLimits():
+            return
+        coming = contents.manifest()
+        room = make_room(
+            repository,
+            self._lease,
+            self._policy,
+            nbytes + len(manifest_codec.encode(coming)),
+            line=coming.info.line,
+            incoming=coming.info,
+            protected=self._unsure(),
+            verified=self._whole,
+            in_flight=self._in_flight,
+        )
         if room is not None:
             self._made_room(room.plan.remove)
             for event in room.events(self._url):
                 self._emit(event)
-
-    def _make_rooms(self, lease: Lease) -> SpaceReservation:
-        return SpaceReservation(self._repository, lease, self._policy, self._notice, self._in_flight, self._unsure)
 
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
@@ -460,14 +473,3 @@ def history_of(repository: Repository) -> History | None:
     except (FormatError, StorageMissingError):
         return History(len(ids), newest.id, newest.step, newest.seq)
     return History(len(ids), newest.id, newest.step, newest.seq, info.created, info.line.attempt)
-
-
-def holder_of(config: WriterConfig) -> LeaseHolder:
-    """The holder as the lease names it: what the trainer said about itself, completed with this process."""
-    given = config.holder
-    return LeaseHolder(
-        pid=int(given.get("pid", os.getpid())),
-        host=str(given.get("host", socket.gethostname())),
-        started=float(given.get("started", time.time())),
-        command=str(given.get("command", sys.executable)),
-    )

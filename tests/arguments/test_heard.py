@@ -78,8 +78,8 @@ def test_what_fails_in_the_call_costs_no_slot(tmp_path: Path, monkeypatch: pytes
         for count in range(3):
             with monkeypatch.context() as patch:
                 patch.setattr(ThreadWriter, "_send", broken)
-                with pytest.raises(RuntimeError):
-                    ckpt.save({"other": [torch.ones(10)] * (count + 1)}, step=2)
+                with pytest.raises(SnapshotFailedError, match="a fault of ours"):
+                    ckpt.save({"other": [torch.ones(10)] * (count + 1)}, step=2).wait(WAIT_SECONDS)
             assert ckpt.engine.ready() and ckpt.wait(WAIT_SECONDS)
         ckpt.save({"w": torch.ones(10)}, step=3).wait(WAIT_SECONDS)
 

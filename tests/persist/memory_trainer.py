@@ -27,12 +27,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.copy.job import ArenaNews, JobDone, TierConfig, WriterConfig
+from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.observe.events import Requested, SnapshotReplicated
 from ckpt_engine.writer import launch
 from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient
 from ckpt_engine.writer.launch import completed
+from tests.persist import staged
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.trainer import Log, fork_holder
 
@@ -179,7 +180,7 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         client = start(root, log)
         arena = Arena(client)
         arena.take(1)
-        client.describe(ArenaNews(gone=(0, 1, 2)))
+        client._send(staged.arena(gone=(0, 1, 2)))
         settle(client)
         die()
     elif plan == "die-away":

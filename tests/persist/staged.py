@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.copy.job import ArenaNews, EntryLayout, JobDone, Layout, PersistJob, layout_to_json
+from ckpt_engine.copy.job import EntryLayout, JobDone, Layout, PersistJob, layout_to_json
+from ckpt_engine.observe.events import SnapshotFailed
 from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -49,25 +50,23 @@ class Stage:
 
     def share(self, client: WriterClient) -> None:
         """Send the client everything jobs refer to."""
-        client.describe(self.news())
+        body, fds = self.message()
+        client._send(body, fds)
+        os.close(fds[0])
 
-    def news(self) -> ArenaNews:
-        """What says all that jobs refer to."""
+    def attach(self, client: WriterClient, nbytes: int | None = None) -> None:
+        """Send the client this slot only, perhaps as if it had so many bytes."""
+        client._send(arena([self.slot, nbytes or self.nbytes]), [self.fd])
+
+    def message(self, slot: int | None = None) -> tuple[Body, list[int]]:
+        """What `share` sends, perhaps under another number, and its descriptors."""
         trees = {
             "model": {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE, "also": NONE},
             "loop": {"step": {"$": "tensor", "entry": "step"}, "epoch": {"$": "v", "i": 0}},
         }
-        return ArenaNews((self.slot, self.fd, self.nbytes), (), self.layout, tuple(trees), trees)
-
-    def attach(self, client: WriterClient) -> None:
-        """Send the client this slot only."""
-        client.describe(ArenaNews((self.slot, self.fd, self.nbytes)))
-
-    def message(self, slot: int | None = None) -> tuple[Body, list[int]]:
-        """What `share` sends, perhaps under another number, and its descriptors."""
-        news, number = self.news(), self.slot if slot is None else slot
-        said = {"gone": (), "layout": layout_to_json(self.layout), "keys": news.keys, "trees": news.trees}
-        return {"kind": channel.ARENA, "slot": [number, self.nbytes], **said}, [os.dup(self.fd)]
+        number, layout = self.slot if slot is None else slot, layout_to_json(self.layout)
+        said = arena([number, self.nbytes], layout=layout, keys=tuple(trees), trees=trees)
+        return said, [os.dup(self.fd)]
 
     def fill(self, step: int) -> None:
         """Put the state of `step` into the slot."""
@@ -98,6 +97,11 @@ class Stage:
         os.close(self.fd)
 
 
+def arena(slot: list[int] | None = None, **more: Any) -> Body:
+    """A message about the arena."""
+    return {"kind": channel.ARENA, "slot": slot, "gone": (), "layout": None, "keys": (), "trees": {}, **more}
+
+
 NONE = {"$": "tensor", "entry": "model.none"}
 
 
@@ -118,6 +122,20 @@ def outcome(client: WriterClient, job: int, heard: list[Message] | None = None) 
             if isinstance(message, JobDone) and message.job == job:
                 return message
     raise AssertionError(f"job {job} was never answered; heard {kept}")
+
+
+def settle(client: WriterClient) -> None:
+    """Wait until all that was submitted is done, and the retention after it: for one more job, which fails at once."""
+    last = PersistJob(time.monotonic_ns(), -1, {}, 0, None, "last", {}, 0.0, 0.0)
+    client.submit(last)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not any(isinstance(one, JobDone) and one.job == last.job for one in tuple(client.news)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    for one in tuple(client.news):
+        done = isinstance(one, JobDone) and one.job == last.job
+        if done or (isinstance(one, SnapshotFailed) and str(last.job) in one.message):
+            client.news.remove(one)
 
 
 def check_all(root: Path) -> list[SnapshotInfo]:

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.copy.job import ArenaNews, JobDone
+from ckpt_engine.copy.job import JobDone
 from ckpt_engine.errors import ForeignError, LeaseHeldError, NotAFolderError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten, WriterLost
+from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.conftest import Writers
-from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.persist.staged import WAIT_SECONDS, Stage, arena, check_all, outcome, settle
 
 
 def test_jobs_become_durable_in_order(writers: Writers, stage: Stage) -> None:
@@ -63,7 +64,7 @@ def test_retention_keeps_what_keep_says(writers: Writers, stage: Stage) -> None:
         job = stage.job(step)
         client.submit(job)
         assert outcome(client, job.job, heard).ok
-    assert client.drain(WAIT_SECONDS)
+    settle(client)
     heard += client.poll()
     assert [i.step for i in check_all(writers.root)] == [4, 7, 8]
     assert len(list((writers.root / "data").iterdir())) == 3
@@ -102,7 +103,7 @@ def test_a_job_with_an_impossible_step_fails_alone(writers: Writers, stage: Stag
     jobs = [replace(stage.job(number), step=step) for number, step in enumerate(steps, 1)]
     for job in jobs:
         client.submit(job)
-    assert client.drain(WAIT_SECONDS)
+    settle(client)
     heard = client.poll()
     assert [one.ok for one in heard if isinstance(one, JobDone)] == [True, *[False] * 6, True]
     failed = [m for m in heard if isinstance(m, SnapshotFailed)]
@@ -159,7 +160,7 @@ def test_data_that_cannot_be_removed_is_removed_later(writers: Writers, stage: S
 
 def test_a_second_writer_is_refused_and_names_the_first(writers: Writers) -> None:
     """Two trainers on one run: the second gets the error the writer got, with its class and text."""
-    client = writers.start(holder={"pid": 4242, "command": "python train.py"})
+    client = writers.start(holder=LeaseHolder(4242, "here", 0.0, "python train.py"))
     with pytest.raises(LeaseHeldError, match=r"process 4242 .*python train.py") as caught:
         writers.start(lease_wait_seconds=0.0)
     assert caught.value.code == "CKPT500"
@@ -217,7 +218,7 @@ def test_a_slot_can_be_replaced_and_forgotten(writers: Writers, stage: Stage) ->
     second = bigger.job(2)
     client.submit(second)
     assert outcome(client, second.job).ok
-    client.describe(ArenaNews(gone=(0,)))
+    client._send(arena(gone=(0,)))
     third = bigger.job(3)
     client.submit(third)
     done = outcome(client, third.job)
@@ -231,7 +232,7 @@ def test_a_slot_smaller_than_promised_fails_the_job(writers: Writers, stage: Sta
     """Mapping beyond the end of a file would kill the writer; it looks at the file first."""
     client = writers.start()
     stage.share(client)
-    client.describe(ArenaNews((0, stage.fd, stage.nbytes * 2)))
+    stage.attach(client, stage.nbytes * 2)
     job = stage.job(1)
     client.submit(job)
     done = outcome(client, job.job)
@@ -275,12 +276,12 @@ def test_no_draw_from_the_global_random_streams(writers: Writers, stage: Stage) 
 
 
 def test_what_is_not_json_is_refused_at_once(writers: Writers, stage: Stage) -> None:
-    """`submit` raises in the trainer, `drain` does not wait for that job, and the writer goes on."""
+    """`submit` raises in the trainer, the client expects no outcome of that job, and the writer goes on."""
     client = writers.start()
     stage.share(client)
     with pytest.raises(WriterError, match="not JSON"):
         client.submit(stage.job(1, metrics={"loss": object()}))
-    assert client.drain(0.0)
+    assert not client._open
     job = stage.job(2, metrics={"loss": float("nan")})
     client.submit(job)
     assert outcome(client, job.job).ok
@@ -343,7 +344,7 @@ def test_retention_that_fails_is_no_failure_of_the_snapshot(
             job = stage.job(step)
             client.submit(job)
             assert outcome(client, job.job, heard).ok
-        assert client.drain(WAIT_SECONDS)
+        settle(client)
     heard += client.poll()
     (notice,) = (m for m in heard if isinstance(m, Notice))
     assert "the disk says no" in notice.message
@@ -351,7 +352,7 @@ def test_retention_that_fails_is_no_failure_of_the_snapshot(
     job = stage.job(3)
     client.submit(job)
     assert outcome(client, job.job, heard).ok
-    assert client.drain(WAIT_SECONDS)
+    settle(client)
     assert [i.step for i in check_all(threads.root)] == [3]
     assert not any(isinstance(m, SnapshotFailed) for m in heard)
     threads.close()

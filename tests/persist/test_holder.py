@@ -15,6 +15,6 @@ def test_the_lease_names_the_script_but_none_of_its_arguments(monkeypatch: pytes
     """All who may read the folder may read the lease, and arguments can be passwords."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--token", "s3cr3t"])
     holder = completed(WriterConfig("/x")).holder
-    assert holder["pid"] == os.getpid()
-    assert holder["command"].endswith("train.py")
+    assert holder is not None and holder.pid == os.getpid()
+    assert holder.command.endswith("train.py")
     assert "s3cr3t" not in str(holder)

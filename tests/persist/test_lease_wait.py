@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import LeaseHeldError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFound
+from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter, completed
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage
@@ -20,7 +22,7 @@ from tests.persist.staged import WAIT_SECONDS, Stage
 def test_a_second_writer_says_at_once_whom_it_waits_for(kind: Any, processes: Writers) -> None:
     """Process, machine, since when, how long, and how to end it; before it is refused."""
     other = os.getppid()
-    processes.start(holder={"pid": other})
+    processes.start(holder=replace(LeaseHolder.current(), pid=other))
     heard: list[Event] = []
     with pytest.raises(LeaseHeldError):
         kind.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=0.5)), heard.append)
@@ -49,7 +51,7 @@ def test_another_writer_of_the_same_process_is_no_stranger(processes: Writers) -
 def test_a_writer_that_finishes_for_a_dead_trainer_is_no_alarm(processes: Writers) -> None:
     """A restart after a crash waits for the rescue, which ends by itself."""
     dead = 2**22 - 1
-    first = processes.start(holder={"pid": dead})
+    first = processes.start(holder=replace(LeaseHolder.current(), pid=dead))
     heard: list[Event] = []
     with pytest.raises(LeaseHeldError):
         ProcessWriter.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=0.3)), heard.append)

@@ -29,7 +29,7 @@ from ckpt_engine.writer import launch
 from ckpt_engine.writer.channel import Reply
 from ckpt_engine.writer.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, ask
 from tests.persist.conftest import Writers
-from tests.persist.staged import WAIT_SECONDS, Stage, check_all
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, settle
 from tests.persist.test_memory import attach, attached, check_state, logged, run_trainer, step_in_memory, steps, trainer
 from tests.persist.test_process import gone
 from tests.persist.tiered import Run
@@ -328,7 +328,7 @@ def test_what_could_not_be_written_is_tried_again_at_the_end(writers: Writers, s
     data = writers.root / "data"
     data.write_text("in the way")
     client.submit(stage.job(1))
-    assert client.drain(WAIT_SECONDS)
+    settle(client)
     data.unlink()
     assert client.close(WAIT_SECONDS)
     assert [i.step for i in check_all(writers.root)] == [1]

@@ -20,9 +20,9 @@ from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.names import parse_id, session_id
 from ckpt_engine.writer import channel, control, part_records
 from ckpt_engine.writer.channel import Pulse, Reply, nothing, read_pulse
-from ckpt_engine.writer.client import Mailbox
 from ckpt_engine.writer.control import ControlHandlers
 from ckpt_engine.writer.job_queue import JobQueue
+from ckpt_engine.writer.launch import ThreadWriter
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.persister import Persister
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
@@ -304,10 +304,10 @@ def test_requests_are_forwarded_to_a_trainer_that_takes_them(snapshots: MemorySn
 
 def test_a_request_waits_once(stage: Stage) -> None:
     """A request that is repeated before the trainer reads it is kept once: it cannot fill the trainer's memory."""
-    mailbox = Mailbox("tier")
+    client = ThreadWriter(WriterConfig("tier"))
     for what in ("save", "save", "stop", "save"):
-        mailbox.hear({"kind": channel.REQUEST, "what": what, "who": "me"})
-    assert mailbox.poll() == [Requested("save", "me"), Requested("stop", "me")]
+        client._hear({"kind": channel.REQUEST, "what": what, "who": "me"})
+    assert client.poll() == [Requested("save", "me"), Requested("stop", "me")]
 
 
 def test_the_pulse_is_read_from_its_descriptor() -> None:

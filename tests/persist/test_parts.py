@@ -1,4 +1,4 @@
-"""The pure parts of the writer: skeletons, pieces, values on the wire, and the mailbox."""
+"""The pure parts of the writer: skeletons, pieces, values on the wire, and the client."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from ckpt_engine.copy.write_snapshot import CutLayout, Digesting, cut
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
+from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.tree import KeySkeleton
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import decode, encode
-from ckpt_engine.writer.client import Mailbox
+from ckpt_engine.writer.launch import ThreadWriter
 
 
 def value(index: int) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def test_values_survive_the_wire() -> None:
     """Every value is equal to itself after JSON."""
     layout = Layout(8, 32, (EntryLayout("a", "float32", (1, 2), "F32", 8, 8),))
     done = JobDone(4, None, ErrorRecord("CKPT301", "full", "free space"))
-    config = WriterConfig("/x", keep={"last": 2}, holder={"pid": 1})
+    config = WriterConfig("/x", keep={"last": 2}, holder=LeaseHolder(1, "here", 2.0, "python"))
     assert layout_from_json(decode(encode(layout_to_json(layout)))) == layout
     assert job_from_json(decode(encode(job_to_json(JOB)))) == JOB
     assert done_from_json(decode(encode(asdict(done)))) == done
@@ -170,41 +171,30 @@ def test_a_stranger_error_is_named() -> None:
 
 def test_a_lost_writer_fails_its_open_jobs_once() -> None:
     """Acknowledged jobs keep their outcome; each open one fails; `WriterLost` comes last and once."""
-    mailbox = Mailbox("tier")
+    client = ThreadWriter(WriterConfig("tier"))
     for number in (1, 2):
-        assert mailbox.expect(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
-    mailbox.hear({"kind": channel.DONE, "done": asdict(JobDone(1, "a"))})
-    assert not mailbox.drain(0.0)
-    mailbox.lose(ErrorRecord("CKPT600", "gone"), expected=False)
-    mailbox.lose(ErrorRecord("CKPT600", "again"), expected=False)
-    ok, failed, done, lost = mailbox.poll()
+        client.submit(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
+    client._hear({"kind": channel.DONE, "done": asdict(JobDone(1, "a"))})
+    client._lose(ErrorRecord("CKPT600", "gone"), expected=False)
+    client._lose(ErrorRecord("CKPT600", "again"), expected=False)
+    ok, failed, done, lost = client.poll()
     assert ok == JobDone(1, "a")
     assert failed == SnapshotFailed("", 5, "tier", "CKPT600", "gone")
     assert done == JobDone(2, None, ErrorRecord("CKPT600", "gone"))
     assert lost == WriterLost("gone")
-    assert mailbox.poll() == []
-    assert mailbox.drain(0.0)
-    assert not mailbox.expect(JOB)
-    assert not mailbox.wait(60.0)  # returns at once: nothing will come
+    assert client.poll() == []
+    with pytest.raises(WriterError, match="gone"):
+        client.submit(JOB)
+    assert not client.wait(60.0)  # returns at once: nothing will come
 
 
 def test_waiting_ends_when_something_comes() -> None:
     """A message wakes the waiting thread."""
-    mailbox = Mailbox("tier")
-    assert not mailbox.wait(0.0)
+    client = ThreadWriter(WriterConfig("tier"))
+    assert not client.wait(0.0)
     notice = channel.event(Notice("INFO", "x"))
-    speaker = threading.Thread(target=mailbox.hear, args=(notice,))
+    speaker = threading.Thread(target=client._hear, args=(notice,))
     speaker.start()
-    assert mailbox.wait(60.0)
+    assert client.wait(60.0)
     speaker.join()
-    assert mailbox.poll() == [Notice("INFO", "x")]
-
-
-def test_draining_waits_for_retention_too() -> None:
-    """A job that is done is not settled before the retention that follows it."""
-    mailbox = Mailbox("tier")
-    mailbox.expect(JOB)
-    mailbox.hear({"kind": channel.DONE, "done": asdict(JobDone(7, "a"))})
-    assert not mailbox.drain(0.0)
-    mailbox.hear({"kind": channel.SETTLED, "job": 7})
-    assert mailbox.drain(0.0)
+    assert client.poll() == [Notice("INFO", "x")]

@@ -26,7 +26,7 @@ from ckpt_engine.writer import client, launch
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, open_client
 from tests.persist.conftest import Writers
-from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome, settle
 from tests.support import interpreters
 from tests.support.writers import writers_of
 
@@ -419,12 +419,12 @@ def _watch_growth(processes: Writers, stage: Stage, jobs: int, before: int = 20,
     pids = (os.getpid(), client.pid)
     for number in range(before + jobs):
         if number == before:
-            assert client.drain(WAIT_SECONDS)
+            settle(client)
             then = [(_open_files(pid), _anonymous_bytes(pid)) for pid in pids]
         job = stage.job(number)
         client.submit(job)
         assert outcome(client, job.job).ok
-    assert client.drain(WAIT_SECONDS)
+    settle(client)
     for pid, (files, memory) in zip(pids, then, strict=True):
         assert _open_files(pid) <= files  # some of what earlier tests have left may be gone by now
         assert _anonymous_bytes(pid) - memory < most_bytes

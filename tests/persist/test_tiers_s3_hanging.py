@@ -12,7 +12,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage, watchdog
 from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, completed
-from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome, settle
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -46,7 +46,7 @@ def test_a_store_that_accepts_and_never_answers_stops_no_training(
     first = stage.job(1)
     client.submit(first)
     assert outcome(client, first.job, heard).ok
-    assert client.drain(WAIT_SECONDS)
+    settle(client)
     while not any(info.step == 1 for info in check_all(far)):
         client.wait(0.1)
     monkeypatch.setattr(watchdog, "STALL_SECONDS", 2.0)

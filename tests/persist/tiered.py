@@ -18,7 +18,7 @@ from ckpt_engine.writer.client import Message
 from ckpt_engine.writer.launch import ThreadWriter, completed
 from ckpt_engine.writer.run_records import TierStatus, read_status
 from tests.persist.faulty import Faulty, Weather
-from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome, settle
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         self.client.submit(job)
         done = outcome(self.client, job.job, self.heard)
         assert done.ok is ok, done
-        assert self.client.drain(WAIT_SECONDS)  # retention too
+        settle(self.client)  # retention too
         return done.snapshot_id
 
     def until(self, found: Callable[[Message], bool]) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ckpt_engine.copy.host_memory import MemoryLimit
-from ckpt_engine.copy.job import ArenaNews, ErrorRecord, JobDone, PersistJob, job_from_json, layout_from_json
+from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import Request, SaveHandle
-from ckpt_engine.snapshot.writer_link import Coming
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.client import Message, never
 
 NUMBERS = 2000
@@ -47,29 +44,13 @@ class FakeWriter:
         self.lock = threading.RLock()
         """Jobs come from the copier's threads: a writer has one or has not when it dies."""
 
-    def describe(self, news: ArenaNews) -> None:
-        if news.slot is not None:
-            slot, fd, _ = news.slot
-            self.slots[slot] = os.dup(fd)
-        if news.layout is not None:
-            self.nbytes = news.layout.nbytes
+    def describe(self, slot: tuple[int, int, int], known: object, layout: Layout, trees: object) -> None:
+        number, fd, _ = slot
+        if number not in self.slots:
+            self.slots[number] = os.dup(fd)
+        self.nbytes = layout.nbytes
 
     def attach_pulse(self, fd: int) -> None: ...
-
-    def take_over(self, jobs: Iterable[PersistJob], later: Iterable[tuple[Body, Sequence[int]]]) -> None:
-        waiting = {job.job for job in jobs}
-        for body, fds in later:
-            if body["kind"] == channel.ARENA:
-                slot = None if body["slot"] is None else (body["slot"][0], fds[0], body["slot"][1])
-                layout = None if body["layout"] is None else layout_from_json(body["layout"])
-                self.describe(ArenaNews(slot, tuple(body["gone"]), layout))
-            elif body["kind"] in (channel.PERSIST, channel.HOLD):
-                job = job_from_json(body["job"])
-                try:
-                    (self.submit if job.job in waiting else self.hold)(job)
-                except WriterError:  # it has died meanwhile
-                    if job.job in waiting:
-                        self.mail.append(JobDone(job.job, None, ErrorRecord("CKPT600", "killed")))
 
     def content(self, slot: int) -> bytes:
         return os.pread(self.slots[slot], self.nbytes, 0)
@@ -166,9 +147,8 @@ class Arena:
         """Let the writer that takes the place of a lost one be there, if one is coming."""
         if self.lease is not None:
             self.lease.set()
-        handover = self.pipeline._writer
-        if handover is not None and isinstance(handover.client, Coming):
-            handover.client.wait(PATIENCE_SECONDS)
+        if self.pipeline._writer is not None and self.pipeline._writer.client is None:
+            self.pipeline._writer.wait(PATIENCE_SECONDS)
         self.pipeline.poll()
 
     def save(self, durable: bool = False, lazy: bool = False) -> SaveHandle:

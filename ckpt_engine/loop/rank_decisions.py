@@ -36,6 +36,9 @@ from ckpt_engine.snapshot.save_request import SaveHandle
 _DECISIONS = "decisions"
 _STOP = "stop"
 """What rank 0 looks for at each boundary: the reason to end that another rank was the first to tell."""
+_TRAINED = "trained"
+_TRAINED_SECONDS = 3600.0
+"""So long others wait at the end for rank 0, which may evaluate first, or be behind where nothing synchronises steps."""
 _OVER = "over"
 _LEFT = "left"
 _HEARD_SECONDS = 2.0
@@ -98,6 +101,7 @@ class Together:
         self._handled = self._made = 0
         self._boundaries, self._step, self._stride = 0, 0, 1
         self._led = -1
+        self._ends = 0
         self._told_stop = False
         """On rank 0: how the run ends was decided."""
         self.diverged: Divergence | None = None
@@ -130,8 +134,11 @@ class Together:
             if one.boundary == self._boundaries or one.diverged is not None:
                 found = one  # who is past the boundary at which a run ends that has diverged ends late
             elif one.reason is not None:
-                self._engine.miss(one.step, "it was past that step already", durable=one.reason != MEMORY)
+                self._miss(one, "it was past that step already")
         return found
+
+    def _miss(self, one: RankDecision, why: str) -> None:
+        self._engine.miss(one.step, why, durable=one.reason != MEMORY)
 
     def lead(self, step: int, stop: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> None:
         """After the snapshot of `step`, before the next step: decide what happens after that (rank 0); else hand on.
@@ -221,6 +228,26 @@ class Together:
             return all(one == mine for one in others)
         except (WaitTimeoutError, RanksError):
             return False
+
+    def trained(self) -> None:
+        """Training is over on this rank. Waits for rank 0, and misses what that has decided and this rank was past.
+
+        So it is where ranks average now and then (local SGD): rank 0 would wait for parts that never come.
+
+        Raises:
+            WaitTimeoutError: training is not over on rank 0, or a stop leaves no time to wait for that.
+            RanksError: the store is gone.
+        """
+        self._ends += 1
+        key = f"{_TRAINED}/{self._ends}"
+        if self._leads:
+            self._ranks.store.set(key, str(self._boundaries))
+            return
+        last = int(hear(self._ranks.store, key, _TRAINED_SECONDS, self.verdicts.patience))
+        for one in self._read():
+            if self._handled < one.number and one.boundary <= last and one.reason is not None:
+                self._handled = one.number
+                self._miss(one, "its training was over")
 
     def leave(self, seconds: float) -> None:
         """This rank has nothing more to do, and its process may end: rank 0 says so, others wait for that.
@@ -537,6 +564,7 @@ class SharedCadence(Cadence):
 
     def ended(self, step: int) -> str | None:
         self._settle_memory()
+        self.together.trained()
         return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
 
     def _memory_is_due(self, step: int) -> bool:

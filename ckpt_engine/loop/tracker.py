@@ -176,9 +176,9 @@ class Tracker(LoopProgress):
                 self._loops.say_unseen(self._boundaries_missed)
             if self._restoring and error is None and (self._unfinished or any(one.asked_at for one in self._feeds)):
                 self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
-            if complete and self._run.config.at_end:
-                self._take_at_end()
-            elif not complete and error is not None:
+            if complete or error is None:
+                self._end_training(complete=complete)
+            else:
                 self.failed_with(error)
             self._resume.end(self._steps)
         finally:
@@ -343,10 +343,11 @@ class Tracker(LoopProgress):
         finally:
             self._stopping.close()
 
-    def _take_at_end(self) -> None:
+    def _end_training(self, *, complete: bool) -> None:
         # Its last batches may have changed what no optimizer steps, after a snapshot of this step.
         over = "end" if self._training is not None and self._training.finished else None
-        if (reason := self._run.cadence.ended(self._steps) or over) is not None:
+        reason = self._run.cadence.ended(self._steps) or over
+        if complete and self._run.config.at_end and reason is not None:
             states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
             self._run.take_at_end(self._instant(self._training, states, finished=True), reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,29 @@ def test_a_rank_that_was_ahead_says_that_it_missed_a_decision() -> None:
     second.step(4)
     assert second.engine.missed == [2]
     assert (first.took, second.took) == ([2, 4], [4])
+
+
+def test_a_rank_whose_training_ends_ahead_of_rank_0_misses_what_that_decided_meanwhile() -> None:
+    """Ranks that average now and then end at different times; what rank 0 decided beyond its last step is for none."""
+    first, second = ranks(2)
+    for step in range(1, 8):
+        second.step(step)
+    waiting = threading.Thread(target=second.together.trained)
+    waiting.start()
+    for step in range(1, 8):
+        first.step(step)
+    first.together.trained()
+    waiting.join(PATIENCE_SECONDS)
+    assert first.took == [2, 4, 6]
+    assert second.engine.missed == [2, 4, 6]
+
+
+def test_a_stop_ends_the_wait_for_the_end_of_rank_0() -> None:
+    """Rank 0 may be at work alone for long."""
+    _, second = ranks(2)
+    second.together.verdicts.patience = lambda seconds: 0.0
+    with pytest.raises(WaitTimeoutError):
+        second.together.trained()
 
 
 def test_a_signal_on_any_rank_stops_all_after_the_same_step() -> None:

@@ -416,9 +416,8 @@ class Tracker(LoopProgress):
         return taking_part({**self._parts.objects, **self._surroundings.audited()}, self._sources, self._outside)
 
     def _ahead(self) -> set[str]:
-        return read_by_loading(
-            {one.name: self._sources[one.name].base for one in self._feeds if one.position.lookahead}
-        )
+        ahead = [one.name for one in self._feeds if one.position.lookahead]
+        return read_by_loading({name: self._sources[name].base for name in ahead})
 
     # ---- resuming
 

@@ -38,7 +38,7 @@ _STOP = "stop"
 """What rank 0 looks for at each boundary: the reason to end that another rank was the first to tell."""
 _TRAINED = "trained"
 _TRAINED_SECONDS = 3600.0
-"""So long others wait at the end for rank 0, which may evaluate first, or be behind where nothing synchronises steps."""
+"""So long others wait at the end for rank 0, which may evaluate first, or be behind where they average now and then."""
 _OVER = "over"
 _LEFT = "left"
 _HEARD_SECONDS = 2.0

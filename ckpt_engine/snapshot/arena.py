@@ -223,11 +223,11 @@ class Slots:
         return self._new(plan) if len(self._busy) < self.count else None
 
     def ready(self) -> bool:
-        """Whether `take` would give a slot; for devices only one that is page-locked, where such are being made."""
+        """Whether `take` would give a slot, and a warm one if there is a warm-up, which is hurried on then."""
         self._collect_warm()
-        if self._warm_up is not None:
-            return bool(self._free) or not self._warm_up.devices
-        return bool(self._free) or len(self._busy) < self.count
+        if not self._free and self._warm_up is not None:
+            self._warm_up.hurry()
+        return bool(self._free) or (self._warm_up is None and len(self._busy) < self.count)
 
     def retain(self, index: int) -> None:
         """One more needs the content of a slot that was taken."""
@@ -268,7 +268,7 @@ class Slots:
         return self._touched_seconds + (self._warm_up.cpu_seconds if self._warm_up is not None else 0.0)
 
     def warm_up(self, plan: StatePlan) -> None:
-        """Make all slots ready for `plan` on a background thread."""
+        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is."""
         self._collect_warm()
         if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
             return
@@ -338,7 +338,10 @@ class Slots:
         warm = self._warm_up
         if warm is None:
             return
-        self._free.extend(warm.take_done())
+        done = warm.take_done()
+        self._free.extend(done)
+        if not warm.slots:
+            warm.let_go()  # all were hurried, and its own thread may starve for long
         if warm.finished or not warm.slots:
             self._touched_seconds += warm.cpu_seconds
             self._warm_up = None
@@ -351,12 +354,14 @@ class _WarmUp:
     def __init__(self, slots: list[SharedSlot], devices: Sequence[torch.device]) -> None:
         self.slots = list(slots)
         """Those that `take_done` and `give` have not handed out."""
-        self.devices = devices
+        self._devices = devices
         self.cpu_seconds = 0.0
         self._done: list[SharedSlot] = []
+        self._made: list[SharedSlot] = []
         self._changed = threading.Condition()
         self._paused = False
         self._stopped = False
+        self._hurried: SharedSlot | None = None
         self._error: CkptError | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
         self._thread.start()
@@ -375,10 +380,30 @@ class _WarmUp:
     def give(self) -> SharedSlot | None:
         """One that is not ready, for a snapshot that is taken now: it is not touched any more."""
         with self._changed:
-            slot = next((one for one in self.slots if one not in self._done), None)
+            slot = next((one for one in self.slots if one not in self._made), None)
             if slot is not None:
                 self.slots.remove(slot)
         return slot
+
+    def hurry(self) -> None:
+        """A snapshot waits for the next slot: touch it at usual priority."""
+        if self._devices or not self.slots or self._hurried is self.slots[0]:
+            return
+        self._hurried = self.slots[0]
+        # Beside the thread that nearly starves: a priority once lowered cannot be raised without privileges.
+        threading.Thread(target=self._touch, args=(self.slots[0],), name="ckpt-prefault-now", daemon=True).start()
+
+    def _touch(self, slot: SharedSlot) -> None:
+        with suppress(StateError):  # the other thread meets it, too, and tells it
+            if slot.prefault(lambda: self._go_on(slot)):
+                self._add(slot)
+
+    def _add(self, slot: SharedSlot) -> None:
+        """It can be used; said by whichever thread has touched all of it first."""
+        with self._changed:
+            if slot in self.slots and slot not in self._made:
+                self._made.append(slot)
+                self._done.append(slot)
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -393,10 +418,14 @@ class _WarmUp:
             self._paused = False
             self._changed.notify_all()
 
-    def stop(self) -> None:
+    def let_go(self) -> None:
+        """Its threads end by themselves."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        self.let_go()
         self._thread.join(PREFAULT_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             raise WaitTimeoutError("the arena's background thread did not stop")
@@ -407,15 +436,13 @@ class _WarmUp:
             try:
                 if not slot.prefault(lambda slot=slot: self._go_on(slot)):  # type: ignore[misc]
                     continue
-                if self.devices:  # what is wrong is said when the slot is taken
-                    slot.pin(self.devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
+                if self._devices:  # what is wrong is said when the slot is taken
+                    slot.pin(self._devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self._error = err
                 return
-            with self._changed:
-                if slot in self.slots:
-                    self._done.append(slot)
+            self._add(slot)
 
     def _go_on(self, slot: SharedSlot) -> bool:
         """Wait while a snapshot is being copied; False when this slot is no longer to be made ready."""

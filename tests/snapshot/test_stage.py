@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -241,10 +242,13 @@ def test_warm_up_makes_all_slots_in_the_background() -> None:
     plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
     slots = Slots(2)
     slots.warm_up(plan)
-    until(lambda: slots.ready() and slots._warm_up is None)
+    deadline = time.monotonic() + PATIENCE_SECONDS  # its thread gives way to everybody on the machine
+    while not slots.ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert slots.nbytes() <= 2 * 1.05 * plan.layout.nbytes
     slot = slots.take(plan)
-    assert slot is not None and not slot.is_cold
+    assert slot is not None
     slots.close()
 
 
@@ -254,12 +258,9 @@ def test_a_snapshot_that_is_taken_before_the_arena_is_ready_gets_a_cold_slot(mon
     plan = Planner(Flattener()).capture({"a": torch.zeros(8_000_000)}).plan
     slots = Slots(2)
     slots.warm_up(plan)
-    assert slots.ready()
     first, second = slots.take(plan), slots.take(plan)
     assert first is not None and second is not None and first is not second
     assert first.is_cold and second.is_cold and slots.take(plan) is None and len(slots.known()) == 2
-    slots.discard_busy()  # the writer was lost
-    assert slots.take(plan) is not None
     idle.set()
     slots.close()
     assert first.is_cold
@@ -319,6 +320,24 @@ def starve(monkeypatch: pytest.MonkeyPatch, idle: threading.Event) -> None:
         return prefault(self, go_on)
 
     monkeypatch.setattr(SharedSlot, "prefault", starved)
+
+
+def test_a_snapshot_that_is_due_does_not_wait_until_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up runs at the lowest priority; where `ready` has been asked, another thread helps."""
+    plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
+    starve(monkeypatch, idle := threading.Event())
+    slots = Slots(2)
+    slots.warm_up(plan)
+    taken = []
+    for _ in range(2):
+        until(slots.ready)
+        taken.append(slots.take(plan))
+    assert not any(slot.is_cold for slot in taken if slot is not None)
+    assert len({slot.index for slot in taken if slot is not None}) == 2
+    slots.discard_busy()  # the writer was lost
+    assert slots.take(plan) is not None
+    idle.set()
+    slots.close()
 
 
 def test_a_warm_up_for_a_state_that_has_grown_starts_again() -> None:

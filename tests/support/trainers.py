@@ -31,15 +31,13 @@ Job = Mapping[str, Any]
 def wait_for_the_arena(engine: Any) -> None:
     """If it is being made ready: until all of its slots are.
 
-    The thread that makes them gives way to everybody, and on a machine that is busy it may not run for minutes: they
-    are touched here instead.
+    The thread that makes them gives way to everybody, and on a machine that is busy it may not run for minutes: each
+    slot is touched as if a snapshot waited for it.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     slots = engine._pipeline.slots
     while (warm := slots._warm_up) is not None:
-        if (slot := warm.give()) is not None:
-            slot.prefault()
-            slots._free.append(slot)
+        warm.hurry()
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
         slots.ready()

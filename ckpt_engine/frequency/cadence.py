@@ -477,7 +477,7 @@ class Cadence:
             self._memory_review = step + 1
             return
         self._decided = costs, memory_seconds, far = self._basis()
-        rates = self._evidence.after(self._now() - self._began).rates
+        rates = self._evidence.rates(self._now() - self._began)
         wanted = self._policy.decide(costs, rates, memory_seconds, far)
         if (memory := self._memory) is not None:
             memory.interval_seconds, memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds

@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,15 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.frequency.failures import (
     CLASSES,
     DOUBT,
+    MOST_FACTOR,
     SCALE,
     SCALES,
+    SIGNIFICANT,
     FailureBelief,
     assumed_mtbf,
+    believed_shape,
+    fit_weibull,
+    hazard_factor,
 )
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop.rank_decisions import ended_by
@@ -278,6 +284,120 @@ def test_no_fixed_interval_is_better_than_what_follows_failures() -> None:
     assert goodput(120.0 * HOUR, failures=20) >= few_and_far - 0.002
     for wrong in (0.1, 10.0):
         assert goodput(3.0 * HOUR, stated=wrong * 3.0 * HOUR) >= best(3.0 * HOUR, 50) - 0.002
+
+
+def quantiles(shape: float, count: int, scale: float = 10 * HOUR) -> list[float]:
+    """Times that a Weibull distribution of that shape gives, spread evenly over its probabilities."""
+    return [scale * (-math.log(1.0 - (number + 0.5) / count)) ** (1.0 / shape) for number in range(count)]
+
+
+@pytest.mark.parametrize("shape", [0.5, 0.7, 1.0, 1.5])
+def test_the_shape_of_many_failures_is_found(shape: float) -> None:
+    """Shape and scale are found, within what four hundred failures can show."""
+    fit = fit_weibull(quantiles(shape, 400), [True] * 400)
+    assert fit.shape == pytest.approx(shape, rel=0.02)
+    assert fit.scale_seconds == pytest.approx(10 * HOUR, rel=0.02)
+    assert (fit.evidence > SIGNIFICANT) == (shape != 1.0)
+
+
+@given(st.lists(st.floats(1e3, 1e6), min_size=3, max_size=30, unique=True), st.floats(1.0, 100.0), st.data())
+def test_no_other_distribution_explains_the_times_better(
+    times: list[float], factor: float, data: st.DataObject
+) -> None:
+    """It is the most likely one, units do not matter, and a time that no failure has ended is a lower bound."""
+    failed = data.draw(st.lists(st.booleans(), min_size=len(times), max_size=len(times)).filter(any))
+    fit, scaled = fit_weibull(times, failed), fit_weibull([factor * one for one in times], failed)
+    assert scaled.shape == pytest.approx(fit.shape, rel=1e-6)
+    assert scaled.scale_seconds == pytest.approx(factor * fit.scale_seconds, rel=1e-6)
+    if 0.06 < fit.shape < 19.0:
+        best = likelihood(times, failed, fit.shape, fit.scale_seconds)
+        for shape, scale in ((1.01, 1.0), (0.99, 1.0), (1.0, 1.01), (1.0, 0.99)):
+            assert likelihood(times, failed, shape * fit.shape, scale * fit.scale_seconds) <= best + 1e-6
+        mean = sum(times) / sum(failed)
+        assert fit.evidence == pytest.approx(2 * (best - likelihood(times, failed, 1.0, mean)), abs=1e-6)
+
+
+def likelihood(times: list[float], failed: list[bool], shape: float, scale: float) -> float:
+    """Its logarithm: density where a failure has ended the time, survival where none has."""
+    ended = sum(
+        math.log(shape / scale) + (shape - 1.0) * math.log(one / scale)
+        for one, end in zip(times, failed, strict=True)
+        if end
+    )
+    return ended - sum((one / scale) ** shape for one in times)
+
+
+def test_a_shape_is_believed_after_twenty_failures_that_chance_does_not_explain() -> None:
+    """Lives that ended without a failure are none of them."""
+    early, none = quantiles(0.5, 19), [PROCESS] * 19
+    assert believed_shape([*early, *early], [*none, *([""] * 19)]) == 1.0
+    assert believed_shape(quantiles(0.5, 20), [PROCESS] * 20) == pytest.approx(0.5, abs=0.05)
+    assert believed_shape(quantiles(1.0, 200), [MACHINE] * 200) == 1.0
+    assert believed_shape(quantiles(0.9, 30), [MACHINE] * 30) == 1.0  # too few for so small a difference
+
+
+@given(st.floats(0.3, 2.0), st.floats(0.0, 1e7), st.floats(1.0, 100.0))
+def test_the_rate_falls_or_rises_with_the_time_since_the_last_failure(
+    shape: float, seconds: float, factor: float
+) -> None:
+    """As the shape says, and not by more than the cap."""
+    sooner, later = (hazard_factor(shape, at, 10 * HOUR) for at in (seconds, factor * seconds))
+    assert (later <= sooner) if shape <= 1.0 else (later >= sooner)
+    assert 1 / MOST_FACTOR <= sooner <= MOST_FACTOR
+
+
+@pytest.mark.parametrize("shape", [0.8, 1.0, 1.3])
+def test_the_factor_is_one_on_average(shape: float) -> None:
+    """Over all the time that runs train: each life ends with one failure."""
+    scale, step = 10 * HOUR / math.gamma(1.0 + 1.0 / shape), 60.0
+    alive = ((at, math.exp(-((at / scale) ** shape))) for at in (step * (number + 0.5) for number in range(20000)))
+    assert sum(hazard_factor(shape, at, 10 * HOUR) * left * step for at, left in alive) == pytest.approx(
+        10 * HOUR, rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "fixed", "young", "fewer"),
+    [(0.5, 0.935, 0.939, 0.89), (0.6, 0.933, 0.936, 0.95), (0.7, 0.932, 0.933, 0.98)],
+)  # fmt: skip
+def test_intervals_that_follow_the_hazard_lose_less_with_fewer_snapshots(
+    shape: float, fixed: float, young: float, fewer: float
+) -> None:
+    """Values of the literature: 7.5 h between failures, snapshots of 60 s, restarts of 120 s."""
+    mean = 7.5 * HOUR
+    every = math.sqrt(2 * 60.0 * mean)
+    plain = lives(shape, mean, lambda _: every)
+    following = lives(shape, mean, lambda at: every / math.sqrt(hazard_factor(shape, at, mean)))
+    assert plain[0] == pytest.approx(fixed, abs=0.002)
+    assert following[0] == pytest.approx(young, abs=0.002)
+    assert following[1] / plain[1] == pytest.approx(fewer, abs=0.05)
+
+
+def lives(shape: float, mean: float, every: Callable[[float], float]) -> tuple[float, int]:
+    """Useful work by time over many failures, and the snapshots taken."""
+    rng, useful, time, taken = random.Random(7), 0.0, 0.0, 0
+    for _ in range(6000):
+        ends, at = rng.weibullvariate(mean / math.gamma(1.0 + 1.0 / shape), shape), 0.0
+        time += ends + 120.0
+        while at + (work := every(at)) + 60.0 <= ends:
+            at, useful, taken = at + work + 60.0, useful + work, taken + 1
+    return useful / time, taken
+
+
+def test_a_run_that_fails_in_bursts_takes_fewer_snapshots_the_longer_it_lives() -> None:
+    """Once its attempts prove it."""
+    rig = Rig(start=None, overhead=0.5)
+    rig.cadence.emit(AttemptsFound(tuple(quantiles(0.5, 40)), (PROCESS,) * 40))
+    rig.cadence.start(0)
+    intervals = []
+    for _ in range(2):
+        assert rig.go(5000) is not None
+        rig.take(stall=5.0, latency=6.0)
+        rig.go(1)
+        intervals.append(rig.cadence.interval_steps or 0)
+        rig.clock.now += 20 * HOUR
+        rig.cadence.exclude(20 * HOUR)
+    assert intervals[1] > 1.5 * intervals[0]
 
 
 @pytest.mark.parametrize(

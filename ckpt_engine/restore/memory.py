@@ -436,7 +436,7 @@ class SharePlan:
 
 def plan_shares(size: int, found: Sequence[Sequence[ShareSource]]) -> SharePlan | None:
     """The newest snapshot of which every rank gets all shares: from its own machine, from one that serves others, or
-    made from parity. Where there is none, the one that the least is missing of; None: nothing is held.
+    made from parity. Where there is none, the one that the least is missing of; None: none has anything.
 
     Args:
         found: what each rank has found on its machine.

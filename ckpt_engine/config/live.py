@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,32 +55,14 @@ class Change:
 
 def change(now: Config, wanted: Config) -> Change | None:
     """What of `wanted` takes effect in a run with the options `now`; None where both are the same."""
-    before, after = now.options(), wanted.options()
-    merged, applied = dict(before), []
-    for name in SAFE:
-        key, _, inner = name.partition(".")
-        old, new = _value(now, name), _value(wanted, name)
-        if old != new:
-            applied.append(f"{name}: {_shown(old)} -> {_shown(new)}")
-        if inner:
-            section = {k: v for k, v in before.get(key, {}).items() if k != inner}
-            section |= {k: v for k, v in after.get(key, {}).items() if k == inner}
-            if section:
-                merged[key] = section
-            continue
-        merged.pop(key, None)
-        if key in after:
-            merged[key] = after[key]
+    pairs = [(name, attrgetter(name)(now), attrgetter(name)(wanted)) for name in SAFE]
+    applied = tuple(f"{name}: {_shown(old)} -> {_shown(new)}" for name, old, new in pairs if old != new)
+    merged = {name: value for name, value in now.options().items() if name not in SAFE}
+    merged |= {name: value for name, value in wanted.options().items() if name in SAFE}
+    merged["preemption"] = {**merged.get("preemption", {}), "grace": wanted.preemption.grace}
     config = load_config(merged)
     refused = tuple(name for name in type(now).model_fields if getattr(config, name) != getattr(wanted, name))
-    return Change(config, tuple(applied), refused) if applied or refused else None
-
-
-def _value(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return Change(config, applied, refused) if applied or refused else None
 
 
 def _shown(value: Any) -> str:

@@ -402,24 +402,6 @@ class Timing:
     pause: Callable[[float], None] = time.sleep
 
 
-class _Watch:
-    """How long an observer has seen the same bytes."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._seen: bytes | None = None
-        self._since = clock()
-        self.changes = 0
-
-    def unchanged_seconds(self, data: bytes) -> float:
-        now = self._clock()
-        if data != self._seen:
-            self.changes += self._seen is not None
-            self._seen = data
-            self._since = now
-        return now - self._since
-
-
 def take(slot: LeaseSlot, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
     """Take the lease, waiting at most `wait_seconds` for a holder that lives.
 
@@ -429,33 +411,26 @@ def take(slot: LeaseSlot, holder: dict[str, Any], wait_seconds: float, timing: T
         LeaseHeldError: the lease is renewed by its holder. `args[0]` has no name: the caller reads it.
         StorageError: from the store.
     """
-    watch = _Watch(timing.clock)
-    deadline = timing.clock() + wait_seconds
+    before: bytes | None = None
+    since = timing.clock()
+    deadline, changes = since + wait_seconds, 0
     while True:
         seen = slot.read()
-        if _is_free(seen, watch) or _is_abandoned(seen, watch):
+        data = seen[0] if seen else None
+        if data != before:
+            changes += before is not None
+            before, since = data, timing.clock()
+        record = Record.decode(data) if data else None
+        ended = record is not None and record.place is not None and record.place.is_dead()
+        silent = timing.clock() - since >= (record.ttl_seconds if record else TTL_SECONDS)
+        if data is None or not data.strip(b"{} \n") or ended or silent:
             lease = _try_to_take(slot, holder, seen, timing)
             if lease is not None:
                 return lease
-            watch.changes += 1  # somebody else was faster, and so is alive
-        if watch.changes and timing.clock() >= deadline:
+            changes += 1  # somebody else was faster, and so is alive
+        if changes and timing.clock() >= deadline:
             raise LeaseHeldError(f"the lease of {slot.url} is renewed by its holder")
         timing.pause(timing.look_seconds)
-
-
-def _is_free(seen: tuple[bytes, str] | None, watch: _Watch) -> bool:
-    if seen is None or not seen[0].strip(b"{} \n"):
-        return True
-    watch.unchanged_seconds(seen[0])
-    record = Record.decode(seen[0])
-    return record is not None and record.place is not None and record.place.is_dead()
-
-
-def _is_abandoned(seen: tuple[bytes, str] | None, watch: _Watch) -> bool:
-    if seen is None:
-        return True
-    record = Record.decode(seen[0])
-    return watch.unchanged_seconds(seen[0]) >= (record.ttl_seconds if record else TTL_SECONDS)
 
 
 def _try_to_take(

@@ -13,7 +13,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt_engine.copy.job import EntryLayout
-from ckpt_engine.copy.write_snapshot import cut
+from ckpt_engine.copy.write_snapshot import SideBySide, cut
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError, UnstorableLeafError
 from ckpt_engine.interop.dcp_reader import CkptReader, Root, Save, config_of, names_step, step_of
 from ckpt_engine.ranks.boxes import Box, Grid, tiles
@@ -424,8 +423,8 @@ class Container:
             dtype, shape, nbytes = dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes
             layouts.append(EntryLayout(one.name, dtype, shape, container_form(dtype, shape, nbytes)[0], at, nbytes))
             at += nbytes
-        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="ckpt-digest") as pool:
-            return list(pool.map(_block, self._arrays, layouts))
+        pairs = list(zip(self._arrays, layouts, strict=True))
+        return SideBySide(lambda pair: _block(*pair), pairs, DIGEST_THREADS, "ckpt-digest").result()
 
 
 def _block(array: DcpArray, layout: EntryLayout) -> Block:

@@ -10,15 +10,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from queue import SimpleQueue
 from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
 from ckpt_engine.copy.transfer import reading_source
 from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan
+from ckpt_engine.copy.write_snapshot import SideBySide
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, class_of, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
@@ -83,23 +83,17 @@ class Encoder:
         Raises:
             SourceError: what is copied is damaged or cannot be read.
         """
-        if self._planned.bounds.part_bytes is None:
-            # All is encoded before anything is put.
-            for part in self._planned.parts:
-                yield [done for job in part for done in self._encode(job)]
-            return
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
-        waiting: list[Future[list[EncodedPiece]]] | None = None
+        threads = THREADS if self._planned.bounds.part_bytes is not None else 0
+        begun: SideBySide[Job, list[EncodedPiece]] | None = None
         try:
-            for part in self._planned.parts:
-                begun = [pool.submit(self._encode, job) for job in part]
-                if waiting is not None:
-                    yield [done for one in waiting for done in one.result()]
-                waiting = begun
-            if waiting is not None:
-                yield [done for one in waiting for done in one.result()]
+            for part in (*self._planned.parts, ()):
+                done = list(chain.from_iterable(begun.result())) if begun is not None else []
+                begun = SideBySide(self._encode, part, threads, "ckpt-encode")
+                if done:
+                    yield done
         finally:
-            pool.shutdown(cancel_futures=True)
+            if begun is not None:
+                begun.abandon()
 
     def _encode(self, job: Job) -> list[EncodedPiece]:
         if job.adam is not None and all(self._tried(one) == DELTA for one in job.work):

@@ -79,29 +79,17 @@ def put_encoded(
     Args:
         pick: the codec of each class of tensors; a piece that it does not pay for is stored as it is.
         tally: takes what it took.
-    """
-    if manifest.info.partial is None:
-        planned, rank = plan(manifest, target, differences=_takes_differences(manifest, pick)), 0
-    else:
-        planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
-    files = Files(manifest, planned, rank)
-    copied = _put_parts(files, source, target, pick, tally)
-    return files.manifest(), copied
-
-
-def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
-    """Reads an older snapshot, where there is one and that is cheap."""
-    return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
-
-
-def _put_parts(files: Files, source: Repository, target: Repository, pick: Pick, tally: Tally) -> Copied:
-    """Encode and put all data files of a plan that are not there yet.
 
     Raises:
         SourceError: what is copied cannot be read.
         StorageError: from the target.
     """
-    manifest, planned = files.source, files.plan
+    if manifest.info.partial is None:
+        classes = {class_of(name, entry.dtype) for name, entry in manifest.entries.items() if entry.pieces}
+        planned, rank = plan(manifest, target, differences=DELTA in map(pick, classes)), 0
+    else:
+        planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
+    files = Files(manifest, planned, rank)
     bases = Bases(manifest, source, older_at(target, planned.before))
     encoder = Encoder(manifest, planned, decoder_of(source.storage, manifest), bases, pick)
     sent = present = 0
@@ -119,11 +107,12 @@ def _put_parts(files: Files, source: Repository, target: Repository, pick: Pick,
         blocks.clear()
     if present:
         settle_data(target.storage)
-    return Copied(sent, present)
+    return files.manifest(), Copied(sent, present)
 
 
-def _takes_differences(manifest: Manifest, pick: Pick) -> bool:
-    return any(pick(class_of(name, entry.dtype)) == DELTA for name, entry in manifest.entries.items() if entry.pieces)
+def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
+    """Reads an older snapshot, where there is one and that is cheap."""
+    return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
 
 
 class Encoded(Plain):

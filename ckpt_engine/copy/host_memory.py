@@ -1,4 +1,4 @@
-"""Host memory of the arena: whether there is room, how it is mapped, touching fresh pages fast, and page-locking it.
+"""Host memory of the arena: whether there is room, how it is mapped, touching fresh pages fast.
 
 The kernel gives out memory that it does not have, and kills somebody later. So look first: at the machine
 (`MemAvailable`) and at every control group from the process's own up to the root, version 1 and 2. The page cache
@@ -13,9 +13,6 @@ asked for beforehand than page by page in the middle of a read.
 Shared memory is mapped from a multiple of a huge page on. Without huge pages every direct write looks up each small
 page of the arena: several times the processor time, taken from training. Most systems give shared memory none by
 itself, but it may ask (`MADV_COLLAPSE`, Linux 6.1) if address and size are aligned.
-
-Memory that GPUs copy to is page-locked piece by piece. The driver holds locks meanwhile, and every process on the
-machine that needs them waits: with one call for all of an arena that can take seconds.
 """
 
 from __future__ import annotations
@@ -24,15 +21,14 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
-from ckpt_engine.errors import CorruptError, StateError, WaitTimeoutError
+from ckpt_engine.errors import CorruptError, StateError
 from ckpt_engine.observe.units import size
 
 HUGE_BYTES = 2 << 20
@@ -316,87 +312,3 @@ def populate(address: int, nbytes: int) -> None:
             raise StateError(
                 f"cannot get {size / 1e9:.2f} GB of memory: {os.strerror(code)}", hint="free memory, or lower `slots`"
             )
-
-
-class PageLocks(Protocol):
-    """Host memory that devices copy to and from at their full rate. A device is what the runtime calls one."""
-
-    def register(self, device: Any, address: int, nbytes: int) -> str | None:
-        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
-        ...
-
-    def unregister(self, device: Any, address: int) -> str | None:
-        """Give page-locked memory back to the system's paging; what is wrong, or None."""
-        ...
-
-
-PIECE_BYTES = 256 << 20
-"""Larger pieces make other processes wait longer, smaller ones make more copies."""
-DRIVER_TIMEOUT_SECONDS = 600.0
-
-
-class Pinned:
-    """A range of host memory, page-locked or not.
-
-    Args:
-        address: of its first byte, at the start of a page.
-        nbytes: its length; all of it must be present (touched).
-        locks: of the devices.
-    """
-
-    def __init__(self, address: int, nbytes: int, locks: PageLocks) -> None:
-        self._address = address
-        self._nbytes = nbytes
-        self._locks = locks
-        self._pieces: list[tuple[Any, int]] = []
-        self._problem: str | None = None
-        self._done = False
-
-    def pin(self, device: Any, go_on: Callable[[], bool] = lambda: True) -> str | None:
-        """Page-lock all of it, unless that was tried before; what is wrong, or None. Any thread; releases the GIL.
-
-        Args:
-            device: one of those that will copy.
-            go_on: asked between pieces; False ends it early, and the next call goes on there.
-
-        Raises:
-            WaitTimeoutError: the driver does not return.
-        """
-        if not self._done:
-            # CUDA keeps the error of a refused call for the next launch of the thread that made it: let it be no
-            # thread that launches anything.
-            thread = threading.Thread(target=self._run, args=(device, go_on), name="ckpt-pin", daemon=True)
-            thread.start()
-            thread.join(DRIVER_TIMEOUT_SECONDS)
-            if thread.is_alive():
-                raise WaitTimeoutError("page-locking the arena does not get on")
-        return self._problem
-
-    def unpin(self) -> None:
-        """Give the memory back to the system's paging. No copy may be under way."""
-        pieces, self._pieces, self._done = self._pieces, [], False
-        for device, address in pieces:
-            # Refused only where the process's CUDA context is gone, and everything with it.
-            self._locks.unregister(device, address)
-
-    def _run(self, device: Any, go_on: Callable[[], bool]) -> None:
-        for start, stop in split(len(self._pieces) * PIECE_BYTES, self._nbytes):
-            if not go_on():
-                return
-            try:
-                self._problem = self._locks.register(device, self._address + start, stop - start)
-            except RuntimeError as err:
-                self._problem = str(err)
-            if self._problem is not None:
-                self.unpin()
-                break
-            self._pieces.append((device, self._address + start))
-        self._done = True
-
-
-def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The bytes from `start` to `stop`, counted from the start of the range, cut where one piece ends."""
-    while start < stop:
-        end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES)
-        yield start, end
-        start = end

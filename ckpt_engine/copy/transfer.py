@@ -19,13 +19,12 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
+from ckpt_engine.copy.write_snapshot import SideBySide
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import digest
@@ -256,11 +255,7 @@ def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piec
             partial.write(part.start, buffer)
             return len(buffer)
 
-        pool = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ckpt-fetch")
-        try:
-            fetched.extend(pool.map(move, _ranges(file.nbytes, pieces)))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        fetched.extend(SideBySide(move, _ranges(file.nbytes, pieces), RANGES_AT_ONCE, "ckpt-fetch").result())
 
     try:
         sink.receive(file.name, file.nbytes, token, fill)
@@ -331,18 +326,13 @@ def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: st
     """The verified file in a scratch file that has no name and is gone when unmapped."""
     memory = scratch_file(scratch, file.nbytes)
     try:
-        with (
-            memoryview(memory) as image,
-            ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ckpt-fetch") as pool,
-        ):
-            starts = range(0, file.nbytes, RANGE_BYTES)
-            parts = [image[start : start + RANGE_BYTES] for start in starts]
-            try:
-                list(pool.map(partial(source.get_into, file.name), starts, parts))
-            finally:
-                pool.shutdown(cancel_futures=True)
-                for part in parts:
-                    part.release()
+        with memoryview(memory) as image:
+
+            def fetch(start: int) -> None:
+                with image[start : start + RANGE_BYTES] as part:
+                    source.get_into(file.name, start, part)
+
+            SideBySide(fetch, range(0, file.nbytes, RANGE_BYTES), RANGES_AT_ONCE, "ckpt-fetch").result()
             for piece in pieces:
                 with image[piece.offset : piece.offset + piece.nbytes] as part:
                     _require_digest(file, piece, part)

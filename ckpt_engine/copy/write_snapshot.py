@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.copy.job import EntryLayout, Layout, PersistJob
@@ -90,6 +91,8 @@ class ArenaSlot:
                 self._fd = -1
 
 
+T = TypeVar("T")
+U = TypeVar("U")
 _MAX_THREADS = 4
 THREAD_BYTES = 4 << 20
 """What is smaller is digested while a thread would start."""
@@ -167,29 +170,27 @@ class CutLayout:
         return found
 
 
-class Digesting:
-    """Digests the pieces of a file image on its own threads, while the caller writes the same memory to storage.
+class SideBySide(Generic[T, U]):
+    """Does something with each of many items on threads of its own, and perhaps none: then it is done at once.
 
-    Several threads at once cost training less than one that works longer: a parallel region of the training waits for
-    whichever of its threads has lost its core for the longest time.
+    The threads are daemons: a writer thread still writes while the interpreter ends, when executors take no work.
+    Several at once cost training less than one that works longer: a parallel region of the training waits for whichever
+    of its threads has lost its core for the longest time.
 
-    Either `result` or `abandon` MUST be called; after it nothing refers to `image` any more.
+    Either `result` or `abandon` MUST be called; after it nothing is done any more.
     """
 
-    def __init__(self, image: memoryview, cut_layout: CutLayout) -> None:
-        self._image = image
-        self._extents = [extent for extents in cut_layout.extents for extent in extents]
-        self._digests = [""] * len(self._extents)
+    def __init__(self, work: Callable[[T], U], items: Sequence[T], threads: int, name: str) -> None:
+        self._work, self._items = work, items
+        self._found: dict[int, U] = {}
         self._next = itertools.count()
         self._error: BaseException | None = None
         self._abandoned = threading.Event()
         self._cpu_seconds: list[float] = []
-        self._threads: list[threading.Thread] = []
-        if len(image) < THREAD_BYTES:
-            self._digest()
-            return
-        count = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(self._extents)))
-        self._threads = [threading.Thread(target=self._run, name=f"ckpt-digest-{i}", daemon=True) for i in range(count)]
+        if not threads:
+            self._do()
+        count = min(threads, len(items))
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -201,33 +202,47 @@ class Digesting:
     def _run(self) -> None:
         began = time.thread_time()
         try:
-            self._digest()
+            self._do()
         except BaseException as err:  # noqa: BLE001 - handed to the caller, who raises it
             self._error = err
             self._abandoned.set()
         finally:
             self._cpu_seconds.append(time.thread_time() - began)
 
-    def _digest(self) -> None:
+    def _do(self) -> None:
         # One step of `itertools.count` is atomic.
-        while not self._abandoned.is_set() and (index := next(self._next)) < len(self._extents):
-            extent = self._extents[index]
-            with self._image[extent.offset : extent.offset + extent.nbytes] as piece:
-                self._digests[index] = digest(piece)
+        while not self._abandoned.is_set() and (index := next(self._next)) < len(self._items):
+            self._found[index] = self._work(self._items[index])
 
-    def result(self) -> list[str]:
-        """The digests of all pieces in layout order; waits for the threads, whose work is bounded."""
-        for thread in self._threads:
-            thread.join()
+    def result(self) -> list[U]:
+        """What has become of all items, in their order; waits for the threads, whose work is bounded. Once."""
+        try:
+            for thread in self._threads:
+                thread.join()
+        except BaseException:
+            self.abandon()
+            raise
         if self._error is not None:
             raise self._error
-        return self._digests
+        return [self._found.pop(index) for index in range(len(self._items))]
 
     def abandon(self) -> None:
-        """Stop after the pieces at hand."""
+        """Stop after the items at hand."""
         self._abandoned.set()
         for thread in self._threads:
             thread.join()
+
+
+def digesting(image: memoryview, cut_layout: CutLayout) -> SideBySide[Extent, str]:
+    """Digests the pieces of a file image, while the caller writes the same memory to storage."""
+
+    def digested(extent: Extent) -> str:
+        with image[extent.offset : extent.offset + extent.nbytes] as piece:
+            return digest(piece)
+
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if len(image) >= THREAD_BYTES else 0
+    extents = [extent for extents in cut_layout.extents for extent in extents]
+    return SideBySide(digested, extents, threads, "ckpt-digest")
 
 
 class SupersededError(WriterError):
@@ -323,8 +338,8 @@ class Staged:
         if self.digests.known is not None:
             return self.digests.known, 0.0
         with self.slot.image(self.nbytes) as image:
-            digesting = Digesting(image, self.cut_layout)
-            return self.digests.settle(digesting.result()), digesting.cpu_seconds
+            begun = digesting(image, self.cut_layout)
+            return self.digests.settle(begun.result()), begun.cpu_seconds
 
 
 class Finish:
@@ -373,20 +388,20 @@ class Plain:
     def put(self, image: memoryview, _progress: CallProgress) -> Manifest:
         """Store the data files, durably; the manifest of what is stored."""
         staged = self.staged
-        digesting = Digesting(image, staged.cut_layout) if staged.digests.known is None else None
+        digests = digesting(image, staged.cut_layout) if staged.digests.known is None else None
         began = time.monotonic()
         try:
             name = staged.data.name
             self.repository.storage.put(name, [image])
             self.new.append(name)
         except BaseException:
-            if digesting is not None:
-                digesting.abandon()
+            if digests is not None:
+                digests.abandon()
             raise
         self.write_seconds = time.monotonic() - began
-        if digesting is not None:
-            staged.digests.settle(digesting.result())
-            self.cpu_seconds = digesting.cpu_seconds
+        if digests is not None:
+            staged.digests.settle(digests.result())
+            self.cpu_seconds = digests.cpu_seconds
         return self.manifest()
 
     def stands(self) -> bool:

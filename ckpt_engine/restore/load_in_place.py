@@ -20,13 +20,12 @@ from typing import Any
 import torch
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import Pinned, split
 from ckpt_engine.errors import CorruptError, MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.read import READ_BYTES, Landing, Move, moves_of, private_memory, read_moves
-from ckpt_engine.snapshot.cuda import CUDA, Cuda, home
+from ckpt_engine.snapshot.cuda import CUDA, Cuda, Pinned, home, split
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
 from ckpt_engine.state.sharding import problem as sharding_problem

@@ -21,11 +21,11 @@ from operator import itemgetter
 import torch
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import HUGE_BYTES, Pinned, collapse, map_shared
+from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.observe.units import size
 from ckpt_engine.snapshot.copying import SlotMemory
-from ckpt_engine.snapshot.cuda import CUDA, Cuda
+from ckpt_engine.snapshot.cuda import CUDA, Cuda, Pinned
 from ckpt_engine.state.entries import WITHOUT_COPY
 from ckpt_engine.state.layout import AddressRun, StatePlan
 from ckpt_engine.store.manifest_codec import uncollected

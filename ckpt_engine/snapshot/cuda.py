@@ -9,6 +9,9 @@ takes one launch for many of them and next to none of the device's bandwidth, an
 training's kernels leave room. A tensor that is not contiguous is packed too: its bytes have to be put in order on the
 device anyway. Large tensors go as they are, so that they cost the device's processors nothing.
 
+Memory that GPUs copy to is page-locked piece by piece. The driver holds locks meanwhile, and every process on the
+machine that needs them waits: with one call for all of an arena that can take seconds.
+
 Everything that talks to CUDA while a snapshot is copied goes through `Cuda`, so that tests can put streams in its
 place whose work is done late and in any order that CUDA allows.
 """
@@ -21,12 +24,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ckpt_engine.copy.host_memory import DRIVER_TIMEOUT_SECONDS, split
 from ckpt_engine.errors import WaitTimeoutError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
@@ -99,10 +101,12 @@ class Cuda:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
         with torch.cuda.device(device):
             return self._problem(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
     def unregister(self, device: torch.device, address: int) -> str | None:
+        """Give page-locked memory back to the system's paging; what is wrong, or None."""
         with torch.cuda.device(device):
             return self._problem(_cudart().cudaHostUnregister(address))
 
@@ -115,6 +119,78 @@ def _cudart() -> Any:
 
 
 CUDA = Cuda()
+
+
+PIECE_BYTES = 256 << 20
+"""Larger pieces make other processes wait longer, smaller ones make more copies."""
+DRIVER_TIMEOUT_SECONDS = 600.0
+
+
+class Pinned:
+    """A range of host memory, page-locked or not.
+
+    Args:
+        address: of its first byte, at the start of a page.
+        nbytes: its length; all of it must be present (touched).
+        locks: the runtime of the devices.
+    """
+
+    def __init__(self, address: int, nbytes: int, locks: Cuda) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._locks = locks
+        self._pieces: list[tuple[Any, int]] = []
+        self._problem: str | None = None
+        self._done = False
+
+    def pin(self, device: Any, go_on: Callable[[], bool] = lambda: True) -> str | None:
+        """Page-lock all of it, unless that was tried before; what is wrong, or None. Any thread; releases the GIL.
+
+        Args:
+            device: one of those that will copy.
+            go_on: asked between pieces; False ends it early, and the next call goes on there.
+
+        Raises:
+            WaitTimeoutError: the driver does not return.
+        """
+        if not self._done:
+            # CUDA keeps the error of a refused call for the next launch of the thread that made it: let it be no
+            # thread that launches anything.
+            thread = threading.Thread(target=self._run, args=(device, go_on), name="ckpt-pin", daemon=True)
+            thread.start()
+            thread.join(DRIVER_TIMEOUT_SECONDS)
+            if thread.is_alive():
+                raise WaitTimeoutError("page-locking the arena does not get on")
+        return self._problem
+
+    def unpin(self) -> None:
+        """Give the memory back to the system's paging. No copy may be under way."""
+        pieces, self._pieces, self._done = self._pieces, [], False
+        for device, address in pieces:
+            # Refused only where the process's CUDA context is gone, and everything with it.
+            self._locks.unregister(device, address)
+
+    def _run(self, device: Any, go_on: Callable[[], bool]) -> None:
+        for start, stop in split(len(self._pieces) * PIECE_BYTES, self._nbytes):
+            if not go_on():
+                return
+            try:
+                self._problem = self._locks.register(device, self._address + start, stop - start)
+            except RuntimeError as err:
+                self._problem = str(err)
+            if self._problem is not None:
+                self.unpin()
+                break
+            self._pieces.append((device, self._address + start))
+        self._done = True
+
+
+def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The bytes from `start` to `stop`, counted from the start of the range, cut where one piece ends."""
+    while start < stop:
+        end = min(stop, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+        yield start, end
+        start = end
 
 
 _ALIGN = 64
@@ -424,18 +500,18 @@ def _groups(transfer: Transfer, buffer: torch.Tensor, load: Load) -> list[_Group
     for part in transfer.parts:
         source = load.tensors[part.index]
         in_order = source.is_contiguous()
-        as_bytes = in_order and part.rows is None and source.dtype not in _PACKED_AS_THEY_ARE
+        as_bytes = in_order and part.part is None and source.dtype not in _PACKED_AS_THEY_ARE
         raw = buffer[part.start - shift :][: part.nbytes]
         indices, targets = groups.setdefault((source.dtype, in_order, as_bytes), ([], []))
         indices.append(part.index)
         targets.append(raw if as_bytes else _target(part, raw, load))
-    rows = transfer.parts[0].rows
+    rows = transfer.parts[0].part
     return [_Group(indices, targets, rows, key[2]) for key, (indices, targets) in groups.items()]
 
 
-def _target(part: TensorRows, raw: torch.Tensor, load: Load) -> torch.Tensor:
-    tensor = load.tensors[part.index]
-    shape = tensor.shape if part.rows is None else (part.rows[1], *tensor.shape[1:])
+def _target(item: DeviceTensor, raw: torch.Tensor, load: Load) -> torch.Tensor:
+    tensor = load.tensors[item.index]
+    shape = tensor.shape if item.part is None else (item.part[1], *tensor.shape[1:])
     return raw.view(tensor.dtype).view(shape)
 
 
@@ -452,7 +528,7 @@ DIRECT_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor:
-    """A tensor on one device.
+    """A tensor on one device, or some of its rows.
 
     Args:
         index: of its entry.
@@ -461,6 +537,7 @@ class DeviceTensor:
         rows: length of its first dimension; 1 for a scalar.
         lazy: it may be read until the fence.
         contiguous: its bytes are in the order in which they are stored.
+        part: the first row and how many; None: all of it.
     """
 
     index: int
@@ -469,16 +546,7 @@ class DeviceTensor:
     rows: int
     lazy: bool
     contiguous: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRows:
-    """Rows of a tensor; `rows` is None for all of it."""
-
-    index: int
-    start: int
-    nbytes: int
-    rows: tuple[int, int] | None = None
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,7 +561,7 @@ class Transfer:
 
     start: int
     nbytes: int
-    parts: tuple[TensorRows, ...]
+    parts: tuple[DeviceTensor, ...]
     packed: bool
     lazy: bool
 
@@ -513,7 +581,7 @@ def _transfers(items: Sequence[DeviceTensor]) -> Iterator[Transfer]:
     for item in items:
         small = item.nbytes < DIRECT_BYTES or (not item.lazy and item.nbytes <= BUFFER_BYTES)
         if item.contiguous and not small:
-            yield Transfer(item.start, item.nbytes, (_whole(item),), False, item.lazy)
+            yield Transfer(item.start, item.nbytes, (item,), False, item.lazy)
         elif item.nbytes > BUFFER_BYTES:
             yield from _in_rows(item)
         else:
@@ -530,9 +598,8 @@ def _transfers(items: Sequence[DeviceTensor]) -> Iterator[Transfer]:
 
 
 def _packed(run: Sequence[DeviceTensor]) -> Transfer:
-    parts = tuple(_whole(item) for item in run)
     nbytes = run[-1].start + run[-1].nbytes - run[0].start
-    return Transfer(run[0].start, nbytes, parts, True, run[0].lazy)
+    return Transfer(run[0].start, nbytes, tuple(run), True, run[0].lazy)
 
 
 def _in_rows(item: DeviceTensor) -> Iterator[Transfer]:
@@ -540,9 +607,5 @@ def _in_rows(item: DeviceTensor) -> Iterator[Transfer]:
     step = max(1, BUFFER_BYTES // row_bytes)
     for first in range(0, item.rows, step):
         count = min(step, item.rows - first)
-        part = TensorRows(item.index, item.start + first * row_bytes, count * row_bytes, (first, count))
+        part = replace(item, start=item.start + first * row_bytes, nbytes=count * row_bytes, part=(first, count))
         yield Transfer(part.start, part.nbytes, (part,), True, item.lazy)
-
-
-def _whole(item: DeviceTensor) -> TensorRows:
-    return TensorRows(item.index, item.start, item.nbytes)

@@ -36,9 +36,7 @@ from ckpt_engine.writer import channel as sockets
 from ckpt_engine.writer.channel import Answer, Body, Channel, Received, Reply, SocketListener, nothing
 
 if TYPE_CHECKING:
-    from ckpt_engine.copy.job import RankConfig
-    from ckpt_engine.writer.memory_snapshots import MemorySnapshots
-    from ckpt_engine.writer.peers import Peers
+    from ckpt_engine.writer.job_queue import JobQueue
 
 SNAPSHOT = "snapshot"
 PARITY = "parity"
@@ -261,31 +259,22 @@ class ControlHandlers:
     """Answers requests. `answer` belongs to the control thread, everything else may be called from any.
 
     Args:
-        memory: the snapshots in memory.
+        queue: of the writer: has the snapshots in memory, and what is kept for ranks of other machines.
         forward: tells the trainer what somebody asked it for, and who; whether that was possible.
         trainer_lives: asks the system, in case its end has not been noticed yet.
-        flush: makes what is in memory durable although the trainer lives; its step, or None.
         bye: called when the restarted training needs this writer no more; gives up the name.
-        ranks: whose writer this is; None: there is one rank.
-        peers: what it keeps for ranks of other machines.
     """
 
     def __init__(
         self,
-        memory: MemorySnapshots,
+        queue: JobQueue,
         forward: Callable[[str, str], bool],
         trainer_lives: Callable[[], bool],
-        flush: Callable[[], int | None],
         bye: Callable[[], object],
-        ranks: RankConfig | None = None,
-        peers: Peers | None = None,
     ) -> None:
-        self._ranks = ranks
-        self._peers = peers
-        self._memory = memory
+        self._ranks, self._peers, self._memory, self._flush = queue.ranks, queue.peers, queue.held, queue.flush
         self._forward = forward
         self._trainer_lives = trainer_lives
-        self._flush = flush
         self._bye = bye
         self._attended = self._serves = True
         self._said_bye = threading.Event()

@@ -69,7 +69,7 @@ class JobQueue:
         caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._memory = config.memory
-        self._ranks = config.ranks
+        self.ranks = config.ranks
         self._emit = emit
         self._on_exit = on_exit
         self._on_open = on_open
@@ -190,7 +190,7 @@ class JobQueue:
         A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does,
         unless nodes have roots of their own.
         """
-        newest, ranks = self.held.newest, self._ranks
+        newest, ranks = self.held.newest, self.ranks
         knows = ranks is None or (ranks.rank == 0 and not ranks.places)
         return newest is not None and not (newest.durable and knows)
 
@@ -308,7 +308,7 @@ class JobQueue:
             try:
                 if isinstance(order, Cancelled):
                     self._persister.cancel(order)
-                elif turn.flush and self._ranks is not None:
+                elif turn.flush and self.ranks is not None:
                     self._recover_shares()
                 elif turn.flush:
                     order.unchanged = partial(self._unchanged, order)
@@ -367,9 +367,9 @@ class JobQueue:
                 order.release()
 
     def _rescue(self) -> None:
-        if self._memory and self._ranks is not None:
+        if self._memory and self.ranks is not None:
             self._recover_shares()
-        order = self.held.at_risk() if self._ranks is None else None
+        order = self.held.at_risk() if self.ranks is None else None
         if order is not None:
             try:
                 if self._abandoned:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -93,7 +94,8 @@ class ProcessWriter(WriterClient):
         self._channel = channel
         self._leaving = False
         self._abandoned = False
-        self._tail = b""
+        self._tail, self._complains = b"", True
+        """What it has written to its stderr last; whether that is open."""
         self._exit_fd = _pidfd(process.pid)
         # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
         self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
@@ -149,8 +151,7 @@ class ProcessWriter(WriterClient):
     def _listen(self) -> None:
         """The listener thread: hears the writer until it has ended, then reaps it."""
         try:
-            with selectors.DefaultSelector() as selector:
-                self._hear_all(selector)
+            self._hear_all()
             self._reap()
         except Exception as err:  # noqa: BLE001 - every open job learns of it; such a writer is of no use any more
             self._process.kill()
@@ -163,31 +164,29 @@ class ProcessWriter(WriterClient):
                 self._process.stderr.close()
             self._closed.set()
 
-    def _hear_all(self, selector: selectors.BaseSelector) -> None:
+    def _hear_all(self) -> None:
         """Hear until the process has ended or, where that cannot be watched, has closed its socket."""
         stderr = self._process.stderr
         assert stderr is not None
         os.set_blocking(stderr.fileno(), False)
-        selector.register(self._channel, selectors.EVENT_READ)
-        selector.register(self._channel.wake_fd, selectors.EVENT_READ)
-        selector.register(stderr, selectors.EVENT_READ)
-        if self._exit_fd is not None:
-            selector.register(self._exit_fd, selectors.EVENT_READ)
         connected, looks, look_at = True, 0, time.monotonic() + _LOOK_SECONDS
         while True:
+            poll = select.poll()
             if connected:
-                selector.modify(
-                    self._channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
-                )
-            ready = {key.fd for key, _ in selector.select(_LOOK_SECONDS)}
+                poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.backlog else 0))
+                poll.register(self._channel.wake_fd, select.POLLIN)
+            if self._complains:
+                poll.register(stderr, select.POLLIN)
+            if self._exit_fd is not None:
+                poll.register(self._exit_fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(_LOOK_SECONDS * 1000)}
             if time.monotonic() >= look_at:
                 looks, look_at = looks + 1 if self._is_stopped else 0, time.monotonic() + _LOOK_SECONDS
                 if looks == _LOOKS:
                     self._say_stopped()
-            self._read_stderr(selector, ready)
+            if stderr.fileno() in ready:
+                self._read(stderr.fileno())
             if connected and self._abandoned:
-                selector.unregister(self._channel)
-                selector.unregister(self._channel.wake_fd)
                 self._channel.close()
                 connected = False
             if connected:
@@ -196,12 +195,9 @@ class ProcessWriter(WriterClient):
                 received, connected = self._channel.receive()
                 for item in received:
                     self._hear(item.body)
-                if not connected:
-                    selector.unregister(self._channel)
-                    selector.unregister(self._channel.wake_fd)  # nothing takes what `close` puts there any more
-                    if self._leaving:  # what is to become durable is, and the rest is served
-                        self._goes_on = True
-                        self._closed.set()
+                if not connected and self._leaving:  # what is to become durable is, and the rest is served
+                    self._goes_on = True
+                    self._closed.set()
             if self._exit_fd in ready or (self._exit_fd is None and not connected):
                 return
 
@@ -217,17 +213,11 @@ class ProcessWriter(WriterClient):
         text = f"{self._who} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
         self._hear(protocol.event(Notice("WARNING", f"{text} {self.pid}` lets it go on")))
 
-    def _read_stderr(self, selector: selectors.BaseSelector, ready: Container[int]) -> None:
-        stderr = self._process.stderr
-        assert stderr is not None
-        if stderr.fileno() in ready:
-            try:
-                text = os.read(stderr.fileno(), 1 << 16)
-            except BlockingIOError:
-                return
+    def _read(self, stderr: int) -> None:
+        with suppress(BlockingIOError):
+            text = os.read(stderr, 1 << 16)
             self._tail = (self._tail + text)[-_TAIL_BYTES:]
-            if not text:
-                selector.unregister(stderr)
+            self._complains = bool(text)
 
     def _reap(self, because: str | None = None) -> None:
         try:

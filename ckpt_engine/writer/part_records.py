@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_engine.copy.job import Layout, RankConfig
+from ckpt_engine.copy.write_snapshot import SideBySide
 from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names, repository
 from ckpt_engine.store.container import are_sizes, is_shape, is_whole, require
@@ -208,11 +208,8 @@ def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[in
             return None
 
     ordered = sorted(ranks)
-    if len(ordered) < 2:
-        found = [attempt(rank) for rank in ordered]
-    else:
-        with ThreadPoolExecutor(min(READS_AT_ONCE, len(ordered)), thread_name_prefix="ckpt-parts") as pool:
-            found = list(pool.map(attempt, ordered))
+    threads = min(READS_AT_ONCE, len(ordered)) if len(ordered) > 1 else 0
+    found = SideBySide(attempt, ordered, threads, "ckpt-parts").result()
     return {part.rank: part for part in found if part is not None}
 
 

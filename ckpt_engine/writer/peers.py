@@ -20,7 +20,7 @@ from typing import Any
 from ckpt_engine.copy.host_memory import memory_file, shared_bytes
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import RunText
-from ckpt_engine.copy.write_snapshot import Digesting
+from ckpt_engine.copy.write_snapshot import digesting
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
@@ -289,7 +289,7 @@ class Peers:
             copy[:] = image
         if not self._intact(order):
             return  # a newer one is on its way
-        digests = Digesting(copy, staged.cut_layout).result()
+        digests = digesting(copy, staged.cut_layout).result()
         manifest = staged.manifest(run.run, digests)
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
         record = run.text.decode()

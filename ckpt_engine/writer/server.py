@@ -208,15 +208,7 @@ class Serving:
         self._rank = 0 if config.ranks is None else config.ranks.rank
         self._listens = self._rank == 0 or config.memory
         self._queue = JobQueue(config, self._channel.send, self._queue_ended, self._listen, self._poke, self._caught_up)
-        self._handlers = ControlHandlers(
-            self._queue.held,
-            self._forward,
-            lambda: not self._peer.ended(),
-            self._queue.flush,
-            self._take_leave,
-            config.ranks,
-            self._queue.peers,
-        )
+        self._handlers = ControlHandlers(self._queue, self._forward, lambda: not self._peer.ended(), self._take_leave)
         if self._queue.peers is not None:
             self._queue.peers.answer = self._handlers.answer
         self._queue.start()

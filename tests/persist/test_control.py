@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -419,7 +421,8 @@ def campaign(root: Path, seeds: range) -> None:
     """Against what a writer answers: after each of them it answers what it should."""
     ranks = RankConfig(1, 2, "secret", None, 1.0, "here", mirrors=True)
     memory = MemorySnapshots(Ids(), lambda: None)
-    handlers = ControlHandlers(memory, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
+    queue: Any = SimpleNamespace(held=memory, flush=lambda: None, ranks=ranks, peers=None)
+    handlers = ControlHandlers(queue, lambda what, who: True, lambda: True, lambda: None)
     served = Control(str(root), handlers.answer)
     served.open(WAIT_SECONDS)
     ended: list[object] = []

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,7 +247,8 @@ class Visit:
         self.lives = self.takes = True
         self.forwarded: list[tuple[str, str]] = []
         self.byes = 0
-        self.handlers = ControlHandlers(snapshots, self.forward, lambda: self.lives, lambda: None, self.bye)
+        queue: Any = SimpleNamespace(held=snapshots, flush=lambda: None, ranks=None, peers=None)
+        self.handlers = ControlHandlers(queue, self.forward, lambda: self.lives, self.bye)
 
     def forward(self, what: str, who: str) -> bool:
         self.forwarded.append((what, who))

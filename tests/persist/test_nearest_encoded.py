@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.incremental.evolving import contents, require_bounds
 from tests.persist.staged import Stage
 from tests.persist.test_tiers_encoded import used_bytes
 from tests.persist.tiered import Run
+from tests.support import interpreters
 
 
 class Drifting(Stage):
@@ -140,3 +142,19 @@ def test_what_a_further_tier_builds_on_stays_on_the_nearest(drifting: Run) -> No
     drifting.close()
     require_exact(drifting.far)
     assert set(require_exact(drifting.near)) <= {8, 9}
+
+
+ENDS = """
+import sys, torch
+from ckpt_engine import Checkpointer
+
+tiers = [{"url": sys.argv[1], "codec": "zstd"}]
+ckpt = Checkpointer({"tiers": tiers, "writer": "thread"})
+ckpt.save({"w": torch.zeros(5_000_000)}, step=1)
+"""
+
+
+def test_a_writer_thread_encodes_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """A script that ends without `close()` has its last snapshot; executors take no work any more by then."""
+    interpreters.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, without_ours=True, timeout=120)
+    assert [info.step for info in Repository(LocalStorage(tmp_path)).list()] == [1]

@@ -25,7 +25,7 @@ from ckpt_engine.copy.job import (
     layout_from_json,
     layout_to_json,
 )
-from ckpt_engine.copy.write_snapshot import CutLayout, Digesting, cut
+from ckpt_engine.copy.write_snapshot import CutLayout, cut, digesting
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
@@ -107,7 +107,7 @@ def test_digests_are_those_of_the_pieces() -> None:
     layout = Layout(16, small.offset + 3, (big, small))
     image = memoryview(bytes(range(251)) * (layout.nbytes // 251 + 1))[: layout.nbytes]
     cut_layout = CutLayout.of(layout)
-    entries = cut_layout.entries(Digesting(image, cut_layout).result())
+    entries = cut_layout.entries(digesting(image, cut_layout).result())
     assert [len(entries[name].pieces) for name in ("big", "small")] == [2, 1]
     for entry in entries.values():
         for piece in entry.pieces:
@@ -121,7 +121,7 @@ def test_abandoned_digesting_lets_go_of_the_memory() -> None:
     layout = Layout(0, 1 << 20, (EntryLayout("x", "uint8", (1 << 20,), "U8", 0, 1 << 20),))
     buffer = bytearray(1 << 20)
     image = memoryview(buffer)
-    Digesting(image, CutLayout.of(layout)).abandon()
+    digesting(image, CutLayout.of(layout)).abandon()
     image.release()
     buffer.clear()  # BufferError if anything still looks at it
 

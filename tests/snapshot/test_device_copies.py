@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import host_memory
 from ckpt_engine.observe.events import Event as EngineEvent
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.restore import load_in_place, read
@@ -36,7 +35,7 @@ def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "BUFFER_BYTES", BUFFER)
         patch.setattr(cuda, "DIRECT_BYTES", DIRECT)
-        patch.setattr(host_memory, "PIECE_BYTES", PIECE)
+        patch.setattr(cuda, "PIECE_BYTES", PIECE)
         for module in (read, load_in_place):
             patch.setattr(module, "READ_BYTES", 3000)
         patch.setattr(load_in_place, "_STRIP_UNIT", 64)

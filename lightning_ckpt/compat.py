@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -134,6 +135,10 @@ class LightningInternals(DataInternals):
         """A method of one object, until `unwrap`."""
         self._replaced.replace(owner, name, replacement)
 
+    def _around(self, owner: Any, name: str, do: Callable[..., Any]) -> None:
+        """`do(original, ...)` runs instead of a method of one object, until `unwrap`."""
+        self.wrap(owner, name, partial(do, getattr(owner, name)))
+
     def wrap_resume_start(self, around: Callable[..., None]) -> None:
         """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
         connector = self._trainer._checkpoint_connector
@@ -147,33 +152,28 @@ class LightningInternals(DataInternals):
 
     def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""
-        fit_loop = self._trainer.fit_loop
-        original = fit_loop.on_advance_start
 
-        def on_advance_start() -> None:
+        def on_advance_start(original: Callable[[], None]) -> None:
             before()
             original()
             after()
 
-        self.wrap(fit_loop, "on_advance_start", on_advance_start)
+        self._around(self._trainer.fit_loop, "on_advance_start", on_advance_start)
 
     def wrap_optimizer_restore(self, around: Callable[[Callable[[Any], None], Any], None]) -> None:
         """`around(original, checkpoint)` runs instead of the strategy's `load_optimizer_state_dict`."""
-        strategy = self._trainer.strategy
-        original = strategy.load_optimizer_state_dict
-        self.wrap(strategy, "load_optimizer_state_dict", lambda checkpoint: around(original, checkpoint))
+        self._around(self._trainer.strategy, "load_optimizer_state_dict", around)
 
     def wrap_training_restore(self, forgotten: Callable[[], dict[str, Any] | None]) -> None:
         """What `forgotten()` gives is restored where Lightning has nothing: a callback may load a file of its own."""
         connector = self._trainer._checkpoint_connector
-        original = connector.restore_training_state
 
-        def restore_training_state() -> None:
+        def restore_training_state(original: Callable[[], None]) -> None:
             if not connector._loaded_checkpoint:
                 connector._loaded_checkpoint = forgotten() or {}
             original()
 
-        self.wrap(connector, "restore_training_state", restore_training_state)
+        self._around(connector, "restore_training_state", restore_training_state)
 
     @property
     def batch_sizes(self) -> dict[str, Any]:
@@ -217,26 +217,22 @@ class LightningInternals(DataInternals):
 
     def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
         """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        original = epoch_loop.reset
 
-        def reset() -> None:
+        def reset(original: Callable[[], None]) -> None:
             with warnings.catch_warnings():
                 if is_exact():
                     warnings.filterwarnings("ignore", _NOT_RESUMABLE)
                 original()
 
-        self.wrap(epoch_loop, "reset", reset)
+        self._around(self._trainer.fit_loop.epoch_loop, "reset", reset)
 
     def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
 
         `failed(error)` gets what the batch raises, and may raise something else.
         """
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        original = epoch_loop.advance
 
-        def advance(data_fetcher: Any) -> None:
+        def advance(original: Callable[[Any], None], data_fetcher: Any) -> None:
             boundary()
             try:
                 original(data_fetcher)
@@ -246,7 +242,7 @@ class LightningInternals(DataInternals):
                 failed(err)
                 raise
 
-        self.wrap(epoch_loop, "advance", advance)
+        self._around(self._trainer.fit_loop.epoch_loop, "advance", advance)
 
     def skip_idle_hooks(self, *callbacks: Callback) -> None:
         """Lightning does not enter hooks of these callbacks that do nothing.
@@ -261,18 +257,11 @@ class LightningInternals(DataInternals):
 
     def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
         """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
-        strategy = self._trainer.strategy
-        original = strategy.process_dataloader
-
-        def process_dataloader(dataloader: Any) -> Any:
-            return after(original(dataloader))
-
-        self.wrap(strategy, "process_dataloader", process_dataloader)
+        self._around(self._trainer.strategy, "process_dataloader", lambda original, loader: after(original(loader)))
 
     def wrap_validation_loaders(self, around: Callable[[Callable[[], None]], None]) -> None:
         """`around(original)` runs instead of what makes the loaders of validation in a `fit`."""
-        val_loop = self._trainer.fit_loop.epoch_loop.val_loop
-        self.wrap(val_loop, "setup_data", lambda original=val_loop.setup_data: around(original))
+        self._around(self._trainer.fit_loop.epoch_loop.val_loop, "setup_data", around)
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
         """See `compat.defer_sigterm`; `relays`: and `compat.relayed`, of several ranks."""

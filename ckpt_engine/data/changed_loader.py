@@ -64,7 +64,8 @@ def resplit(
     saved = _dealings(states)
     order = saved[0].origin.order()
     for state, one in zip(states[rank::size], saved[rank::size], strict=True):
-        _require_same_samples(state, one, order, len(states))
+        if _gave_others(state, one, order):
+            raise _refused(len(states), _OTHERS)
     dealing = _dealing(recipe, saved[0], int(first["batches"]), len(states))
     return begin | {
         "version": 2,
@@ -96,22 +97,27 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
     if len({(state["phase"], state["batches"]) for state in states}) > 1 or any(state["lost"] for state in states):
         raise _refused(size, "the ranks were not at the same place in their epoch, or could not fetch a batch of it")
     dealings = []
-    for state in states:
-        recipe = state.get("recipe", {"unreadable": "an earlier version has saved it"})
-        dealt = state.get("order", {}).get("dealt")
-        if dealt is not None:
-            dealings.append(Dealing.of_state(dealt["dealing"]))
-        elif "unreadable" in recipe:
-            raise _refused(size, recipe["unreadable"])
-        elif "order" not in state or state["order"]["at_first"] is None:
-            raise _refused(size, "the position does not tell which samples were seen")
-        else:
-            dealings.append(dealing_of(recipe, state["order"]["at_first"]))
+    for found in map(_dealing_in, states):
+        if isinstance(found, str):
+            raise _refused(size, found)
+        dealings.append(found)
     if any(one.origin != dealings[0].origin for one in dealings):
         raise _refused(size, "the ranks have shuffled it in different ways: the seed of their samplers must be one")
     if {(one.rank, one.size) for one in dealings} != {(rank, dealings[0].size) for rank in range(dealings[0].size)}:
         raise _refused(size, "the ranks did not divide its samples in one way")
     return dealings
+
+
+def _dealing_in(state: Mapping[str, Any]) -> Dealing | str:
+    """How its epoch was dealt; or why that is not known."""
+    recipe, order = state.get("recipe", {"unreadable": "an earlier version has saved it"}), state.get("order", {})
+    if not state["lost"] and (dealt := order.get("dealt")) is not None:
+        return Dealing.of_state(dealt["dealing"])
+    if "unreadable" in recipe:
+        return str(recipe["unreadable"])
+    if state["lost"] or order.get("at_first") is None:
+        return "the position does not tell which samples were seen"
+    return dealing_of(recipe, order["at_first"])
 
 
 def _dealing(recipe: Mapping[str, Any], saved: Dealing, batch: int, saved_size: int) -> Dealing:
@@ -141,11 +147,13 @@ def _in_batches_of(recipe: Mapping[str, Any], dealing: Dealing, batch: int, save
     )
 
 
-def _require_same_samples(state: Mapping[str, Any], dealing: Dealing, order: Sequence[int], saved_size: int) -> None:
-    """Raises where a rank was not given what the order says: samples would be left out or come twice."""
+_OTHERS = "its sampler gave other samples than its seed says"
+
+
+def _gave_others(state: Mapping[str, Any], dealing: Dealing, order: Sequence[int]) -> bool:
+    """Whether a rank was not given what the order says: samples would be left out or come twice."""
     digest = state["order"]["digest"]
-    if digest is not None and digest != dealing.digest(order, int(state["batches"])):
-        raise _refused(saved_size, "its sampler gave other samples than its seed says")
+    return digest is not None and digest != dealing.digest(order, int(state["batches"]))
 
 
 def _seed_new(recipe: Mapping[str, Any], state: State, common: RngState) -> None:
@@ -288,17 +296,14 @@ def _continued(
         if is_stateful(loader.dataset) or state["mode"] == Mode.NATIVE:
             return state, "the dataset goes on at the sample where it was"
         raise _no_meaning("the dataset is iterable and cannot say where it is (state_dict)")
-    for one in (state.get("recipe", {"unreadable": "an earlier version has saved it"}), recipe):
-        if "unreadable" in one:
-            raise _no_meaning(one["unreadable"])
-    if state["lost"] or (state["order"]["at_first"] is None and "dealt" not in state["order"]):
-        raise _no_meaning("the position does not tell which samples were seen")
-    saved = _saved_dealing(state)
+    saved = _dealing_in(state)
+    if isinstance(saved, str) or "unreadable" in recipe:
+        raise _no_meaning(saved if isinstance(saved, str) else recipe["unreadable"])
     order = saved.origin.order()
     if recipe["length"] < saved.origin.length:
         raise _no_meaning(f"{saved.origin.length - recipe['length']} of its samples are gone")
-    if (digest := state["order"]["digest"]) is not None and digest != saved.digest(order, int(state["batches"])):
-        raise _no_meaning("the sampler gave other samples than its seed says")
+    if _gave_others(state, saved, order):
+        raise _no_meaning(_OTHERS)
     batch = int(state["batches"])
     dealing = _in_batches_of(recipe, saved, batch, saved)
     rest = len(dealing.rest(order))
@@ -307,13 +312,6 @@ def _continued(
     if recipe["length"] > saved.origin.length:
         said += f", the {recipe['length'] - saved.origin.length:,} new ones from the next epoch on"
     return state | {"version": 2, "held": [], "order": {**no_order(), "dealt": dealt}}, said
-
-
-def _saved_dealing(state: Mapping[str, Any]) -> Dealing:
-    dealt = state["order"].get("dealt")
-    if dealt is not None:
-        return Dealing.of_state(dealt["dealing"])
-    return dealing_of(state["recipe"], state["order"]["at_first"])
 
 
 def _no_meaning(why: str) -> MismatchError:

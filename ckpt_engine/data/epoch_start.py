@@ -167,11 +167,7 @@ class Starter:
     ) -> tuple[Epoch, Iterator[Any]]:
         """The epoch after the saved one, under `streams_then` if given; the samplers' counters are in place already."""
         loader, saved = self._loader, state.get("native")
-        holders = {
-            "counters": streams.counters(loader),
-            "generators": streams.capture_generators(loader),
-            "samplers": streams.capture_samplers(loader),
-        }
+        holders = streams.capture_holders(loader)
         previous: Epoch | None = None
         private.discard_iterator(loader)
         native.reset(loader)

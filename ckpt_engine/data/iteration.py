@@ -373,8 +373,8 @@ class Epoch:
         return found
 
 
-class FollowedIterator:
-    """The loader's iterator with its bookkeeping; behaves as the original in every other way."""
+class FollowedIterator(streams.Proxy):
+    """The loader's iterator with its bookkeeping."""
 
     def __init__(
         self,
@@ -384,19 +384,11 @@ class FollowedIterator:
         lookahead: Callable[[], int],
         on_fetch: Callable[[Epoch], None],
     ) -> None:
-        self._loader, self._inner, self._epoch = loader, inner, epoch
+        self._loader, self.inner, self._epoch = loader, inner, epoch
         self._lookahead, self._on_fetch = lookahead, on_fetch
 
     def __iter__(self) -> FollowedIterator:
         return self
-
-    def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_inner"], name)
 
     def __next__(self) -> Any:
         epoch = self._epoch
@@ -436,7 +428,7 @@ class FollowedIterator:
             epoch.first_fetch = rng.capture()
         before = rng.probe() if watched and not epoch.draws else None
         try:
-            batch = next(self._inner)
+            batch = next(self.inner)
         except StopIteration:
             epoch.exhausted = True
             raise

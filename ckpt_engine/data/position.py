@@ -42,10 +42,8 @@ class Pending:
         self.state, self.phase = dict(state), phase
         self.rng = None if rng is None else dict(rng)
         self.begun = False
-        self._before: streams.Counters = {}
+        self._before: streams.Streams = {}
         self._after: streams.Counters = {}
-        self._generators: dict[str, Any] = {}
-        self._samplers: dict[str, Any] = {}
 
     @property
     def batches(self) -> int:
@@ -72,14 +70,10 @@ class Pending:
     def before_iterator(self, loader: DataLoader[Any]) -> None:
         """Take back what building an earlier iterator moved in the samplers, but nothing that the user set since."""
         if self.begun and self.phase == "fresh":
-            now = streams.counters(loader)
-            moved = {path: value for path, value in self._before.items() if now.get(path) == self._after.get(path)}
-            streams.restore_holders(
-                loader, {"counters": moved, "generators": self._generators, "samplers": self._samplers}
-            )
-        self._before = streams.counters(loader)
-        self._generators = streams.capture_generators(loader)
-        self._samplers = streams.capture_samplers(loader)
+            now, before = streams.counters(loader), self._before["counters"]
+            moved = {path: value for path, value in before.items() if now.get(path) == self._after.get(path)}
+            streams.restore_holders(loader, {**self._before, "counters": moved})
+        self._before = streams.capture_holders(loader)
 
     def after_iterator(self, loader: DataLoader[Any]) -> None:
         """Remember what building the iterator made of the samplers."""

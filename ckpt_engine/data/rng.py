@@ -122,6 +122,7 @@ def _torch(generator: torch.Generator, seed: int) -> bytes:
 RngState = dict[str, Any]
 """`{"python": …, "numpy": …, "torch": bytes, "cuda": [bytes, …], …}`; accelerators only where initialised."""
 
+_ACCELERATORS = ("cuda", "xpu")
 _MT19937 = "MT19937"
 _MT19937_STRUCT_BYTES = 624 * 4 + 4
 _numpy_memo: tuple[bytes, dict[str, Any]] | None = None
@@ -143,10 +144,10 @@ def capture() -> RngState:
 
 def _devices() -> RngState:
     state: RngState = {}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [_tensor_bytes(t) for t in torch.cuda.get_rng_state_all()]
-    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
-        state["xpu"] = [_tensor_bytes(t) for t in torch.xpu.get_rng_state_all()]
+    for kind in _ACCELERATORS:
+        module: Any = getattr(torch, kind)
+        if module.is_initialized():
+            state[kind] = [_tensor_bytes(one) for one in module.get_rng_state_all()]
     if torch.backends.mps.is_available():
         state["mps"] = _tensor_bytes(torch.mps.get_rng_state())
     return state
@@ -194,13 +195,8 @@ def restore(state: Mapping[str, Any]) -> tuple[str, ...]:
     np.random.set_state(decode_numpy(state["numpy"]))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     problems: list[str] = []
-    if (cuda := state.get("cuda")) is not None:
-        if torch.cuda.is_available():
-            # Where CUDA starts later, a seed that was set before this call would be put in after the states.
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        problems += _restore_devices("cuda", cuda, torch.cuda if torch.cuda.is_available() else None)
-    if (xpu := state.get("xpu")) is not None:
-        problems += _restore_devices("xpu", xpu, torch.xpu if torch.xpu.is_available() else None)
+    for kind in _ACCELERATORS:
+        problems += _restore_devices(kind, getattr(torch, kind), state[kind]) if kind in state else []
     if (mps := state.get("mps")) is not None:
         if torch.backends.mps.is_available():
             torch.mps.set_rng_state(_bytes_tensor(mps))
@@ -293,9 +289,10 @@ def _decode_value(value: Any) -> Any:
     return {k: _decode_value(v) for k, v in value.items()}
 
 
-def _restore_devices(kind: str, states: Sequence[bytes], module: Any) -> list[str]:
-    if module is None:
+def _restore_devices(kind: str, module: Any, states: Sequence[bytes]) -> list[str]:
+    if not module.is_available():
         return [f"{len(states)} {kind} random stream(s) were recorded but this machine has no {kind} device"]
+    module.init()  # where CUDA starts later, a seed that was set before this call would be put in after the states
     count = module.device_count()
     for index, state in enumerate(states[:count]):
         module.set_rng_state(_bytes_tensor(state), index)

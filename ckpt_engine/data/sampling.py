@@ -180,14 +180,6 @@ class RecordingSampler(streams.StandIn):
         if self._current is not None:
             self._current.prime()
 
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["inner"], name)
-
     def __iter__(self) -> Iterator[Any]:
         self._calls += 1
         plan, order = self.plan, self.order

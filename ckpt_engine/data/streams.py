@@ -54,10 +54,22 @@ _NO_OBJECTS = (type, ModuleType, torch.Tensor, np.ndarray, dict, list, tuple)
 _MOST_OBJECTS, _MOST_PARTS = 64, 16
 
 
-class StandIn:
-    """Base of what replaces a sampler while an iterator is built; `inner` is the user's sampler, which is looked at."""
+class Proxy:
+    """Behaves as `inner` in every way that it does not change itself."""
 
     inner: Any
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
+
+
+class StandIn(Proxy):
+    """Base of what replaces a sampler while an iterator is built; `inner` is the user's sampler, which is looked at."""
 
 
 def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
@@ -67,11 +79,9 @@ def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
     """
     epochs = native.epochs(loader.dataset, shared=True)
     found = changed_counters(loader, baseline)
-    return {
+    return capture_holders(loader) | {
         "rng": rng.capture(),
-        "generators": capture_generators(loader),
         "counters": {path: value for path, value in found.items() if path.removesuffix(".epoch") not in epochs},
-        "samplers": capture_samplers(loader),
         "kept": kept_by_dataset(loader, baseline),
     }
 
@@ -97,6 +107,15 @@ def restore_holders(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None
         sampler: Any = live.get(path)
         if is_stateful(sampler) and not same(sampler.state_dict(), saved):
             sampler.load_state_dict(copy.deepcopy(saved))
+
+
+def capture_holders(loader: DataLoader[Any]) -> Streams:
+    """The inverse of `restore_holders`, with every counter."""
+    return {
+        "generators": capture_generators(loader),
+        "counters": counters(loader),
+        "samplers": capture_samplers(loader),
+    }
 
 
 def capture_samplers(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ckpt_engine.data import exactness, position, rng
 from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
+from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.shape import Followed, Lead
 from ckpt_engine.snapshot.writer_link import leavers
 
@@ -413,22 +414,14 @@ class Feed:
         self._close()
 
 
-class _Pass(Followed):
-    """One pass over a feed; behaves as the loader's own iterator in every other way."""
+class _Pass(Proxy, Followed):
+    """One pass over a feed, in the place of the loader's own iterator."""
 
     def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:
-        self._feed, self._inner = feed, inner
+        self._feed, self.inner = feed, inner
 
     def __iter__(self) -> _Pass:
         return self
-
-    def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_inner"], name)
 
     def __next__(self) -> Any:
         feed = self._feed
@@ -436,7 +429,7 @@ class _Pass(Followed):
         if current:
             feed._asked()
         try:
-            batch = next(self._inner)
+            batch = next(self.inner)
         except StopIteration:
             if current:
                 feed._ended()

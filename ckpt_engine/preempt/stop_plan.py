@@ -201,25 +201,19 @@ def _explained(plan: StopPlan, facts: StopFacts, candidates: Sequence[_Candidate
 
 def _what(plan: StopPlan, facts: StopFacts) -> str:
     url = facts.tiers[0].url
-    match plan.choice:
-        case StopChoice.SNAPSHOT if not plan.certain:
-            return f"a snapshot of step {plan.step} is tried on {url}, whose speed is not known yet"
-        case StopChoice.SNAPSHOT:
-            return f"a snapshot of step {plan.step} will be durable on {url} within {_sum(facts, plan.seconds)}"
-        case StopChoice.FLUSH if not plan.certain:
-            return f"the snapshot of step {plan.step} in memory is tried on {url}, whose speed is not known yet"
-        case StopChoice.FLUSH:
-            return (
-                f"the snapshot of step {plan.step} in memory will be durable on {url} within {duration(plan.seconds)}"
-            )
-        case StopChoice.FINISH:
-            return (
-                f"the snapshot of step {plan.step} in flight will be durable on {url} within {duration(plan.seconds)}"
-            )
-        case _ if plan.step is not None:
-            return f"the snapshot of step {plan.step} is durable on {url} already"
-        case _:
-            return f"nothing becomes durable on {url}"
+    if plan.choice is StopChoice.NOTHING:
+        already = f"the snapshot of step {plan.step} is durable on {url} already"
+        return f"nothing becomes durable on {url}" if plan.step is None else already
+    which = {
+        StopChoice.SNAPSHOT: f"a snapshot of step {plan.step}",
+        StopChoice.FLUSH: f"the snapshot of step {plan.step} in memory",
+        StopChoice.FINISH: f"the snapshot of step {plan.step} in flight",
+    }[plan.choice]
+    if not plan.certain:
+        return f"{which} is tried on {url}, whose speed is not known yet"
+    new = plan.choice is StopChoice.SNAPSHOT
+    seconds = _sum(facts, plan.seconds) if new else duration(plan.seconds)
+    return f"{which} will be durable on {url} within {seconds}"
 
 
 def _sum(facts: StopFacts, seconds: float) -> str:

@@ -174,7 +174,7 @@ class FitResume(Resume):
         if self._elastic is not None:
             self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
         if self._audit is not None and self._elastic is None:
-            self._audit.expect(own.get("audit", {}), own["hidden"])
+            self._audit.resumes(own.get("audit", {}), own["hidden"])
         self.note(_where(own))
         if back is not None:
             self.note(back.text())

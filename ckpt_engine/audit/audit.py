@@ -44,95 +44,6 @@ Roots = Callable[[], Mapping[str, Any]]
 _FIRST_LOOKS = 3
 
 
-class Audit:
-    """Looks at the objects that take part in training, and at the loop's local variables.
-
-    Args:
-        mode: the option `hidden`.
-        roots: the objects, by the names that users know them by.
-        log: of the adapter.
-        skipped: attributes of the trainer's own classes.
-        ahead: the first names of objects that are further than training.
-    """
-
-    def __init__(
-        self,
-        mode: Mode,
-        roots: Roots,
-        log: logging.Logger,
-        skipped: Iterable[str] = (),
-        ahead: Callable[[], Iterable[str]] = tuple,
-    ) -> None:
-        self.roots, self.skipped = roots, frozenset(skipped)
-        self._hidden = HiddenState(mode, self.skipped)
-        self._ahead = ahead
-        self._log = log
-        self._locals = CarriedLocals()
-        self._looks, self.looks_early = 0, self._hidden.on
-        """Whether `boundary` looks where no snapshot is taken."""
-        self._has_stepped = False
-        self._carried: list[str] = []
-
-    def begin(self, moment: str) -> None:
-        """See `HiddenState.begin`."""
-        if self._hidden.on:
-            self._locals.modules = of_modules()
-            self._hidden.begin(moment, {**self._locals.modules, **self.roots()})
-
-    def begin_unrepeated(self) -> None:
-        """See `HiddenState.begin_unrepeated`."""
-        if self._hidden.on:
-            self._hidden.begin_unrepeated({**of_modules(), **self.roots()})
-
-    def boundary(self, known: Collection[Any], *, taking: bool) -> None:
-        """The loop is between two steps, and its frames are on this thread's stack.
-
-        Args:
-            known: values of counters that the loop takes from the tracker.
-            taking: a snapshot is taken here. Variables are compared there, before the first step and at the first
-                boundaries: what a step has changed is then known to the first snapshot.
-        """
-        if not self._hidden.on or not (taking or self._looks < _FIRST_LOOKS):
-            return
-        self._looks += 1
-        self.looks_early = self._looks < _FIRST_LOOKS
-        roots = self.roots().values()
-        carries = [one for one in roots if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries, self._hidden.ids, set(map(id, roots))):
-            self._log.warning("%s", sentence(new))
-
-    def stepped(self) -> None:
-        """See `HiddenState.stepped`."""
-        if not self._has_stepped:
-            self._has_stepped = self._hidden.stepped()
-
-    def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
-        """The attributes that training has changed so far, as values that compare; see `HiddenState.frozen`."""
-        return self._hidden.frozen(quick=quick) if self._hidden.on else {}
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """For a snapshot: small plain values, and large ones by path. What no snapshot has is logged once."""
-        rows = self._hidden.state(self._ahead()) if self._hidden.on else {}
-        if new := self._hidden.unsaved(rows):
-            self._log.warning("training changes state that no snapshot has: %s", "; ".join(new))
-        small, large = taken_apart(rows)
-        return {"attributes": small, "locals": self._locals.names}, large
-
-    def expect(self, small: Mapping[str, Any], large: Mapping[str, Any]) -> None:
-        """What `state` gave for the snapshot that this process resumes from."""
-        if small and self._hidden.on:
-            self._hidden.expect(put_together(small["attributes"], large))
-            self._carried = list(small["locals"])
-
-    def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
-        """See `HiddenState.restore`."""
-        restored, missing = self._hidden.restore(moment)
-        if self._carried:
-            missing.append(NotRestored("local variables", sentence(self._carried)))
-            self._carried = []
-        return restored, missing
-
-
 Mode = Literal["auto", "report", "off"]
 MOST_BYTES = 256 << 20
 """Bytes of hidden tensors and arrays that one snapshot takes."""
@@ -149,7 +60,7 @@ _ONCE = "it is set in the first step of each process"
 class HiddenState:
     """What training changes beside the state that is saved anyway.
 
-    A process begins at two moments: `begin("start", …)` before its first epoch, and `begin("batch", …)` right before
+    A process begins at two moments: `note("start", …)` before its first epoch, and `note("batch", …)` right before
     its first batch. A resumed process compares itself with the first one at either.
 
     Args:
@@ -161,7 +72,7 @@ class HiddenState:
         self._mode = mode
         self.on = mode != "off"
         """Whether anything is looked at."""
-        self._skipped = frozenset(skipped)
+        self.skipped = frozenset(skipped)
         self._moments: dict[str, _Beginning] = {}
         self._before: _Beginning | None = None
         self._unrepeated: dict[str, _Unrepeated] = {}
@@ -176,37 +87,33 @@ class HiddenState:
         """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
         as an open file, is ready in this process."""
 
-    def begin(self, moment: str, roots: Mapping[str, Any]) -> None:
+    def note(self, moment: str, roots: Mapping[str, Any]) -> None:
         """Note what all attributes are now.
 
         Args:
             roots: the objects that take part in training, by the names that users know them by.
         """
-        if not self.on:
-            return
-        self._moments[moment] = begun = _Beginning(roots, self._skipped)
+        self._moments[moment] = begun = _Beginning(roots, self.skipped)
         if self._before is not None:
             self._unrepeated = dict(self._before.differences(begun))
             self._before = None
         begun.take_back(self._unrepeated)
 
-    def begin_unrepeated(self, roots: Mapping[str, Any]) -> None:
+    def note_unrepeated(self, roots: Mapping[str, Any]) -> None:
         """What follows, up to the first moment, only the run's first process does, such as a check of the validation.
 
         What it changes counts as changed: another process begins with what was there before.
         """
-        if self.on:
-            self._before = _Beginning(roots, self._skipped)
+        self._before = _Beginning(roots, self.skipped)
 
-    def stepped(self) -> bool:
-        """The process has made a step; False: there was no beginning yet that the first one can be compared with."""
-        if self.on and (latest := self._latest) is not None:
+    def stepped(self) -> None:
+        """The process has made a step. The first one counts that can be compared with a beginning."""
+        if self._once is None and (latest := self._latest) is not None:
             self._once = frozenset(
                 path
                 for path, value in latest.moved()
                 if isinstance(value, bool) and path not in self._kept and not latest.is_of_module(path)
             )
-        return self._once is not None or not self.on
 
     @property
     def _latest(self) -> _Beginning | None:
@@ -260,7 +167,7 @@ class HiddenState:
 
     def expect(self, rows: Mapping[str, Any]) -> None:
         """A snapshot's hidden state, which `restore` puts back later."""
-        self._saved = rows if self.on else {}
+        self._saved = rows
         self._first = {path: row["begin"] for path, row in self._saved.items()}
         self._kept = frozenset(path for path, row in self._saved.items() if row.get("why") != _ONCE)
 
@@ -268,7 +175,7 @@ class HiddenState:
         """Put back what was expected, where this process began as the run's first one did.
 
         Args:
-            moment: of `begin`, the one that the process is at.
+            moment: of `note`, the one that the process is at.
         """
         saved, self._saved = self._saved, {}
         begun = self._moments.get(moment)
@@ -301,6 +208,82 @@ class HiddenState:
 
     def _begin_of(self, path: str) -> Mapping[str, str]:
         return {moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen}
+
+
+class Audit(HiddenState):
+    """Looks at the objects that take part in training, and at the loop's local variables.
+
+    Args:
+        mode: the option `hidden`.
+        roots: the objects, by the names that users know them by.
+        log: of the adapter.
+        skipped: attributes of the trainer's own classes.
+        ahead: the first names of objects that are further than training.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        roots: Roots,
+        log: logging.Logger,
+        skipped: Iterable[str] = (),
+        ahead: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        super().__init__(mode, skipped)
+        self.roots, self._ahead, self._log = roots, ahead, log
+        self._locals = CarriedLocals()
+        self._looks, self.looks_early = 0, self.on
+        """Whether `boundary` looks where no snapshot is taken."""
+        self._carried: list[str] = []
+
+    def begin(self, moment: str) -> None:
+        """See `HiddenState.note`."""
+        if self.on:
+            self._locals.modules = of_modules()
+            self.note(moment, {**self._locals.modules, **self.roots()})
+
+    def begin_unrepeated(self) -> None:
+        """See `HiddenState.note_unrepeated`."""
+        if self.on:
+            self.note_unrepeated({**of_modules(), **self.roots()})
+
+    def boundary(self, known: Collection[Any], *, taking: bool) -> None:
+        """The loop is between two steps, and its frames are on this thread's stack.
+
+        Args:
+            known: values of counters that the loop takes from the tracker.
+            taking: a snapshot is taken here. Variables are compared there, before the first step and at the first
+                boundaries: what a step has changed is then known to the first snapshot.
+        """
+        if not self.on or not (taking or self._looks < _FIRST_LOOKS):
+            return
+        self._looks += 1
+        self.looks_early = self._looks < _FIRST_LOOKS
+        roots = self.roots().values()
+        carries = [one for one in roots if isinstance(one, Carry)]
+        if new := self._locals.look(known, carries, self.ids, set(map(id, roots))):
+            self._log.warning("%s", sentence(new))
+
+    def for_snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Small plain values, and large ones by path. What no snapshot has is logged once."""
+        rows = self.state(self._ahead()) if self.on else {}
+        if new := self.unsaved(rows):
+            self._log.warning("training changes state that no snapshot has: %s", "; ".join(new))
+        small, large = taken_apart(rows)
+        return {"attributes": small, "locals": self._locals.names}, large
+
+    def resumes(self, small: Mapping[str, Any], large: Mapping[str, Any]) -> None:
+        """What `for_snapshot` gave for the snapshot that this process resumes from."""
+        if small and self.on:
+            self.expect(put_together(small["attributes"], large))
+            self._carried = list(small["locals"])
+
+    def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
+        restored, missing = super().restore(moment)
+        if self._carried:
+            missing.append(NotRestored("local variables", sentence(self._carried)))
+            self._carried = []
+        return restored, missing
 
 
 def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dict[str, tuple[str, str]]:

@@ -90,7 +90,7 @@ class Capture:
             gradients: those that wait for an optimizer step.
             before: makes of the components those of an earlier moment.
         """
-        hidden, large = self._audit.state()
+        hidden, large = self._audit.for_snapshot()
         streams = rng.capture()
         state = self._parts.state()
         if rng.capture() != streams:

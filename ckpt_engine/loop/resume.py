@@ -231,7 +231,7 @@ class LoopResume(Resume):
             self._missing += elastic.not_restored(metrics) if self._rank == 0 else []
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
-            self._audit.expect(own.get("audit", {}), own["hidden"])
+            self._audit.resumes(own.get("audit", {}), own["hidden"])
         if (own["training"] is None and not self._begins_later) or own["finished"]:
             self.add(*self._audit.restore("start"))
         if own["training"] is None:
@@ -291,7 +291,7 @@ class LoopResume(Resume):
         """A loop without a loader is about to begin: what it uses is known, and put back; may come more than once."""
         if not self._own or not self._begins_later:
             return [], []
-        self._audit.expect(self._own["audit"], self._own["hidden"])
+        self._audit.resumes(self._own["audit"], self._own["hidden"])
         return self._audit.restore("batch")
 
     def say(self, problem: str | None) -> None:

@@ -283,7 +283,7 @@ def test_objects_that_the_loop_uses_are_found() -> None:
 def test_a_container_of_a_used_object_that_grows_is_a_record() -> None:
     """It is not saved, as what training decides by has a bound."""
     patience, hidden = Patience(), HiddenState("auto")
-    hidden.begin("batch", {"patience": UsedObject(patience)})
+    hidden.note("batch", {"patience": UsedObject(patience)})
     patience.count += 1
     patience.seen.append(patience.count)
     assert list(hidden.state()) == ["patience.count"]
@@ -302,7 +302,7 @@ class Meters:
 def test_a_meter_that_the_first_step_makes_is_no_record(value: Any, is_state: bool) -> None:
     """A number or object that a dict gets is saved or named; a list that it gets is a record."""
     meters, hidden = Meters(), HiddenState("auto")
-    hidden.begin("batch", {"meters": UsedObject(meters)})
+    hidden.note("batch", {"meters": UsedObject(meters)})
     for _ in range(2):
         meters.lazy["loss"] = value
         rows = hidden.state()
@@ -313,7 +313,7 @@ def test_a_meter_that_the_first_step_makes_is_no_record(value: Any, is_state: bo
 def test_objects_in_containers_of_a_used_object_are_looked_at() -> None:
     """They count as well as those that are attributes themselves."""
     meters, hidden = Meters(), HiddenState("auto")
-    hidden.begin("batch", {"meters": UsedObject(meters)})
+    hidden.note("batch", {"meters": UsedObject(meters)})
     meters.by_name["loss"].count += 1
     meters.others[0].count += 2
     state = {path: row["value"] for path, row in hidden.state().items()}

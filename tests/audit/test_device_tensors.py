@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
 def test_a_tensor_of_a_device_is_read_at_few_looks() -> None:
     """The version tells in between: what changes is there at each look, and what does not is at none."""
     model, hidden = Model(), HiddenState("auto")
-    hidden.begin("batch", {"model": model})
+    hidden.note("batch", {"model": model})
     OnDevice.reads = 0
     for look in range(1, 17):
         model.counts.add_(1)
@@ -40,7 +40,7 @@ def test_a_tensor_of_a_device_is_read_at_few_looks() -> None:
 def test_what_is_written_without_a_trace_is_found_at_the_next_reading_look() -> None:
     """As the replay of a CUDA graph does it; it stays found."""
     model, hidden = Model(), HiddenState("auto")
-    hidden.begin("batch", {"model": model})
+    hidden.note("batch", {"model": model})
     for _ in range(5):
         assert not hidden.state()
     model.kept.data.fill_(7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import logging
 import os
 import random
 import sys
@@ -22,7 +23,7 @@ from torch import nn
 
 from ckpt_engine.audit import values
 from ckpt_engine.audit.attributes import UsedObject, Variables
-from ckpt_engine.audit.audit import HiddenState
+from ckpt_engine.audit.audit import Audit, HiddenState
 from ckpt_engine.audit.roots import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
 from ckpt_engine.plugins import _program
@@ -114,8 +115,8 @@ def value_at(net: Net, path: str) -> Any:
 def begun(net: Any, mode: Any = "auto") -> HiddenState:
     """At the first batch of a process."""
     hidden = HiddenState(mode)
-    hidden.begin("start", {"net": net})
-    hidden.begin("batch", {"net": net})
+    hidden.note("start", {"net": net})
+    hidden.note("batch", {"net": net})
     return hidden
 
 
@@ -264,7 +265,7 @@ def test_a_variable_that_was_another_ones_object_is_named() -> None:
         values = {"empty": [0.0]}
         values["window"] = values["empty"]
         hidden = HiddenState("auto")
-        hidden.begin("batch", {"train()": Variables(values.get, within=frozenset(values))})
+        hidden.note("batch", {"train()": Variables(values.get, within=frozenset(values))})
         processes.append((values, hidden))
     (values, hidden), (fresh, again) = processes
     values["window"] = [1.0]
@@ -366,7 +367,7 @@ def test_a_global_count_is_named_once_it_moves(tmp_path: Path, monkeypatch: pyte
     text = "import itertools\nnumbers = itertools.count()\ndef number():\n    return next(numbers)\n"
     user_module(tmp_path, monkeypatch, text)
     hidden = HiddenState("auto")
-    hidden.begin("batch", of_modules())
+    hidden.note("batch", of_modules())
     assert hidden.state() == {}
     sys.modules["of_a_user"].number()
     rows = hidden.state()
@@ -395,7 +396,7 @@ def test_a_flag_that_each_process_sets_is_named_and_not_restored() -> None:
     hidden = HiddenState("auto")
     for one in (meter, net):
         one.ready, one.late = False, False  # type: ignore[union-attr]
-    hidden.begin("batch", {"meter": meter, "net": net})
+    hidden.note("batch", {"meter": meter, "net": net})
     meter.ready = net.ready = True  # type: ignore[attr-defined, assignment]
     hidden.stepped()
     meter.late = True  # type: ignore[attr-defined]
@@ -408,9 +409,10 @@ def test_a_flag_that_each_process_sets_is_named_and_not_restored() -> None:
 def test_off_looks_at_nothing() -> None:
     """With `hidden: off` there is nothing in a snapshot."""
     net = Net()
-    hidden = begun(net, "off")
+    audit = Audit("off", lambda: {"net": net}, logging.getLogger("test"))
+    audit.begin("batch")
     net.count += 1
-    assert hidden.state() == {}
+    assert audit.for_snapshot() == ({"attributes": {}, "locals": []}, {})
 
 
 def test_variables_of_closures_count() -> None:
@@ -518,7 +520,7 @@ def test_a_row_of_plain_values_compares_as_equal_objects_do(row: Any) -> None:
 def test_what_is_ahead_of_training_is_named_and_not_saved() -> None:
     """A loader that reads a batch early has used its dataset's random stream for a step that was not made."""
     net, hidden = Net(), HiddenState("auto")
-    hidden.begin("batch", {"loader": net})
+    hidden.note("batch", {"loader": net})
     net.dice.random()
     row = hidden.state(ahead=["loader"])["loader.dice"]
     assert "reads batches before the step" in row["why"] and "value" not in row

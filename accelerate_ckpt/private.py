@@ -129,13 +129,12 @@ class AcceleratorInternals:
 
     def after_init_trackers(self, call: Callable[[], None]) -> None:
         """`call()` runs after `accelerator.init_trackers()`; undone by `unwrap`."""
-        original = self._accelerator.init_trackers
 
-        def init_trackers(*arguments: Any, **more: Any) -> None:
+        def init_trackers(original: Any, *arguments: Any, **more: Any) -> None:
             original(*arguments, **more)
             call()
 
-        self._wrap("init_trackers", init_trackers)
+        self._replaced.around(self._accelerator, "init_trackers", init_trackers)
 
     # ---- counters
 
@@ -152,36 +151,30 @@ class AcceleratorInternals:
 
     def before_end_training(self, call: Callable[[], None]) -> None:
         """`call()` runs before `accelerator.end_training()`; undone by `unwrap`."""
-        original = self._accelerator.end_training
 
-        def end_training() -> None:
+        def end_training(original: Any) -> None:
             try:
                 call()
             finally:
                 original()
 
-        self._wrap("end_training", end_training)
+        self._replaced.around(self._accelerator, "end_training", end_training)
 
     def instead_of_skipping(self, goes_on: Callable[[Any, int], bool]) -> None:
         """`accelerator.skip_first_batches(loader, n)` returns the loader itself where `goes_on(loader, n)`."""
-        original = self._accelerator.skip_first_batches
 
-        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        def skip_first_batches(original: Any, dataloader: Any, num_batches: int = 0) -> Any:
             return dataloader if goes_on(dataloader, num_batches) else original(dataloader, num_batches)
 
-        self._wrap("skip_first_batches", skip_first_batches)
+        self._replaced.around(self._accelerator, "skip_first_batches", skip_first_batches)
 
     def log_too(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         """`accelerator.log(values)` logs `numbers()` with them, for the same step; undone by `unwrap`."""
-        original = self._accelerator.log
 
-        def log(values: Mapping[str, Any], *arguments: Any, **more: Any) -> None:
+        def log(original: Any, values: Mapping[str, Any], *arguments: Any, **more: Any) -> None:
             original({**numbers(), **values}, *arguments, **more)
 
-        self._wrap("log", log)
-
-    def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
-        self._replaced.replace(self._accelerator, name, replacement)
+        self._replaced.around(self._accelerator, "log", log)
 
     def unwrap(self) -> None:
         """Put the methods back."""

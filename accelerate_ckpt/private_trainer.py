@@ -134,11 +134,7 @@ class TrainerInternals:
 
     def keep_weights(self) -> None:
         """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""
-
-        def load_nothing(*_: Any, **__: Any) -> None:
-            return None
-
-        self._replace("_load_from_checkpoint", load_nothing)
+        self._replaced.replace(self._trainer, "_load_from_checkpoint", lambda *_, **__: None)
 
     def count_from(self, epoch: int, batches: int) -> None:
         """Training goes on in this pass over the data after so many of its batches. Undone by `unwrap`.
@@ -149,13 +145,12 @@ class TrainerInternals:
         """
         if not hasattr(self._trainer, _COUNTS):
             return
-        original = getattr(self._trainer, _COUNTS)
 
-        def init_training_state(*arguments: Any, **more: Any) -> tuple[int, int]:
+        def init_training_state(original: Any, *arguments: Any, **more: Any) -> tuple[int, int]:
             original(*arguments, **more)
             return epoch, batches
 
-        self._replace(_COUNTS, init_training_state)
+        self._replaced.around(self._trainer, _COUNTS, init_training_state)
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
@@ -192,28 +187,24 @@ class TrainerInternals:
         needs for its `max_steps`.
         """
 
-        def set_initial_training_values(args: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+        def set_initial_training_values(original: Any, args: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
             epochs, steps, *others = original(args, dataloader, *more, **named)
             shift = recount(dataloader, int(steps))
             if shift and args.max_steps > 0:
                 epochs = -(-(args.max_steps + shift) // steps)
             return epochs, steps, *others
 
-        original = self._replace("set_initial_training_values", set_initial_training_values)
+        self._replaced.around(self._trainer, "set_initial_training_values", set_initial_training_values)
 
     def follow_evaluations(self, after: Callable[[str, Any], None]) -> None:
         """`after(name, loader)` gets every loader that is made or kept for an evaluation. Undone by `unwrap`."""
 
-        def get_eval_dataloader(eval_dataset: Any = None) -> Any:
+        def get_eval_dataloader(original: Any, eval_dataset: Any = None) -> Any:
             loader = original(eval_dataset)
             after(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
             return loader
 
-        original = self._replace("get_eval_dataloader", get_eval_dataloader)
-
-    def _replace(self, name: str, method: Any) -> Any:
-        """See `Replaced`; undone by `unwrap`."""
-        return self._replaced.replace(self._trainer, name, method)
+        self._replaced.around(self._trainer, "get_eval_dataloader", get_eval_dataloader)
 
     # ---- counters
 
@@ -253,12 +244,12 @@ class TrainerInternals:
         if hasattr(self._trainer, _RUNNING_LOSS):
             return
 
-        def maybe_log(tr_loss: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        def maybe_log(original: Any, tr_loss: torch.Tensor, *arguments: Any, **more: Any) -> Any:
             result = original(tr_loss, *arguments, **more)
             self._shown = tr_loss.detach().clone()  # it was emptied if it was logged
             return result
 
-        original = self._replace("_maybe_log_save_evaluate", maybe_log)
+        self._replaced.around(self._trainer, "_maybe_log_save_evaluate", maybe_log)
 
     @property
     def ended(self) -> bool:
@@ -305,9 +296,9 @@ class TrainerInternals:
         self._shown = loss
         self._first_step.undo()
 
-        def training_step(*arguments: Any, **more: Any) -> Any:
+        def training_step(original: Any, *arguments: Any, **more: Any) -> Any:
             self._first_step.undo()
             first = original(*arguments, **more)
             return first + loss.to(first.device)
 
-        original = self._first_step.replace(self._trainer, "training_step", training_step)
+        self._first_step.around(self._trainer, "training_step", training_step)

@@ -230,8 +230,8 @@ class TransformersCallback(TrainerCallback):
         if resumed and args.max_steps > 0:
             state.max_steps += self._shift  # as many steps are left as the user has asked for
         shift = self._shift = self._shift if resumed else 0
-        audits = self.config.hidden != "off"
-        surroundings = TrainerSurroundings(trainer, internals, self, shift, self._counted, self._note, audits=audits)
+        audits, note = self.config.hidden != "off", lambda: self._curves.note()
+        surroundings = TrainerSurroundings(trainer, internals, self, shift, self._counted, note, audits=audits)
         self._tracker = tracker = Tracker(
             engine,
             AcceleratedParts(trainer.accelerator, private, more, grows=True),
@@ -273,7 +273,7 @@ class TransformersCallback(TrainerCallback):
             loader = objects["train_dataloader"]
             # Before 5.0 the last step of a resumed epoch asks for more batches than there are, which ends the pass.
             ended = tracker.epoch - self._begun if (tracker := self._tracker) is not None else 0
-            self._require_same_epoch(int(getattr(loader, source_of(loader).counter)) - ended)
+            require_same_epoch(int(getattr(loader, source_of(loader).counter)) - ended, self._saved_epoch)
         self._remove_folder()  # an imported run has its random streams from there by now
 
     @override
@@ -320,7 +320,7 @@ class TransformersCallback(TrainerCallback):
                 over = step >= state.max_steps and epoch >= state.num_train_epochs
                 assert self._engine is not None
                 if self._unchecked and self._saved_epoch < state.num_train_epochs:
-                    self._require_same_epoch(state.num_train_epochs)  # no step was left for transformers
+                    require_same_epoch(state.num_train_epochs, self._saved_epoch)  # no step was left for transformers
                 # A machine that does not see the best checkpoint has no other weights: then the ranks differ.
                 self._tracker.finish(complete=self._engine.meet(lambda: over and not best, all))
         finally:
@@ -335,9 +335,6 @@ class TransformersCallback(TrainerCallback):
             loaded = self._engine.loaded
             for problem in self._curves.go_on({} if loaded is None else loaded.manifest.notes):
                 _log.warning("not restored: %s: %s", problem.name, problem.why)
-
-    def _note(self) -> dict[str, Any]:
-        return self._curves.note()
 
     def _counted(self) -> tuple[int, float]:
         tracker = self._tracker
@@ -401,9 +398,6 @@ class TransformersCallback(TrainerCallback):
     def _require_same_batch(self, loader: Any, batches: int) -> None:
         assert self._tracker is not None
         require_same_batch(loader, batches, self._tracker.resumed_batches)
-
-    def _require_same_epoch(self, epoch: int) -> None:
-        require_same_epoch(epoch, self._saved_epoch)
 
     def _release(self, timeout: float | None = None, *, failed: bool = False) -> None:
         tracker, self._tracker = self._tracker, None

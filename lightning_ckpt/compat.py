@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -135,10 +134,6 @@ class LightningInternals(DataInternals):
         """A method of one object, until `unwrap`."""
         self._replaced.replace(owner, name, replacement)
 
-    def _around(self, owner: Any, name: str, do: Callable[..., Any]) -> None:
-        """`do(original, ...)` runs instead of a method of one object, until `unwrap`."""
-        self.wrap(owner, name, partial(do, getattr(owner, name)))
-
     def wrap_resume_start(self, around: Callable[..., None]) -> None:
         """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
         connector = self._trainer._checkpoint_connector
@@ -158,11 +153,11 @@ class LightningInternals(DataInternals):
             original()
             after()
 
-        self._around(self._trainer.fit_loop, "on_advance_start", on_advance_start)
+        self._replaced.around(self._trainer.fit_loop, "on_advance_start", on_advance_start)
 
     def wrap_optimizer_restore(self, around: Callable[[Callable[[Any], None], Any], None]) -> None:
         """`around(original, checkpoint)` runs instead of the strategy's `load_optimizer_state_dict`."""
-        self._around(self._trainer.strategy, "load_optimizer_state_dict", around)
+        self._replaced.around(self._trainer.strategy, "load_optimizer_state_dict", around)
 
     def wrap_training_restore(self, forgotten: Callable[[], dict[str, Any] | None]) -> None:
         """What `forgotten()` gives is restored where Lightning has nothing: a callback may load a file of its own."""
@@ -173,7 +168,7 @@ class LightningInternals(DataInternals):
                 connector._loaded_checkpoint = forgotten() or {}
             original()
 
-        self._around(connector, "restore_training_state", restore_training_state)
+        self._replaced.around(connector, "restore_training_state", restore_training_state)
 
     @property
     def batch_sizes(self) -> dict[str, Any]:
@@ -224,7 +219,7 @@ class LightningInternals(DataInternals):
                     warnings.filterwarnings("ignore", _NOT_RESUMABLE)
                 original()
 
-        self._around(self._trainer.fit_loop.epoch_loop, "reset", reset)
+        self._replaced.around(self._trainer.fit_loop.epoch_loop, "reset", reset)
 
     def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
@@ -242,7 +237,7 @@ class LightningInternals(DataInternals):
                 failed(err)
                 raise
 
-        self._around(self._trainer.fit_loop.epoch_loop, "advance", advance)
+        self._replaced.around(self._trainer.fit_loop.epoch_loop, "advance", advance)
 
     def skip_idle_hooks(self, *callbacks: Callback) -> None:
         """Lightning does not enter hooks of these callbacks that do nothing.
@@ -257,11 +252,12 @@ class LightningInternals(DataInternals):
 
     def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
         """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
-        self._around(self._trainer.strategy, "process_dataloader", lambda original, loader: after(original(loader)))
+        strategy = self._trainer.strategy
+        self._replaced.around(strategy, "process_dataloader", lambda original, loader: after(original(loader)))
 
     def wrap_validation_loaders(self, around: Callable[[Callable[[], None]], None]) -> None:
         """`around(original)` runs instead of what makes the loaders of validation in a `fit`."""
-        self._around(self._trainer.fit_loop.epoch_loop.val_loop, "setup_data", around)
+        self._replaced.around(self._trainer.fit_loop.epoch_loop.val_loop, "setup_data", around)
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
         """See `compat.defer_sigterm`; `relays`: and `compat.relayed`, of several ranks."""

@@ -14,8 +14,9 @@ The package `datasets` is not imported: what is not there has no streams.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,10 @@ class Replaced:
         self._before.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, method)
         return original
+
+    def around(self, owner: Any, name: str, do: Callable[..., Any]) -> None:
+        """`do(original, ...)` runs in the place of what was called before."""
+        self.replace(owner, name, partial(do, getattr(owner, name)))
 
     def undo(self) -> None:
         """Leave all of them as they were found. Idempotent."""

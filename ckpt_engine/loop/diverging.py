@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -242,7 +241,6 @@ def _shown(value: Any) -> str:
 DURABLE_SECONDS = 60.0
 _PLACES_SECONDS = DURABLE_SECONDS + 15.0
 """How long rank 0 waits for what other nodes have on disks of their own."""
-_LOOK_SECONDS = 0.05
 
 
 class Rollbacks:
@@ -387,10 +385,7 @@ class Rollbacks:
         self._engine.wait(max(0.0, patience(DURABLE_SECONDS)))
         if self._engine.memory:
             watch.flush()
-        pause = threading.Event()
-        while watch.flushing and patience(deadline - time.monotonic()) > 0.0:
-            pause.wait(_LOOK_SECONDS)
-            self._engine.poll()
+        watch.wait_for_the_flushed(self._engine.poll, lambda: patience(deadline - time.monotonic()))
 
 
 def whole(*places: Iterable[list[Any]]) -> list[tuple[str, int]]:

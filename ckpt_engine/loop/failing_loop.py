@@ -256,13 +256,13 @@ class FailingRun:
         found: dict[str, Any] = {}
         for name, optimizer in self._parts.optimizers.items():
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            found[name] = seen(name, groups)
+            found[name] = fingerprint(name, groups)
         for name, value in others.items():
             if isinstance(value, torch.amp.GradScaler):  # its state_dict waits for the device
                 tensors = (one for one in vars(value).values() if isinstance(one, torch.Tensor))
                 found[name] = [(id(one), one._version) for one in tensors]
             else:
-                found[name] = seen(name, value.state_dict())
+                found[name] = fingerprint(name, value.state_dict())
         return found
 
 
@@ -501,16 +501,8 @@ def require_unmoved(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             raise ImpossibleError(f"{name} has changed in the step that failed")
 
 
-def seen(name: str, state: Any) -> Any:
-    """See `fingerprint`; `name` is for its message."""
-    try:
-        return fingerprint(state)
-    except ImpossibleError as err:
-        raise ImpossibleError(f"{name} has {err}") from err
-
-
-def fingerprint(value: Any) -> Any:
-    """A value that equals that of an equal state, of small states.
+def fingerprint(name: str, value: Any) -> Any:
+    """A value that equals that of an equal state, of small states; `name` is for the message.
 
     Raises:
         ImpossibleError: `value` holds what cannot be compared at every step.
@@ -520,13 +512,13 @@ def fingerprint(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.numel() > _MOST_VALUES:
-            raise ImpossibleError("a tensor that is too large to be compared at every step")
+            raise ImpossibleError(f"{name} has a tensor that is too large to be compared at every step")
         return (tuple(value.shape), value.detach().tolist())
     if kind is dict or isinstance(value, Mapping):
-        return [(key, item if type(item) in _PLAIN else fingerprint(item)) for key, item in value.items()]
+        return [(key, item if type(item) in _PLAIN else fingerprint(name, item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [item if type(item) in _PLAIN else fingerprint(item) for item in value]
-    raise ImpossibleError(f"a {type(value).__name__}, which cannot be compared at every step")
+        return [item if type(item) in _PLAIN else fingerprint(name, item) for item in value]
+    raise ImpossibleError(f"{name} has a {type(value).__name__}, which cannot be compared at every step")
 
 
 def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:

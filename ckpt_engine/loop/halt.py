@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,6 @@ from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
 from ckpt_engine.snapshot.save_request import SaveHandle
 
-_LOOK_SECONDS = 0.05
 _LEAVE_SECONDS = 60.0
 """How long other ranks wait for rank 0 to have closed a run that has diverged."""
 EXCEPTION_WAIT_SECONDS = 30.0
@@ -234,7 +232,7 @@ class Halt(Ending):
             if plan.choice is StopChoice.FLUSH:
                 self._watch.flush()
             self._engine.wait(_left(stop))
-            self._wait_for_the_flushed(stop)
+            self._watch.wait_for_the_flushed(self._engine.poll, partial(_left, stop))
             return
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
@@ -245,13 +243,6 @@ class Halt(Ending):
             if not isinstance(err.__cause__, WriterError):
                 raise
             _wait_for(take("signal"), stop)  # its writer was lost; the next one starts at once
-
-    def _wait_for_the_flushed(self, stop: Stop) -> None:
-        """What the writer had only in memory is nothing that the engine waits for."""
-        pause = threading.Event()
-        while self._watch.flushing and _left(stop) > 0.0:
-            pause.wait(min(_LOOK_SECONDS, _left(stop)))
-            self._engine.poll()
 
     def _tell(self, stop: Stop) -> None:
         self._engine.poll()

@@ -247,17 +247,6 @@ def _loss(plan: StopPlan) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TierOutlook:
-    """One tier; see `metrics.TierStanding`."""
-
-    url: str
-    newest_step: int | None
-    age_seconds: float | None
-    bytes_per_second: float | None
-    away: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Outlook:
     """A run at one moment.
 
@@ -270,6 +259,7 @@ class Outlook:
         seconds_to_durable: that a stop would need now, a whole step included; None: no speed was measured yet.
         snapshots_in_flight: taken, and not durable yet.
         stopping: who has asked the run to stop, if somebody has.
+        tiers: rows of what each has; see `metrics.TierStanding`.
     """
 
     step: int
@@ -280,7 +270,7 @@ class Outlook:
     seconds_to_durable: float | None
     snapshots_in_flight: int
     stopping: str | None
-    tiers: tuple[TierOutlook, ...]
+    tiers: tuple[dict[str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -304,13 +294,13 @@ def outlook(
         snapshots_in_flight=len(standing.in_flight),
         stopping=stopping,
         tiers=tuple(
-            TierOutlook(
-                tier.url,
-                tier.newest_step,
-                None if tier.newest_instant is None else max(0.0, now - tier.newest_instant),
-                tier.bytes_per_second,
-                tier.away,
-            )
+            {
+                "url": tier.url,
+                "newest_step": tier.newest_step,
+                "age_seconds": None if tier.newest_instant is None else max(0.0, now - tier.newest_instant),
+                "bytes_per_second": tier.bytes_per_second,
+                "away": tier.away,
+            }
             for tier in standing.tiers
         ),
     )

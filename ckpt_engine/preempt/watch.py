@@ -41,7 +41,7 @@ from ckpt_engine.writer.part_records import share_place
 
 _log = logging.getLogger(LOGGER_NAME)
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _PAUSE_SECONDS = 0.5, 0.05
 _LEAST_LOOK_SECONDS = 0.02
 _LOOKS = 8
 """So many looks for what is to become durable would fit in the time that is left, however little that is."""
@@ -217,6 +217,18 @@ class PreemptionWatch:
         """Whether `flush` was called, and the writer has not said yet what came of it."""
         flushed = self._flushed
         return flushed is not None and not self._has(flushed.step)
+
+    def wait_for_the_flushed(self, poll: Callable[[], None], left: Callable[[], float]) -> None:
+        """What the writer had only in memory is nothing that the engine waits for.
+
+        Args:
+            poll: takes in what the writer says.
+            left: seconds that there are.
+        """
+        pause = threading.Event()
+        while self.flushing and (seconds := left()) > 0.0:
+            pause.wait(min(_PAUSE_SECONDS, seconds))
+            poll()
 
     def durable(self) -> str:
         """What is durable, and what that leaves out, for people."""

@@ -48,7 +48,7 @@ def test_the_outlook_says_what_a_kill_would_cost_and_a_snapshot_would_take() -> 
     found = seen()
     assert (found.age_of_last_durable_seconds, found.work_at_risk_seconds, found.work_at_risk_steps) == (60.0, 60.0, 7)
     assert found.seconds_to_durable == pytest.approx(3.0 + 1.25 * (1.0 + 2.0))
-    assert [(tier.newest_step, tier.age_seconds, tier.away) for tier in found.tiers] == [
+    assert [(tier["newest_step"], tier["age_seconds"], tier["away"]) for tier in found.tiers] == [
         (90, 60.0, False),
         (80, 80.0, True),
     ]

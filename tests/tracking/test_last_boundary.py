@@ -84,13 +84,13 @@ def test_what_changes_in_forward_is_what_no_optimizer_manages() -> None:
 def test_states_are_compared_by_value() -> None:
     """What cannot be is refused, not taken for equal."""
     state = {"a": 1, "b": [torch.arange(3), (None, 2.5)], "c": "x"}
-    before = fingerprint(state)
-    assert fingerprint({"a": 1, "b": [torch.arange(3), (None, 2.5)], "c": "x"}) == before
+    before = fingerprint("it", state)
+    assert fingerprint("it", {"a": 1, "b": [torch.arange(3), (None, 2.5)], "c": "x"}) == before
     state["b"][0][1] = 7  # type: ignore[index]
-    assert fingerprint(state) != before
+    assert fingerprint("it", state) != before
     for refused in (object(), torch.zeros(1000), {"deep": {1, 2}}):
         with pytest.raises(ImpossibleError):
-            fingerprint(refused)
+            fingerprint("it", refused)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

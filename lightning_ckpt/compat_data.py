@@ -297,14 +297,15 @@ class MlflowCurve:
 
     def cut(self, marks: Mapping[str, int]) -> str:
         if self._folder is None:
-            return "its store keeps the steps that come again"
+            return "the run goes on, and keeps the steps that come again"
         return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
 
 
-class WandbCurve:
+class WandbCurve(MlflowCurve):
     """One run of W&B, by its id. Only its server could cut something off, and few may ask it to."""
 
     name = "WandbLogger"
+    _folder: Path | None = None
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -321,12 +322,6 @@ class WandbCurve:
             return _ELSEWHERE
         logger._id = logger._wandb_init["id"] = place["run"]
         return ""
-
-    def marks(self) -> Mapping[str, int]:
-        return {}
-
-    def cut(self, marks: Mapping[str, int]) -> str:  # noqa: ARG002
-        return "the run goes on, and keeps the steps that come again"
 
 
 def _folder(path: str | os.PathLike[str]) -> str:

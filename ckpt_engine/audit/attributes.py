@@ -91,8 +91,8 @@ class AttributeHolder:
     path: str
     owner: Any
     values: Mapping[str, Any]
-    skipped: frozenset[str]
-    public_only: bool
+    skipped: frozenset[str] = frozenset()
+    public_only: bool = False
     shares: bool = False
     plain_only: bool = False
     states: bool = False
@@ -246,8 +246,11 @@ class Walk:
         elif self._looks_into(value, root=root):
             self._visit_attributes(value, path, depth)
 
-    def _hold(self, path: str, owner: Any, values: Mapping[str, Any], **how: bool) -> None:
-        self.found.append(AttributeHolder(path, owner, values, frozenset(), public_only=False, **how))
+    def _hold(
+        self, path: str, owner: Any, values: Mapping[str, Any], skipped: frozenset[str] = frozenset(), **how: bool
+    ) -> AttributeHolder:
+        self.found.append(AttributeHolder(path, owner, values, skipped, **how))
+        return self.found[-1]
 
     def _visit_used(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, type) and is_used(value):
@@ -267,8 +270,7 @@ class Walk:
                 self._visit_state(module, f"{path}.{name}".rstrip("."))
         if (values := _of_user(value)) is None:
             return
-        how: dict[str, bool] = {"public_only": False, "plain_only": True, "records": True}
-        self.found.append(AttributeHolder(path, value, values, _saved(value), **how))
+        self._hold(path, value, values, _saved(value), plain_only=True, records=True)
         self._visit_class(type(value), records=True)
         for name, one in tuple(values.items()):
             self._visit_used(one, f"{path}.{name}", depth - 1)
@@ -304,8 +306,7 @@ class Walk:
 
     def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
         values = vars(value.owner)
-        holder = AttributeHolder(path, value.owner, values, names_of(value.framework), public_only=False)
-        self.found.append(holder)
+        holder = self._hold(path, value.owner, values, names_of(value.framework))
         self._visit_class(type(value.owner), records=False)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
@@ -328,7 +329,7 @@ class Walk:
             skipped |= _OF_MODULES | self._skipped
             persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
             if len(persistent) < len(value._buffers):
-                self.found.append(AttributeHolder(path, value, value._buffers, persistent, public_only=False))
+                self._hold(path, value, value._buffers, persistent)
             tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
             self.saved.update(address(one) for one in tensors if one is not None)
         elif of_framework(kind) or self._skipped & values.keys():
@@ -339,8 +340,7 @@ class Walk:
             skipped |= _IN_METRICS
             skipped |= {name for name, one in values.items() if saved and isinstance(one, torch.Tensor | list)}
             public_only = saved
-        holder = AttributeHolder(path, value, values, skipped, public_only=public_only, shares=metric)
-        self.found.append(holder)
+        holder = self._hold(path, value, values, skipped, public_only=public_only, shares=metric)
         self._visit_class(kind, records=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():

@@ -204,11 +204,6 @@ def _stream_state(stream: Any) -> Any:
     return bytes(stream.get_state().numpy())
 
 
-def copy_stream(stream: Any, saved: Any) -> None:
-    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
-    streams.decode(stream, streams.encode(saved))
-
-
 def fill(now: Any, saved: Any, *, within: bool) -> bool:
     """Give an object the content of another one; False: it cannot have it.
 
@@ -216,7 +211,7 @@ def fill(now: Any, saved: Any, *, within: bool) -> bool:
         within: tensors and arrays in a container stay the objects that they are.
     """
     if isinstance(now, GENERATORS) and type(now) is type(saved):
-        copy_stream(now, saved)
+        streams.decode(now, streams.encode(saved))
     elif isinstance(now, torch.Tensor | np.ndarray) and shapes(now) == shapes(saved):
         fits = bool(now.flags.writeable if isinstance(now, np.ndarray) else now.is_leaf)
         if fits:

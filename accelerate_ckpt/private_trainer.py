@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,9 +36,6 @@ TRANSFORMERS_NAMES: tuple[PrivateName, ...] = (
     PrivateName("trainer", "callback_handler", "the state of callbacks"),
     PrivateName("trainer", "control", "the state of callbacks"),
     PrivateName("trainer", "current_flos", "the count of floating point operations"),
-    PrivateName(
-        "method", "self", "resume='auto', and training without resume_from (the trainer is found on the stack)"
-    ),
 )
 """Those that all supported versions have; `tests/accelerate/test_transformers_compat.py` has a test for each."""
 
@@ -102,9 +98,7 @@ class TrainerInternals:
 
     def owners(self) -> dict[str, Any]:
         """The objects that `PrivateName.owner` refers to."""
-        methods = filter(inspect.isfunction, vars(Trainer).values())
-        receivers = SimpleNamespace(**{one.__code__.co_varnames[0]: one for one in methods if one.__code__.co_argcount})
-        return {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer, "method": receivers}
+        return {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer}
 
     def probe(self) -> None:
         """Raises `CkptError` where this version lacks a name."""

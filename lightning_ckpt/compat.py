@@ -90,10 +90,6 @@ class LightningInternals(DataInternals):
         """The objects that `PrivateName.owner` refers to; None where the object itself is missing."""
         trainer = self._trainer
         fit_loop = getattr(trainer, "fit_loop", None)
-        try:
-            results = importlib.import_module(_RESULT_MODULE)
-        except ImportError:
-            results = None
         combined = iter(CombinedLoader([[0]], "max_size_cycle"))
         return {
             "combined_loader": combined,
@@ -107,7 +103,7 @@ class LightningInternals(DataInternals):
             "fit_loop": fit_loop,
             "epoch_loop": getattr(fit_loop, "epoch_loop", None),
             "val_loop": getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None),
-            "results": results,
+            "results": sys.modules.get(_RESULT_MODULE),
             "callback_connector": getattr(trainer, "_callback_connector", None),
             "csv_logger": CSVLogger("."),
             "csv_writer": ExperimentWriter,

@@ -51,8 +51,7 @@ def require_trained(trainer: pl.Trainer) -> None:
 
 def shapes(trainer: pl.Trainer, module: pl.LightningModule) -> Shapes:
     """Shapes of the weights, as a snapshot has them."""
-    flat = flat_of(trainer)
-    return weight_shapes(_live_model(trainer, module, flat), flat)
+    return weight_shapes(model_of(trainer, module), flat_of(trainer))
 
 
 def flat_of(trainer: pl.Trainer) -> FlatModels | None:
@@ -66,8 +65,9 @@ def _wrapped(trainer: pl.Trainer) -> torch.nn.Module:
     return model
 
 
-def _live_model(trainer: pl.Trainer, module: pl.LightningModule, flat: FlatModels | None) -> torch.nn.Module:
-    return module if flat is None else _wrapped(trainer)
+def model_of(trainer: pl.Trainer, module: pl.LightningModule) -> torch.nn.Module:
+    """The model; where FSDP1 divides it, with what that wraps around the LightningModule."""
+    return module if flat_of(trainer) is None else _wrapped(trainer)
 
 
 def notes(trainer: pl.Trainer) -> dict[str, Any]:
@@ -103,11 +103,6 @@ def wrappers_of(trainer: pl.Trainer) -> list[torch.nn.Module]:
     return [] if model is None else [model]
 
 
-def model_of(trainer: pl.Trainer, module: pl.LightningModule) -> torch.nn.Module:
-    """The model, with what FSDP1 wraps around the LightningModule."""
-    return _wrapped(trainer) if isinstance(trainer.strategy, FSDPStrategy) else module
-
-
 def _tensor_parallel(trainer: pl.Trainer) -> int:
     strategy = trainer.strategy
     # Its dimensions are data_parallel and tensor_parallel.
@@ -121,8 +116,7 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         yield
         return
     live: Any = trainer.strategy
-    flat = flat_of(trainer)
-    model = _live_model(trainer, trainer.lightning_module, flat)
+    flat, model = flat_of(trainer), model_of(trainer, trainer.lightning_module)
     live.lightning_module_state_dict = lambda: state_of(model, flat)
     live.optimizer_state = lambda optimizer: state_of(_plain(optimizer), flat)
     try:
@@ -150,7 +144,7 @@ def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manife
         divided = {} if flat is None else flat.parts()
         shells = [optimizer_shell(optimizer, node, manifest.entries, divided) for optimizer, node in pairs]
         shells += [{"state": {}} for _ in nodes[len(shells) :]]
-        return {"state_dict": state_of(_live_model(trainer, module, flat), flat), "optimizer_states": shells}
+        return {"state_dict": state_of(model_of(trainer, module), flat), "optimizer_states": shells}
 
     return live
 

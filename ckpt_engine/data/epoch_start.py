@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -46,8 +47,6 @@ class Starter:
         self._late = False
         self._fingerprint: fingerprints.Fingerprint | None = None
         self._recipe: Recipe | None = None
-        self._why_replayed: str | None = None
-        self._asked = False
 
     @property
     def _loader(self) -> DataLoader[Any]:
@@ -79,14 +78,13 @@ class Starter:
             return "the streamed data set draws from the global random streams"
         return self.why_replayed
 
-    @property
+    @cached_property
     def why_replayed(self) -> str | None:
         """Why the state of an iterable dataset is of no use; asked once."""
-        if not self._asked:
-            now = rng.capture()
-            self._asked, self._why_replayed = True, native.why_replayed(self._loader)
-            rng.restore(now)
-        return self._why_replayed
+        now = rng.capture()
+        found = native.why_replayed(self._loader)
+        rng.restore(now)
+        return found
 
     def fingerprint(self, *, again: bool = False) -> fingerprints.Fingerprint:
         """The loader's fingerprint, taken once per epoch, or `again`."""

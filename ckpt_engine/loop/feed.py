@@ -392,9 +392,6 @@ class Feed:
             listener.asked(self)
         self._resumed, self.starts = None, False
 
-    def _asked_beside(self) -> None:
-        self.say(f"two passes over {self.name!r} run at the same time: make a second DataLoader and track both")
-
     def _given(self, batch: Any) -> None:
         self.delivered += 1
         self._recorded += 1
@@ -441,7 +438,7 @@ class _Pass(Proxy, Followed):
         if current:
             feed._given(batch)
         elif feed.active:
-            feed._asked_beside()
+            feed.say(f"two passes over {feed.name!r} run at the same time: make a second DataLoader and track both")
         return batch
 
 

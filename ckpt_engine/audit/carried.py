@@ -449,8 +449,8 @@ def local_values(frame: FrameType) -> tuple[list[Any], list[Any]]:
 def _read_behind(code: CodeType, here: int) -> frozenset[str]:
     """The variables that may be read behind this instruction before they are set."""
     rows, offsets = instructions(code)
-    live, index = _liveness(code), {one: position for position, one in enumerate(offsets)}
-    return frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here], {})))
+    live, position = _liveness(code), bisect.bisect_left(offsets, here)
+    return frozenset[str]().union(*(live[one] for one in _next(rows, offsets, position, {})))
 
 
 @lru_cache(maxsize=256)
@@ -483,14 +483,9 @@ def _ends_of(rows: list[dis.Instruction]) -> dict[int, int]:
 def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
     """Variables that a loop around the instruction at `offset` may read before it writes them in the same step."""
     rows, offsets = instructions(code)
-    index = {one: position for position, one in enumerate(offsets)}
     # In a call the offset may be that of a cache entry behind the instruction.
-    here = bisect.bisect_right(offsets, offset) - 1
-    heads = {
-        index[one.argval]
-        for position, one in enumerate(rows)
-        if one.opcode in dis.hasjrel and one.argval <= rows[here].offset and position >= here
-    }
+    here = offsets[bisect.bisect_right(offsets, offset) - 1]
+    heads = [bisect.bisect_left(offsets, one.head) for one in loops_around(code, here)]
     if not heads:
         return ()
     live = _liveness(code)
@@ -502,9 +497,8 @@ def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
 def _liveness(code: CodeType) -> list[frozenset[str]]:
     """The variables that may be read from each instruction of a function on before they are set."""
     rows, offsets = instructions(code)
-    index = {one: position for position, one in enumerate(offsets)}
     ends = _ends_of(rows)
-    following = [_next(rows, index, position, ends) for position in range(len(rows))]
+    following = [_next(rows, offsets, position, ends) for position in range(len(rows))]
     uses = [_uses(row) for row in rows]
     live: list[frozenset[str]] = [frozenset()] * (len(rows) + 1)
     changed = True
@@ -519,7 +513,7 @@ def _liveness(code: CodeType) -> list[frozenset[str]]:
     return live
 
 
-def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int, ends: Mapping[int, int]) -> list[int]:
+def _next(rows: list[dis.Instruction], offsets: list[int], position: int, ends: Mapping[int, int]) -> list[int]:
     """The instructions that may come after one; of a loop that begins, its body: loops of no step do not train.
 
     Args:
@@ -531,7 +525,7 @@ def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int, 
     following = [] if row.opname in _ENDS or row.opname in _JUMPS else [position + 1 + begins]
     jumps = row.opcode in dis.hasjrel or row.opcode in dis.hasjabs
     if jumps and (begins or row.argval <= ends.get(then.offset, len(rows) << 8)):
-        following.append(index[row.argval])
+        following.append(bisect.bisect_left(offsets, row.argval))
     return [one for one in following if one < len(rows)]
 
 

@@ -75,7 +75,7 @@ _SUM_METHODS = frozenset(
 
 def only_shows_its_count(frame: FrameType) -> bool:
     """Whether the counter of the `enumerate` at the line of this frame is only printed or logged."""
-    tree = _tree(frame)
+    tree = _parsed(frame.f_code.co_filename, frame.f_globals)
     found = [] if tree is None else list(_loops_at(tree, frame))
     if len(found) != 1:
         return False
@@ -86,14 +86,9 @@ def only_shows_its_count(frame: FrameType) -> bool:
 
 def decides(frame: FrameType, name: str) -> bool:
     """Whether the loops of this frame use a list for more than a record; False where their source cannot be read."""
-    tree = _tree(frame)
-    scope = None if tree is None else next(_scopes(tree, frame.f_code), None)
-    if tree is None or scope is None:
-        return False
-    around = [
-        one for one in _own(scope) if isinstance(one, _Loop) and one.lineno <= frame.f_lineno <= (one.end_lineno or 0)
-    ]
-    if not around:
+    tree, scope = _scope_of(frame.f_code, frame.f_globals)
+    around = [] if scope is None else [one for one in _own(scope) if isinstance(one, _Loop) and _is_at(one, frame)]
+    if tree is None or scope is None or not around:
         return False
     loop = min(around, key=lambda one: one.lineno)
     inside: ast.AST = tree if name not in frame.f_locals or frame.f_locals is frame.f_globals else scope
@@ -110,8 +105,7 @@ def decides(frame: FrameType, name: str) -> bool:
 
 def follows(frame: FrameType) -> int | None:
     """The line of what a turn of the loop does behind the statement that this frame is at, but for what only shows."""
-    tree = _tree(frame)
-    scope = None if tree is None else next(_scopes(tree, frame.f_code), None)
+    _, scope = _scope_of(frame.f_code, frame.f_globals)
     around = [] if scope is None else [one for one in _own(scope) if isinstance(one, _Loop) and _is_at(one, frame)]
     body = max(around, key=lambda one: one.lineno).body if around else []
     return next((one.lineno for one in _behind(body, frame) if not _only_shows(one)), None)
@@ -147,8 +141,7 @@ def attribute_decides(kind: type, name: str) -> bool:
         function = getattr(function, "fget", None) if isinstance(function, property) else function
         if not isinstance(function, FunctionType) or name not in function.__code__.co_names:
             continue
-        tree = _parsed(function.__code__.co_filename, function.__globals__)
-        scope = None if tree is None else next(_scopes(tree, function.__code__), None)
+        _, scope = _scope_of(function.__code__, function.__globals__)
         if isinstance(scope, ast.FunctionDef) and scope.args.args:
             renamed = _Renamed(scope.args.args[0].arg, name)
             body = [renamed.visit(copy.deepcopy(one)) for one in scope.body]
@@ -162,8 +155,7 @@ def function_decides(function: Any, name: str) -> bool:
     """Whether a function uses one of its variables, a list, for more than a record."""
     if not isinstance(function, FunctionType):
         return False
-    tree = _parsed(function.__code__.co_filename, function.__globals__)
-    scope = None if tree is None else next(_scopes(tree, function.__code__), None)
+    _, scope = _scope_of(function.__code__, function.__globals__)
     return scope is not None and _is_more_than_a_record(scope.body, name, {}, set())
 
 
@@ -347,8 +339,10 @@ def _is_sum(node: ast.AST) -> bool:
     return isinstance(node, allowed) and all(map(_is_sum, ast.iter_child_nodes(node)))
 
 
-def _tree(frame: FrameType) -> ast.Module | None:
-    return _parsed(frame.f_code.co_filename, frame.f_globals)
+def _scope_of(code: CodeType, variables: dict[str, Any]) -> tuple[ast.Module | None, _Scope | None]:
+    """The source of this code's file, and in it the function of the code."""
+    tree = _parsed(code.co_filename, variables)
+    return tree, None if tree is None else next(_scopes(tree, code), None)
 
 
 def _parsed(file: str, variables: dict[str, Any]) -> ast.Module | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -83,7 +83,8 @@ def of_modules() -> dict[str, Any]:
         code, values = _code_of(name, module, bodies.get(id(vars(module)))), vars(module)
         own = frozenset(key for key in code.near if changes_in_place(values.get(key)))
         assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
-        assigned |= {key for key, one in values.items() if is_iterator(one) and _is_named(key, code.functions)}
+        iterators = [key for key, one in values.items() if is_iterator(one)]
+        assigned |= {key for key in iterators if any(key in names_in(one) for one in code.functions)}
         changing = [one.__code__ for one in code.functions if own and not own.isdisjoint(_near_changes(one.__code__))]
         within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
         if assigned or within:
@@ -128,10 +129,6 @@ def _own(module: Any, name: str) -> Any:
 
 def _global(module: Any, name: str) -> Any:
     return vars(module).get(name, MISSING)
-
-
-def _is_named(name: str, functions: Iterable[FunctionType]) -> bool:
-    return any(name in source.names_in(one) for one in functions)
 
 
 class KeptDraws:

@@ -320,7 +320,7 @@ def fingerprint(loader: DataLoader[Any], samples: Samples) -> Fingerprint:
         "dataset_length": None if iterable else length_of(loader.dataset),
         "batch_size": _named(counters, "batch_size") if loader.batch_size is None else loader.batch_size,
         "batches": known_length(loader),
-        "samplers": [] if iterable else streams.sampler_types(loader),
+        "samplers": [] if iterable else [_type_name(one) for _, one in streams.holders(loader) if one is not loader],
         "num_replicas": _named(counters, "num_replicas"),
         "rank": _named(counters, "rank"),
         "drop_last": loader.drop_last,

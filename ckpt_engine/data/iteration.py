@@ -319,13 +319,12 @@ class Epoch:
 
     def next_fetch(self, loader: DataLoader[Any], streams_now: rng.RngState | None = None) -> Fetch:
         """The record of the fetch that would come now; it needs the streams only if the batch may be fetched again."""
-        state = self._native(loader) if self.mode is Mode.NATIVE else None
-        if state is None and loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
+        state = None
+        if self.mode is Mode.NATIVE:
+            state = (None if self.fetched else self.native_before) or native.capture(loader)
+        elif loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
             state = native.capture_dataset(loader)
         return Fetch(streams_now, tuple(self.workers), state, self.next_role, self.ended())
-
-    def _native(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        return self.native_before if self.fetched == 0 and self.native_before is not None else native.capture(loader)
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""

@@ -197,11 +197,6 @@ def restore_epochs(loader: DataLoader[Any], values: Mapping[str, Any], *, shared
     native.set_epochs(loader.dataset, {path: value for path, value in found.items() if path in known})
 
 
-def sampler_types(loader: DataLoader[Any]) -> list[str]:
-    """The qualified type names of the loader's samplers, outermost first."""
-    return [f"{type(h).__module__}.{type(h).__qualname__}" for _, h in holders(loader) if h is not loader]
-
-
 def draws_at_start_only(loader: DataLoader[Any]) -> bool:
     """True if the samplers are known to draw from the global streams at their first index at the latest."""
     return all(type(holder) in _KNOWN for _, holder in holders(loader) if holder is not loader)

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
@@ -34,6 +34,7 @@ from ckpt_engine.loop.shape import (
     is_same,
     later,
     place_of,
+    tensors_of,
 )
 from ckpt_engine.observe.units import count
 from ckpt_engine.snapshot import arguments
@@ -456,14 +457,5 @@ class LoopProgress:
 
 def _has_state_of(tracked: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     """Whether what `other` takes from step to step is in the state of a tracked one."""
-    return tracked.state is other.state or set(_tensors(list(other.state.values()))) <= set(
-        _tensors(tracked.state_dict())
-    )
-
-
-def _tensors(value: Any) -> Iterator[int]:
-    if isinstance(value, torch.Tensor):
-        yield id(value)
-    elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one)
+    own = set(map(id, tensors_of(list(other.state.values()))))
+    return tracked.state is other.state or own <= set(map(id, tensors_of(tracked.state_dict())))

@@ -354,7 +354,7 @@ class Lead:
     def given(self, batch: Any) -> None:
         """It gets that."""
         self._since += 1
-        self._given.extend(weakref.ref(one) for one in itertools.islice(_tensors(batch), 1))
+        self._given.extend(weakref.ref(one) for one in itertools.islice(tensors_of(batch), 1))
 
     def boundary(self, ask: Ask) -> None:
         """A step is complete and the loop asks for the next batch."""
@@ -380,13 +380,14 @@ class Lead:
 
 
 def _ids_in(values: Iterable[Any]) -> set[int]:
-    return {id(one) for value in values for one in itertools.islice(_tensors(value), _MOST_TENSORS)}
+    return {id(one) for value in values for one in itertools.islice(tensors_of(value), _MOST_TENSORS)}
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """Those in any nesting."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
-        yield from itertools.chain.from_iterable(map(_tensors, batch.values()))
+        yield from itertools.chain.from_iterable(map(tensors_of, batch.values()))
     elif isinstance(batch, list | tuple | deque):
-        yield from itertools.chain.from_iterable(map(_tensors, batch))
+        yield from itertools.chain.from_iterable(map(tensors_of, batch))

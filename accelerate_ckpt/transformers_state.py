@@ -112,17 +112,27 @@ class TrainerSurroundings(Surroundings):
         state, callbacks = self._trainer.state, self._internals.callbacks
         step, epoch = counts(state, self._counted)
         values = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
-        moment = _Moment(
-            values | {"global_step": step, "epoch": epoch},
-            len(state.log_history) - self._internals.ended,  # a training that is longer, or begun again, says its own
-            [[type(one).__name__, _text_of(one.state())] for one in callbacks if isinstance(one, ExportableState)],
-            self._internals.running_loss(),
-            self._files,
-            self._trainer,
-            self._shift,
-            self._curves,
-        )
-        return Counters(moment.dump, moment.notes)
+        # Callbacks' states are ours to restore: transformers would make new callbacks of them.
+        values |= {"global_step": step, "epoch": epoch, "stateful_callbacks": {}}
+        # Later entries are appended; a training that is longer, or begun again, says its own summary.
+        logged = len(state.log_history) - self._internals.ended
+        states = [[type(one).__name__, _text_of(one.state())] for one in callbacks if isinstance(one, ExportableState)]
+        loss = self._internals.running_loss()
+
+        def dump() -> dict[str, Any]:
+            row = {**values, _LONG: values[_LONG][:logged]}
+            if self._rank:
+                del row[_LONG]  # it is the same on all ranks, and grows with the run: see `share_history`
+            saved = {"state": _text_of(row), "callbacks": states, "loss": dict(loss), "files": self._files}
+            return {**saved, _RANKS: self._size}
+
+        def notes() -> dict[str, Any]:
+            # The history grows with the run, and it is not needed before the snapshot is loaded; nor a best metric that
+            # is NaN, which is no JSON: `restore` has it from `dump`.
+            row = _json_of({**values, _LONG: []}, endless=False)
+            return {NOTE: {**row, PACE: {**pace_of(self._trainer), SHIFT: self._shift}}, **self._curves()}
+
+        return Counters(dump, notes)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._restore_state({_LONG: list(self._history), **json.loads(saved["state"])})
@@ -191,52 +201,6 @@ class TrainerSurroundings(Surroundings):
                 why = "it has no state(): give the class `ExportableState` if what it remembers matters"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
         return missing + [NotRestored(f"callback {name}", "the trainer has none such now") for name, _ in left]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Moment:
-    """The counters at one boundary.
-
-    Args:
-        values: of the trainer's state.
-        logged: entries of its history, to which later ones are appended.
-        callbacks: class and state of each.
-        loss: the running loss.
-        files: what an export needs besides the weights.
-        trainer: whose they are.
-        shift, curves: see `TrainerSurroundings`.
-    """
-
-    values: Mapping[str, Any]
-    logged: int
-    callbacks: list[list[str]]
-    loss: Mapping[str, Any]
-    files: Mapping[str, str]
-    trainer: Trainer
-    shift: int
-    curves: Callable[[], dict[str, Any]]
-
-    def dump(self) -> dict[str, Any]:
-        state = self._state()
-        if self.trainer.accelerator.process_index:
-            del state[_LONG]  # it is the same on all ranks, and grows with the run: see `share_history`
-        return {
-            "state": _text_of(state),
-            "callbacks": self.callbacks,
-            "loss": dict(self.loss),
-            "files": self.files,
-            _RANKS: self.trainer.accelerator.num_processes,
-        }
-
-    def notes(self) -> dict[str, Any]:
-        # The history grows with the run, and it is not needed before the snapshot is loaded; nor a best metric that is
-        # NaN, which is no JSON: `restore` has it from `dump`.
-        state = _json_of({**self._state(), _LONG: []}, endless=False)
-        return {NOTE: {**state, PACE: {**pace_of(self.trainer), SHIFT: self.shift}}, **self.curves()}
-
-    def _state(self) -> dict[str, Any]:
-        # Callbacks' states are ours to restore: transformers would make new callbacks of them.
-        return {**self.values, _LONG: self.values[_LONG][: self.logged], "stateful_callbacks": {}}
 
 
 def pace_of(trainer: Trainer) -> dict[str, int | None]:

@@ -19,7 +19,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.audit.values import Frozen
 from ckpt_engine.data import rng
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.loop import components
@@ -56,34 +55,11 @@ class BoundaryRecord:
     obstacle: str
 
 
-@dataclass(frozen=True, slots=True)
-class StepStart:
-    """A boundary: what the adapter knows of it, and what all trainers have.
-
-    Args:
-        known: by the adapter.
-        streams: the random streams.
-        modes: of modules, and which parameters are trained.
-        metrics: states of metric objects, by component.
-        tensors: that change in forward.
-        versions: of the weights.
-        seen: what is compared, by component.
-        obstacle: why nothing can be saved once a batch is there, or "".
-        attributes: those that training had changed, as values that compare.
-    """
-
-    known: BoundaryRecord
-    streams: Callable[[], rng.RngState]
-    modes: tuple[list[bool], list[bool]]
-    metrics: Mapping[str, Any]
-    tensors: list[torch.Tensor]
-    versions: list[tuple[int, int]]
-    seen: Mapping[str, Any]
-    obstacle: str
-    attributes: Mapping[str, Frozen]
+TakeLast = Callable[[], SaveHandle | None]
+"""Takes the snapshot of a boundary. What finds it raises ImpossibleError where that boundary cannot be had."""
 
 
-def save_last(step: int, find: Callable[[], Callable[[], SaveHandle | None]], run: TrainingRun) -> str:
+def save_last(step: int, find: Callable[[], TakeLast], run: TrainingRun) -> str:
     """An exception has ended the loop: save its last boundary unless that is done; what came of it. Never raises.
 
     Of several ranks each saves its part.
@@ -146,7 +122,7 @@ class FailingRun:
 
     def __init__(self, parts: Components, audit: Audit, run: TrainingRun) -> None:
         self._parts, self._audit, self._run = parts, audit, run
-        self.last: LastBoundary[StepStart] = LastBoundary(self._make, run.config.overhead)
+        self.last: LastBoundary[Callable[[], TakeLast]] = LastBoundary(self._make, run.config.overhead)
         self._step = 0
         self._around = sys.exception()
         """Being handled while all of this trains: it does not end the loop."""
@@ -188,47 +164,18 @@ class FailingRun:
         if self._ended or expected or isinstance(error, CkptError) or stopping.halt.over:
             return
         self._ended = True
-        found = save_last(self._step, self._find, self._run)
+        found = save_last(self._step, lambda: self.last.record()(), self._run)
         self.last.missed("an exception has ended the loop")
         stopping.failed(error, found)
 
-    def _find(self) -> Callable[[], SaveHandle | None]:
-        """Raises ImpossibleError where the last boundary cannot be had."""
-        before, tensors = self.last.record(), self._tensors
-        require_unmoved(before.attributes, self._audit.frozen())
-        if not tensors.are_those_of(self._parts):
-            raise ImpossibleError("the model has other parameters or buffers than at that boundary")
-        if tensors.versions() != before.versions or self._left not in (None, tensors.samples()):
-            raise ImpossibleError("weights have changed since that boundary")
-        if not self.waits:
-            if before.obstacle:
-                raise ImpossibleError(before.obstacle)
-            require_unmoved(before.seen, self._seen(self._others()))
-        require_finite(self._parts.optimizers.values())
-        if self._run.stopping.suspicious():
-            raise ImpossibleError(f"the loss of step {self._step} is far above the usual ones")
-        known, undo = before.known, None if self.waits else partial(tensors.put, before.tensors)
-        own = {**known.own, "rng": before.streams(), "flags": tensors.flags(before.modes)}
-        if undo is not None:
-            own["metric_states"] = before.metrics
-        instant = RunInstant(
-            step=self._step,
-            epoch=own["epoch"],
-            state=lambda: known.state(own, undo),
-            metrics=known.metrics(),
-            notes=lambda: {"batch": own["batch"], **known.notes()},
-        )
-        return lambda: self._run.take(instant, "exception")
-
-    # ---- at every boundary
-
-    def _make(self) -> StepStart:
+    def _make(self) -> Callable[[], TakeLast]:
+        """At every boundary: what finds it later."""
         known = self._know()
         if self._count % AGAIN == 0 or self._tensors.grouped != _grouped(self._parts):
             self._tensors = _Tensors(self._parts)
         self._count += 1
-        streams = rng.capture_later()
-        obstacle, compared, others = self._tensors.obstacle or known.obstacle, {}, self._others()
+        tensors, streams = self._tensors, rng.capture_later()
+        obstacle, compared, others = tensors.obstacle or known.obstacle, dict[str, Any](), self._others()
         if not obstacle:
             try:
                 compared = self._seen(others)
@@ -236,17 +183,36 @@ class FailingRun:
                 obstacle = str(err)
         if not all(of_framework(type(one)) for one in others.values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
-        return StepStart(
-            known=known,
-            streams=streams,
-            modes=self._tensors.modes(),
-            metrics={} if obstacle else self._tensors.metric_states(),
-            tensors=[] if obstacle else self._tensors.copies(),
-            versions=self._tensors.versions(),
-            seen=compared,
-            obstacle=obstacle,
-            attributes=self._audit.frozen(quick=True),
-        )
+        modes, versions, attributes = tensors.modes(), tensors.versions(), self._audit.frozen(quick=True)
+        metrics = {} if obstacle else tensors.metric_states()
+        copies = [] if obstacle else tensors.copies()
+
+        def find() -> TakeLast:
+            require_unmoved(attributes, self._audit.frozen())
+            if not tensors.are_those_of(self._parts):
+                raise ImpossibleError("the model has other parameters or buffers than at that boundary")
+            if tensors.versions() != versions or self._left not in (None, tensors.samples()):
+                raise ImpossibleError("weights have changed since that boundary")
+            if not self.waits:
+                if obstacle:
+                    raise ImpossibleError(obstacle)
+                require_unmoved(compared, self._seen(self._others()))
+            require_finite(self._parts.optimizers.values())
+            if self._run.stopping.suspicious():
+                raise ImpossibleError(f"the loss of step {self._step} is far above the usual ones")
+            undo = None if self.waits else partial(tensors.put, copies)
+            own = {**known.own, "rng": streams(), "flags": tensors.flags(modes)}
+            own |= {} if undo is None else {"metric_states": metrics}
+            instant = RunInstant(
+                step=self._step,
+                epoch=own["epoch"],
+                state=lambda: known.state(own, undo),
+                metrics=known.metrics(),
+                notes=lambda: {"batch": own["batch"], **known.notes()},
+            )
+            return lambda: self._run.take(instant, "exception")
+
+        return find
 
     def _others(self) -> dict[str, Any]:
         models, optimizers = self._parts.modules, self._parts.optimizers

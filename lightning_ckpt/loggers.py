@@ -44,17 +44,9 @@ class Telemetry:
         if self._metrics.snapshot_bytes:
             self.show(internals.metric_tables["progress_bar"])
         if trainer.loggers and internals.logs_now and self._options.loggers == "on":
-            self.log(trainer, internals.batches_that_stepped)
-
-    def log(self, trainer: pl.Trainer, step: int) -> None:
-        """Send everything known to every logger of the trainer.
-
-        Args:
-            step: on the loggers' own axis.
-        """
-        numbers = {f"ckpt/{name}": value for name, value in self._metrics.numbers().items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=step)
+            numbers = {f"ckpt/{name}": value for name, value in self._metrics.numbers().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=internals.batches_that_stepped)
 
     def show(self, bar: dict[str, Any]) -> None:
         """Put the step of the newest durable snapshot into the progress bar's table, and what else the options ask."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -199,8 +199,7 @@ _CONTINUES = ("batch_size", "batches", "drop_last", "dataset_length")
 """Fields whose change leaves a meaning to the samples that are left."""
 
 
-@dataclass(frozen=True, slots=True)
-class FittedState:
+class FittedState(NamedTuple):
     """A state that the loader can be given, and what is not exact about it.
 
     Args:

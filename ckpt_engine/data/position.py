@@ -301,13 +301,9 @@ class LoaderPosition:
         restarts = False
         if changed or restart:
             policy = OnChange.RESTART_EPOCH if restart else on_change
-            found = fit_to({**state, "phase": phase}, changed, policy, self._starter.recipe(), self.loader)
-            state, phase, exactness, restarts = (
-                found.state,
-                found.phase,
-                found.exactness.also(exactness),
-                found.restarts,
-            )
+            saved = {**state, "phase": phase}
+            state, phase, fitted, restarts = fit_to(saved, changed, policy, self._starter.recipe(), self.loader)
+            exactness = fitted.also(exactness)
         self._pending = Pending(state, phase, rng)
         exactness = exactness.also(self._pending.install(self.loader))
         batches = 0 if phase == "fresh" else state["batches"]

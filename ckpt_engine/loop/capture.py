@@ -509,29 +509,18 @@ class Elastic:
         return [NotRestored("random streams", f"rng: {self.policy}: {of_others}{twins}"), *rows]
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPart:
-    """What a snapshot has besides the components.
-
-    Args:
-        own: our own entries.
-        notes: about them, for the report.
-        elastic: another number of ranks goes on with them.
-        differing: what is that of rank 0 now, although it was not.
-    """
-
-    own: dict[str, Any]
-    notes: list[str]
-    elastic: Elastic | None
-    differing: list[NotRestored]
-
-
-def own_part(state: dict[str, Any], loaded: Loaded, ranks: tuple[int, int], policy: str) -> OwnPart | None:
-    """Take it out of the state of a snapshot, and put this rank's values into the rest; None: others have made that.
+def own_part(
+    state: dict[str, Any], loaded: Loaded, ranks: tuple[int, int], policy: str
+) -> tuple[dict[str, Any], list[str], Elastic | None, list[NotRestored]] | None:
+    """Take what a snapshot has besides the components out of its state, and put this rank's values into the rest.
 
     Args:
         ranks: number of this rank, and how many there are.
         policy: the option `rng`.
+
+    Returns:
+        Our own entries, notes about them, what another number of ranks goes on with, and what is that of rank 0 now,
+        although it was not. None: others have made the snapshot.
 
     Raises:
         NewerFormatError: this version cannot read it.
@@ -548,10 +537,10 @@ def own_part(state: dict[str, Any], loaded: Loaded, ranks: tuple[int, int], poli
     values = packed.pop("values", {})
     whole = {"hidden": {}, **own, **packed}
     if loaded.manifest.world_size == ranks[1]:
-        return OwnPart(whole, notes, None, merged(state, values))
+        return whole, notes, None, merged(state, values)
     saved = [loaded.own[number][OWN_KEY] for number in sorted(loaded.own)] or [own]
     elastic = Elastic(*ranks, [{**one, **unpack(one["packed"])[0]} for one in saved], policy)
-    return OwnPart(whole, notes, elastic, [])
+    return whole, notes, elastic, []
 
 
 def require_ranks(manifest: Manifest, size: int, policy: str) -> None:

@@ -92,10 +92,10 @@ class Resume:
         found = own_part(state, loaded, numbers_of(self._engine.ranks), self._engine.config.rng)
         if found is None:
             return None
-        self._elastic = found.elastic
-        self._notes += found.notes
-        self._missing += found.differing
-        return found.own
+        own, notes, self._elastic, differing = found
+        self._notes += notes
+        self._missing += differing
+        return own
 
     def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
         """More for the report, published or not."""

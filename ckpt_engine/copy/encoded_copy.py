@@ -437,7 +437,7 @@ class Encoding:
             self._learn(_measured(source, manifest, due))
         # Whatever else runs makes a link look slower, never faster.
         limits = EncodingLimits(max(self._links), THREADS, CPU_SHARE * THREADS * between_seconds)
-        codecs, self.why = codec.choose(codec.with_speeds(self._known, sizes), limits)
+        codecs, self.why = codec.choose(self._known, sizes, limits)
         return codecs.__getitem__ if set(codecs.values()) - {RAW_CODEC} else None
 
     def done(self, tally: Tally) -> None:

@@ -150,20 +150,6 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorClass:
-    """Tensors that codecs treat alike.
-
-    Args:
-        nbytes: in one snapshot.
-        speeds: by codec name; raw need not be there.
-    """
-
-    name: str
-    nbytes: int
-    speeds: Mapping[str, Speed]
-
-
-@dataclass(frozen=True, slots=True)
 class EncodingLimits:
     """What encoding may use.
 
@@ -246,27 +232,23 @@ def due(known: Knowledge, classes: Sequence[str], codecs: Sequence[str], snapsho
     ]
 
 
-def with_speeds(known: Knowledge, nbytes: Mapping[str, int]) -> list[TensorClass]:
-    """Classes of the given sizes with everything that is known of them."""
-    return [
-        TensorClass(kind, size, {codec: had.speed() for (name, codec), had in known.items() if name == kind})
-        for kind, size in nbytes.items()
-    ]
-
-
-def choose(classes: Sequence[TensorClass], limits: EncodingLimits) -> tuple[dict[str, str], str]:
+def choose(known: Knowledge, sizes: Mapping[str, int], limits: EncodingLimits) -> tuple[dict[str, str], str]:
     """The codec of every class with which a snapshot is durable soonest, and why, with what is expected, in one line.
 
     Savings are taken in the order of bytes saved per processor second, as long as the snapshot gets durable sooner
     and the processor time allowed is not exceeded.
+
+    Args:
+        sizes: bytes of each class in one snapshot.
     """
-    codecs = {kind.name: RAW for kind in classes}
-    raw_nbytes = float(sum(kind.nbytes for kind in classes))
+    speeds = {key: had.speed() for key, had in known.items()}
+    codecs = dict.fromkeys(sizes, RAW)
+    raw_nbytes = float(sum(sizes.values()))
     nbytes, cpu = raw_nbytes, 0.0
     link, cores = limits.link_bytes_per_second, limits.cores
     while True:
         now = max(nbytes / link, cpu / cores)
-        steps = [step for kind in classes for step in _steps(kind, codecs[kind.name], limits)]
+        steps = [step for kind, has in sizes.items() for step in _steps(kind, has, codecs[kind], speeds, limits)]
         affordable = [step for step in steps if cpu + step.seconds <= limits.cpu_seconds]
         better = [step for step in affordable if max((nbytes - step.nbytes) / link, (cpu + step.seconds) / cores) < now]
         if not better:
@@ -287,18 +269,20 @@ def choose(classes: Sequence[TensorClass], limits: EncodingLimits) -> tuple[dict
     return codecs, why
 
 
-def _steps(kind: TensorClass, codec: str, limits: EncodingLimits) -> list[_Step]:
+def _steps(
+    kind: str, nbytes: int, codec: str, speeds: Mapping[tuple[str, str], Speed], limits: EncodingLimits
+) -> list[_Step]:
     """The codecs that save more than the one a class has."""
-    had = kind.speeds[codec] if codec != RAW else Speed(1, 0, 0)
+    had = speeds[kind, codec] if codec != RAW else Speed(1, 0, 0)
     return [
         _Step(
-            kind.name,
+            kind,
             name,
-            kind.nbytes * (1 / had.ratio - 1 / speed.ratio),
-            kind.nbytes * (speed.encode_seconds_per_byte - had.encode_seconds_per_byte),
+            nbytes * (1 / had.ratio - 1 / speed.ratio),
+            nbytes * (speed.encode_seconds_per_byte - had.encode_seconds_per_byte),
         )
-        for name, speed in kind.speeds.items()
-        if speed.ratio > had.ratio and speed.ratio >= LEAST_GAIN and _restores_in_time(speed, limits)
+        for (of, name), speed in speeds.items()
+        if of == kind and speed.ratio > had.ratio and speed.ratio >= LEAST_GAIN and _restores_in_time(speed, limits)
     ]
 
 

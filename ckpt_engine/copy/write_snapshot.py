@@ -182,6 +182,7 @@ class SideBySide(Generic[T, U]):
 
     def __init__(self, work: Callable[[T], U], items: Sequence[T], threads: int, name: str) -> None:
         self._work, self._items = work, items
+        """What it is done with; let go of at the end."""
         self._found: dict[int, U] = {}
         self._next = itertools.count()
         self._error: BaseException | None = None
@@ -222,27 +223,24 @@ class SideBySide(Generic[T, U]):
         except BaseException:
             self.abandon()
             raise
+        count, self._items = len(self._items), ()
         if self._error is not None:
             raise self._error
-        return [self._found.pop(index) for index in range(len(self._items))]
+        return [self._found.pop(index) for index in range(count)]
 
     def abandon(self) -> None:
         """Stop after the items at hand."""
         self._abandoned.set()
         for thread in self._threads:
             thread.join()
+        self._items = ()
 
 
-def digesting(image: memoryview, cut_layout: CutLayout) -> SideBySide[Extent, str]:
+def digesting(image: memoryview, cut_layout: CutLayout) -> SideBySide[memoryview, str]:
     """Digests the pieces of a file image, while the caller writes the same memory to storage."""
-
-    def digested(extent: Extent) -> str:
-        with image[extent.offset : extent.offset + extent.nbytes] as piece:
-            return digest(piece)
-
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if len(image) >= THREAD_BYTES else 0
-    extents = [extent for extents in cut_layout.extents for extent in extents]
-    return SideBySide(digested, extents, threads, "ckpt-digest")
+    pieces = [image[one.offset : one.offset + one.nbytes] for extents in cut_layout.extents for one in extents]
+    return SideBySide(digest, pieces, threads, "ckpt-digest")
 
 
 class SupersededError(WriterError):

@@ -37,9 +37,10 @@ from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
+from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
-from ckpt_engine.snapshot.writer_link import Tenure, writer_config
+from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.writer.client import WriterClient

@@ -140,5 +140,5 @@ def accelerate_begins() -> None:
 
 
 def _engines() -> list[Any]:
-    link = sys.modules.get("ckpt_engine.snapshot.writer_link")
-    return [] if link is None else list(link._tenures.values())
+    ownership = sys.modules.get("ckpt_engine.snapshot.ownership")
+    return [] if ownership is None else list(ownership._tenures.values())

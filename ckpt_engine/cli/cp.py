@@ -12,6 +12,7 @@ import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, progress, say_waiting
 from ckpt_engine.cli.root import LATEST, Run, open_run, options_of, storage_options
+from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import catalogue, compact
 from ckpt_engine.copy.transfer import (
     Copied,
@@ -20,7 +21,6 @@ from ckpt_engine.copy.transfer import (
     adopt_run,
     copy_data,
     copy_snapshot,
-    is_compact,
     scratch_of,
 )
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckpt_engine.copy.transfer import foresee, twins, write_slim
+from ckpt_engine.copy.drop_components import foresee, twins, write_slim
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten

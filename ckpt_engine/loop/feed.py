@@ -23,7 +23,7 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.shape import Followed, Lead
-from ckpt_engine.snapshot.writer_link import leavers
+from ckpt_engine.snapshot.ownership import leavers
 
 State = dict[str, Any]
 _clock = itertools.count(1)

@@ -54,8 +54,8 @@ from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
+from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.snapshot.writer_link import Tenure
 from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.decode import stored_pieces

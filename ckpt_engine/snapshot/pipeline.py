@@ -23,16 +23,16 @@ from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
+from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
-from ckpt_engine.snapshot.writer_link import Coming, Handover, Lineage, Newest, OpenWriter, outlives_the_trainer
+from ckpt_engine.snapshot.writer_link import Coming, Handover, Newest, OpenWriter, outlives_the_trainer
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient, never
 
 BEHIND_SECONDS = 0.5
-WRITER_CLOSE_SECONDS = 60.0
 _FLUSH_SECONDS = 0.01
 _CHUNK_SECONDS = 1.0
 """For threads to end after the chunk they copy, which takes milliseconds, however short the time to close is."""
@@ -378,7 +378,7 @@ class Pipeline:
         self.process &= fit.process
         if self._writer is not None and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
-            if not self._writer.close(WRITER_CLOSE_SECONDS):
+            if not self._writer.close(CLOSE_SECONDS):
                 self.before_update()
                 self._hand_over(FENCE_TIMEOUT_SECONDS)  # no device may still copy into them
                 self.slots.discard_busy()  # it goes on by itself, and may still read them

@@ -40,7 +40,7 @@ from ckpt_engine.snapshot.copying import (
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
-from ckpt_engine.snapshot.writer_link import leavers
+from ckpt_engine.snapshot.ownership import leavers
 from ckpt_engine.state.entries import EntrySource
 from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.layout import CapturedState

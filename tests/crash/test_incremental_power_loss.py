@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import transfer
+from ckpt_engine.copy import drop_components
+from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.encoded_copy import Encoded
 from ckpt_engine.copy.make_room import compact, prune
-from ckpt_engine.copy.transfer import is_compact
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.lease import acquire
@@ -243,9 +243,9 @@ def test_forgetting_before_the_new_form_is_written_is_noticed(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compaction in the wrong order has a bad state, which the exploration finds."""
-    real = transfer.write_slim
+    real = drop_components.write_slim
 
-    def write(repository: Repository, made: transfer.Slim) -> None:
+    def write(repository: Repository, made: drop_components.Slim) -> None:
         repository.forget([made.whole.info.id])
         real(repository, made)
 

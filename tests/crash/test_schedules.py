@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import transfer
+from ckpt_engine.copy import drop_components
 from ckpt_engine.copy.encoded_copy import Tally
 from ckpt_engine.copy.make_room import collect, compact, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
@@ -144,7 +144,7 @@ class Schedule:
         if not place.ids():
             return
         chosen = self.chance.choice(place.ids()).id
-        made = transfer.foresee(place.read(chosen), ())
+        made = drop_components.foresee(place.read(chosen), ())
         if made is not None:
             self.run.truth[made.manifest.info.id] = self.run.truth[chosen]
         with acquire(place.storage) as lease:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import transfer
+from ckpt_engine.copy import drop_components
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
@@ -134,9 +134,9 @@ def test_the_check_notices_a_snapshot_that_is_forgotten_too_early(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forgetting the whole snapshot before the slim one is committed leaves states without either."""
-    write = transfer.write_slim
+    write = drop_components.write_slim
 
-    def forgotten_first(repository: Repository, made: transfer.Slim) -> None:
+    def forgotten_first(repository: Repository, made: drop_components.Slim) -> None:
         repository.forget([made.whole.info.id])
         write(repository, made)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ckpt_engine.copy import transfer
+from ckpt_engine.copy import drop_components
 from ckpt_engine.copy.make_room import plan_prune, prune
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore.choose import Search, candidates, require_none
@@ -55,7 +55,7 @@ def ids(run: RunFolder) -> list[str]:
 
 
 def _slim(ids: list[str]) -> list[str]:
-    return [transfer.slim_id(one, ["optimizer"]) for one in ids]
+    return [drop_components.slim_id(one, ["optimizer"]) for one in ids]
 
 
 def test_old_snapshots_lose_the_component_and_keep_every_other_byte(
@@ -115,9 +115,9 @@ def test_a_pin_set_meanwhile_wins(
     run: RunFolder, lease: Lease, ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slim form is given up."""
-    write = transfer.write_slim
+    write = drop_components.write_slim
 
-    def pinned_first(repository: Repository, made: transfer.Slim) -> None:
+    def pinned_first(repository: Repository, made: drop_components.Slim) -> None:
         write(repository, made)
         pins.pin(run.repository, made.whole.info.id)
 
@@ -164,9 +164,9 @@ def test_an_interrupted_slimming_is_finished(run: RunFolder, lease: Lease, ids: 
 
     If they counted as two, an older snapshot would be one too many.
     """
-    made = transfer.foresee(run.repository.read(ids[1]), ["optimizer"])
+    made = drop_components.foresee(run.repository.read(ids[1]), ["optimizer"])
     assert made is not None
-    transfer.write_slim(run.repository, made)
+    drop_components.write_slim(run.repository, made)
     if damaged:
         run.data_file(made.manifest.info.id).write_bytes(b"")
     four = policy_from({"last": 4, "components": {"optimizer": {"last": 2}}})
@@ -179,22 +179,22 @@ def test_an_interrupted_slimming_is_finished(run: RunFolder, lease: Lease, ids: 
 
 def test_a_slim_twin_goes_if_the_rules_have_changed(run: RunFolder, lease: Lease, ids: list[str]) -> None:
     """Retention keeps the whole snapshot only, or removes both."""
-    made = transfer.foresee(run.repository.read(ids[0]), ["optimizer"])
+    made = drop_components.foresee(run.repository.read(ids[0]), ["optimizer"])
     assert made is not None
-    transfer.write_slim(run.repository, made)
+    drop_components.write_slim(run.repository, made)
     done = prune(run.repository, lease, policy_from({"last": 4}))
     assert done.plan.why == {made.manifest.info.id: f"part of {ids[0]}"}
     assert [one.id for one in run.repository.list()] == ids
-    transfer.write_slim(run.repository, made)
+    drop_components.write_slim(run.repository, made)
     assert set(prune(run.repository, lease, policy_from({"last": 3})).plan.remove) == {ids[0], made.manifest.info.id}
 
 
 def test_data_left_by_a_killed_slimming_is_replaced(run: RunFolder, lease: Lease, ids: list[str]) -> None:
     """Killed before the commit: the same name is written again."""
     run.repository.storage.put(names.data_name(_slim(ids)[0]), [memoryview(b"left")])
-    made = transfer.foresee(run.repository.read(ids[0]), ["optimizer"])
+    made = drop_components.foresee(run.repository.read(ids[0]), ["optimizer"])
     assert made is not None
-    transfer.write_slim(run.repository, made)
+    drop_components.write_slim(run.repository, made)
     assert run.data_file(made.manifest.info.id).stat().st_size == made.manifest.files[0].nbytes
 
 

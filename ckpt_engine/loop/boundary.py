@@ -409,7 +409,7 @@ class TrainingRun:
         self._touches = copies_lazily("auto", device)
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
-        self._took = False
+        self._judges, self._took = losses is not None, False
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Go on with what the earlier process had learned about its snapshots."""
@@ -437,7 +437,7 @@ class TrainingRun:
         self.config = self.stopping.edited(self.config)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
-        vetoed = self.stopping.vetoed(due=reason is not None)
+        vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
         if reason is not None:
             obstacle = "loss spike" if vetoed else self._obstacle(here, durable=True)
@@ -572,10 +572,12 @@ class StepsMade(set[int]):
     def look(self) -> None:
         """At a boundary: those whose gradients have changed since their step wait."""
         for one, marks in self._marks.items():
+            if not marks or (marks[0][0].grad is None and marks[-1][0].grad is None):
+                continue
             there = [mark for mark in marks if mark[0].grad is not None]
-            if there and (one in self._reuse or any(map(_is_changed, there))):
+            if one in self._reuse or any(map(_is_changed, there)):
                 self.discard(one)
-            elif there:
+            else:
                 self._left[one] = there
         self._marks = {}
 
@@ -595,4 +597,9 @@ def _is_changed(mark: _Mark) -> bool:
 
 def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
     """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
-    return next((one for group in groups[::way] for one in group["params"][::way] if one.grad is not None), None)
+    for group in groups[::way]:
+        for parameter in group["params"][::way]:
+            if parameter.grad is not None:
+                found: torch.Tensor = parameter
+                return found
+    return None

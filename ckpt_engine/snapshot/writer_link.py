@@ -81,20 +81,16 @@ class Handover:
 
     def __init__(self, writer: WriterClient | Coming, arrived: Callable[[WriterClient], object]) -> None:
         self._coming = writer if isinstance(writer, Coming) else None
-        self._found: WriterClient | CkptError | None = None
+        self.client: WriterClient | None = None
+        """None: it is coming, or does not start."""
+        self._error: CkptError | None = None
         self._arrived = arrived
         self._waiting: deque[tuple[Send, Failed]] = deque()
         self._messages: list[Message] = []
         self._lock = threading.Lock()
         if not isinstance(writer, Coming):
             arrived(writer)
-            self._found = writer
-
-    @property
-    def client(self) -> WriterClient | None:
-        """The writer; None: it is coming, or does not start."""
-        found = self._found
-        return None if isinstance(found, CkptError) else found
+            self.client = writer
 
     def poll(self) -> list[Message]:
         """As of a client. Training thread only, like `wait` and `close`.
@@ -105,21 +101,22 @@ class Handover:
         coming = self._coming
         if coming is not None and coming.done():
             self._coming = None
-            found: WriterClient | CkptError
+            client: WriterClient | None = None
+            error: CkptError | None = None
             try:
-                found = client = coming.result()
+                client = coming.result()
             except Exception as err:  # noqa: BLE001 - raised below, or said
-                found = err if isinstance(err, CkptError) else ErrorRecord.of(err).exception()
-                self._messages.append(WriterLost(f"no other writer starts: {found.message}"))
+                error = err if isinstance(err, CkptError) else ErrorRecord.of(err).exception()
+                self._messages.append(WriterLost(f"no other writer starts: {error.message}"))
             else:
                 self._messages += coming.events
                 self._arrived(client)
             with self._lock:
-                self._found = found
+                self.client, self._error = client, error
                 while self._waiting:
                     self._send(*self._waiting.popleft())
-            if isinstance(found, CkptError) and not isinstance(found, StorageError | WriterError):
-                raise found
+            if error is not None and not isinstance(error, StorageError | WriterError):
+                raise error
         messages, self._messages = self._messages, []
         return [*messages, *(self.client.poll() if self.client is not None else ())]
 
@@ -151,17 +148,17 @@ class Handover:
             failed: takes why it was not sent.
         """
         with self._lock:
-            if self._found is None:
+            if self.client is None and self._error is None:
                 self._waiting.append((send, failed))
             else:
                 self._send(send, failed)
 
     def _send(self, send: Send, failed: Failed) -> None:
         try:
-            if isinstance(self._found, CkptError):
-                raise self._found
-            assert self._found is not None
-            send(self._found)
+            if self._error is not None:
+                raise self._error
+            assert self.client is not None
+            send(self.client)
         except Exception as err:  # noqa: BLE001 - whatever it is, `failed` says it
             failed(ErrorRecord.of(err).exception())
 

@@ -148,8 +148,9 @@ def _team_of(mesh: Any) -> _Team:
     found = _teams.get(id(mesh))
     if found is not None and found[0]() is mesh:
         return found[1]
-    for gone in [key for key, (mesh_of, _) in _teams.items() if mesh_of() is None]:
-        del _teams[gone]
+    for key, (mesh_of, _) in list(_teams.items()):  # other threads may be here too
+        if mesh_of() is None:
+            _teams.pop(key, None)
     team = _make_team(mesh)
     _teams[id(mesh)] = (weakref.ref(mesh), team)
     return team

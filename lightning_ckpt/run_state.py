@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -175,8 +174,18 @@ def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind) -> None:
             fit_loop["epoch_progress"][span]["processed"] -= 1
 
 
-_NOT_PLAIN = ("reduce_fx", "_sync")
-"""What of the metadata of a logged value is no plain value."""
+_META_FIELDS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
 _REDUCTIONS = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in ((torch, ("mean", "sum", "min", "max")), (builtins, ("sum", "min", "max")))
@@ -213,7 +222,7 @@ def _values(result: Any) -> dict[str, Any]:
 def _described(result: Any, values: Mapping[str, Any], reduces: bool) -> dict[str, Any]:
     meta, sync = result.meta, result.meta.sync
     return {
-        "meta": {one.name: getattr(meta, one.name) for one in dataclasses.fields(meta) if one.name not in _NOT_PLAIN},
+        "meta": {field: getattr(meta, field) for field in _META_FIELDS},
         "reduce": next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None),
         "sync": {
             "should": sync.should,

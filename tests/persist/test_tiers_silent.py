@@ -263,7 +263,7 @@ def test_what_was_not_copied_at_the_end_the_next_run_copies(run: Run) -> None:
 
 def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line about what is missing says why."""
-    run.start(drain_seconds=0.01)
+    run.start(drain_seconds=1.0)
     run.save(1)
     run.until_copied(1)
     run.until_rest()

@@ -1,6 +1,7 @@
 """Writes one staged snapshot from its slot of the arena into one repository: pieces, digests, data, manifest.
 
-To its writer it is a slot of the arena, mapped, cut into pieces and digested.
+To its writer it is a slot of the arena, mapped, cut into pieces and digested. `SideBySide` does such work on threads
+that also run while the interpreter ends, for other copies too.
 """
 
 from __future__ import annotations

@@ -263,9 +263,15 @@ def launcher_source(clock: Clock) -> PreemptionSource | None:
     # The program may be a script of an interpreter, or a module: `python -m torch.distributed.run`.
     first = [word for word in words[:4] if not word.startswith("-")]
     name = next((Path(word).name for word in first if Path(word).name in _LAUNCHERS), None)
-    said = f"the end of {name} (process {parent}), which has started this"
-    ask = lambda: None if os.getppid() == parent else said  # noqa: E731
-    return None if name is None else PreemptionSource(ask, clock, _LOOK_SECONDS)
+    if name is None:
+        return None
+
+    def ask() -> str | None:
+        if os.getppid() == parent:
+            return None
+        return f"the end of {name} (process {parent}), which has started this"
+
+    return PreemptionSource(ask, clock, _LOOK_SECONDS)
 
 
 def open_source(options: Source, clock: Clock) -> PreemptionSource:

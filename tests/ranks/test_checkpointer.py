@@ -24,7 +24,7 @@ from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import part_records
 from tests.ranks.runs import Patience, SharedStore, ThreadRanks, on_all, open_ranks
-from tests.support.writers import writers_of
+from tests.support.writers import writer_of
 
 
 def state_of(step: int, rank: int) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def test_what_others_wrote_while_the_coordinators_writer_was_lost_is_committed(t
         for rank in range(2)
     ]
     save_all(ranks, 1)
-    (writer,) = writers_of(os.getpid())
+    writer = writer_of(ranks[0])
     writer.kill()
     writer.wait(60)
     if further:

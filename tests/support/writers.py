@@ -19,10 +19,7 @@ PATIENCE_SECONDS = 60.0
 def no_writing(ckpt: Checkpointer) -> Iterator[psutil.Process]:
     """The writer process is stopped: what is saved in the block stays in flight."""
     ckpt.engine.start()
-    assert ckpt.engine._pipeline._writer is not None
-    client = ckpt.engine._pipeline._writer.client
-    assert isinstance(client, ProcessWriter)
-    process = psutil.Process(client.pid)
+    process = writer_of(ckpt)
     process.suspend()
     try:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -35,6 +32,14 @@ def no_writing(ckpt: Checkpointer) -> Iterator[psutil.Process]:
             process.resume()
 
 
+def writer_of(ckpt: Checkpointer) -> psutil.Process:
+    """The one that works for it now. One of an earlier checkpointer may still be ending beside it."""
+    assert ckpt.engine._pipeline._writer is not None
+    client = ckpt.engine._pipeline._writer.client
+    assert isinstance(client, ProcessWriter)
+    return psutil.Process(client.pid)
+
+
 def writers_of(pid: int) -> list[psutil.Process]:
     """Those that a trainer has started and that live: children of it, or forks that it has asked for."""
     found = []
@@ -45,6 +50,6 @@ def writers_of(pid: int) -> list[psutil.Process]:
                     found.append(one)
     for one in psutil.Process(interpreters.pid_of_server(interpreters.WRITER)).children():
         with suppress(psutil.NoSuchProcess):
-            if one.name() == interpreters.process_name(pid):
+            if one.name() == interpreters.process_name(pid) and one.status() != psutil.STATUS_ZOMBIE:
                 found.append(one)
     return found

@@ -9,8 +9,10 @@ Which line of history the snapshots of this process belong to, and whether anoth
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - see `_end_all`
 import hashlib
 import logging
+import multiprocessing
 import os
 import threading
 import weakref
@@ -158,8 +160,22 @@ class Tenure:
             self._quietly(self.release)  # why it ends is not known: no place for a snapshot of the final state
             self._close()
 
+    def end_before_executors(self) -> None:
+        """The same while executors take work: `atexit` comes later, and requests to S3 of a writer thread need some."""
+        if self._is_idle and multiprocessing.parent_process() is None:
+            self._end()
+
 
 _tenures: dict[tuple[str, int], Tenure] = {}
+
+
+def _end_all() -> None:
+    for one in tuple(_tenures.values()):
+        one.end_before_executors()
+
+
+# What registers last is called first: `concurrent.futures` has registered. Python has no public name for it.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class Leaver(Protocol):

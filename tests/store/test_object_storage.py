@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import sys
 import threading
@@ -21,6 +22,7 @@ from s3fs import S3FileSystem
 from benchmarks.measure import PeakMemory
 from benchmarks.null_sink import NullSink
 from ckpt_engine.errors import StorageError, StorageExistsError
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import object_requests, objects_fsspec, open_storage
 from ckpt_engine.store.storage.base import metered
 from ckpt_engine.store.storage.disk import Meter
@@ -29,6 +31,7 @@ from ckpt_engine.store.storage.objects_s3 import S3Storage
 from ckpt_engine.testing import StorageContract, aligned, listed, put
 from tests.servers.fixtures import bucket, moto  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
+from tests.support import interpreters
 
 PART_BYTES = 5 << 20
 
@@ -318,3 +321,19 @@ def test_clients_are_shared_by_storages_of_the_same_options(moto: S3Server, buck
     assert one._calls._fs is two._calls._fs
     assert isinstance(one._calls._fs, S3FileSystem)
     assert "az" in objects_fsspec.WHOLE_AT_CLOSE
+
+
+ENDS = """
+import json, sys, torch
+from ckpt_engine import Checkpointer
+
+tiers = [{"url": sys.argv[1], "storage_options": json.loads(sys.argv[2])}]
+Checkpointer({"tiers": tiers, "writer": "thread"}).save({"w": torch.zeros(9)}, step=1)
+"""
+
+
+def test_a_writer_thread_writes_to_s3_while_the_interpreter_ends(moto: S3Server, bucket: str) -> None:
+    """A script that ends without `close()` has its last snapshot; the client needs an executor for that."""
+    command = [sys.executable, "-c", ENDS, f"s3://{bucket}/run", json.dumps(moto.options())]
+    interpreters.run(command, check=True, without_ours=True, timeout=120)
+    assert [info.step for info in Repository(S3Storage(f"s3://{bucket}/run", moto.options())).list()] == [1]

@@ -104,6 +104,7 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
 
 def _places(root: str, rules: Sequence[str]) -> list[_Place]:
     if not rules and not Path(root).is_file():
+        open_run(root)  # raises where there is no run
         raise ConfigError(
             f"nothing says what to keep at {root}", hint="name the run's ckpt.yaml, or add for example --keep last=3"
         )

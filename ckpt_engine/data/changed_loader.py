@@ -190,6 +190,10 @@ _CHOOSE = (
     f"use the loader of the saved run, or say what is to become of the interrupted epoch: {_RESTART}, data: continue "
     "goes on with the samples that are left"
 )
+_GROWS = (
+    "; a data set that the script itself changes from epoch to epoch must be what it was in that epoch before it is "
+    "tracked: Checkpointer.snapshots()[-1].epoch tells which"
+)
 _SEED = (
     "seed what splits or orders the samples: random_split(..., generator=torch.Generator().manual_seed(0)), "
     "shuffle(seed=0); or accept "
@@ -260,7 +264,7 @@ def fit_to(
         raise MismatchError(
             "the data loader is not the one of the snapshot, which is in the middle of an epoch: "
             + "; ".join(map(str, changed)),
-            hint=_CHOOSE,
+            hint=_CHOOSE + (_GROWS if any(d.field == "dataset_length" and d.current for d in changed) else ""),
         )
     state, left = _continued(state, changed, recipe, loader)
     return FittedState(state, "within", Exactness(Level.ORDER_ONLY, (f"data: continue: {what}; {left}",)))

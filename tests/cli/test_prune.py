@@ -108,6 +108,11 @@ def test_without_rules_nothing_is_removed(ckpt: Ckpt, run_folder: Any, ids: list
     assert _files(run_folder) == before
 
 
+def test_where_there_is_no_run_that_is_said_before_rules_are_asked_for(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A wrong path, most likely."""
+    assert "no run at" in ckpt("prune", tmp_path / "nonsense").err
+
+
 @pytest.mark.parametrize(
     ("rules", "text"),
     [

@@ -63,6 +63,7 @@ def test_another_data_order_is_refused_naming_the_field(name: str, other: Any) -
     with pytest.raises(MismatchError, match=name) as caught:
         position.load_state(state)
     assert caught.value.hint is not None
+    assert ("Checkpointer.snapshots()[-1].epoch tells" in caught.value.hint) is (name == "dataset_length")
     assert position.restoration is None
     assert position.fetched == 0
     assert next(iter(different)) is not None

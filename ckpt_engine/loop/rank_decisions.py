@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY, RESUME
-from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink
-from ckpt_engine.observe.units import place
+from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink, said_if_slow
+from ckpt_engine.observe.units import duration, place
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks, Store, Waits
@@ -243,7 +243,12 @@ class Together:
         if self._leads:
             self._ranks.store.set(key, str(self._boundaries))
             return
-        last = int(hear(self._ranks.store, key, _TRAINED_SECONDS, self.verdicts.patience))
+        waits = (
+            f"training is over on rank 1, which waits up to {duration(_TRAINED_SECONDS)} for rank 0 to end its own; if "
+            "rank 0 is gone, end this one too (Ctrl-C): what is durable stays"
+        )
+        with said_if_slow(waits) if self._ranks.rank == 1 else nullcontext():
+            last = int(hear(self._ranks.store, key, _TRAINED_SECONDS, self.verdicts.patience))
         for one in self._read():
             if self._handled < one.number and one.boundary <= last and one.reason is not None:
                 self._handled = one.number

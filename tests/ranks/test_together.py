@@ -15,6 +15,7 @@ from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop import rank_decisions
 from ckpt_engine.loop.rank_decisions import SharedCadence, Together
+from ckpt_engine.observe import events
 from ckpt_engine.observe.events import LogSink, SystemClock
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
@@ -136,6 +137,24 @@ def test_a_rank_whose_training_ends_ahead_of_rank_0_misses_what_that_decided_mea
     waiting.join(PATIENCE_SECONDS)
     assert first.took == [2, 4, 6]
     assert second.engine.missed == [2, 4, 6]
+
+
+def test_a_long_wait_for_the_end_of_rank_0_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where ranks meet in a file nothing tells that rank 0 was killed."""
+    monkeypatch.setattr(events, "TELL_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    first, second = ranks(2)
+    waiting = threading.Thread(target=second.together.trained)
+    waiting.start()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while "for rank 0 to end its own" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    first.together.trained()
+    waiting.join(PATIENCE_SECONDS)
+    assert not waiting.is_alive()
 
 
 def test_a_stop_ends_the_wait_for_the_end_of_rank_0() -> None:

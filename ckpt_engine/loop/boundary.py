@@ -510,23 +510,13 @@ class TrainingRun:
         return handle
 
     def take_at_end(self, instant: RunInstant, reason: str) -> None:
-        """The final snapshot, for which there is time; weights may change when this returns.
-
-        A process without others waits for it, and takes it once more where its writer is lost (killed for memory): the
-        next one starts at once.
-        """
-        halt = self.stopping.halt
-        if not self.engine.ready() and not self.engine.wait(halt.seconds_left(END_WAIT_SECONDS)):
+        """The final snapshot, for which there is time; weights may change when this returns."""
+        if not self.engine.ready() and not self.engine.wait(self.stopping.halt.seconds_left(END_WAIT_SECONDS)):
             self._log.error("the final state was not saved: earlier snapshots are still being written")
             self.engine.miss(instant.step, "busy")
             return
-        handle = self.take(instant, reason)
+        self.take(instant, reason)
         self.complete_copies()
-        if handle is None or halt.shared is not None or not self.engine.wait(halt.seconds_left(END_WAIT_SECONDS)):
-            return
-        if isinstance(handle.error, WriterError):
-            self.take(instant, reason)
-            self.complete_copies()
 
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long, which was not training."""

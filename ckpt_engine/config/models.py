@@ -73,6 +73,8 @@ def _location(value: object) -> str:
             raise ValueError(
                 f"a URL has two slashes: {almost[1]}://{text[almost.end() :]}; a folder of that name: ./{text}"
             )
+        if "://" in text:
+            raise ValueError("a URL begins with its scheme, such as s3://bucket/run, and no folder has :// in its name")
         try:
             folder = Path(text).expanduser()
         except RuntimeError:

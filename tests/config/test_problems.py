@@ -117,6 +117,7 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
         ("$HOME/d", "tiers: must not name shell variables, as nothing fills them in here"),
         ("~nouser/d", "tiers: no home folder is known for a leading ~; a folder of that name: ./~nouser/d"),
         ("s3:/b/d", "tiers: a URL has two slashes: s3://b/d; a folder of that name: ./s3:/b/d"),
+        (" s3://b/d", "tiers: a URL begins with its scheme, such as s3://bucket/run"),
         (None, "tiers: missing; name a folder for the snapshots"),
     ],
 )

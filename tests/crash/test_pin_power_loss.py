@@ -73,7 +73,7 @@ def test_a_pin_made_during_retention_survives_a_power_loss(tmp_path: Path, scrat
     explorer = Explorer(scratch, _check)
     explorer.explore(_lived(tmp_path / "disk", tidy=tidy))
     assert explorer.bad == []
-    assert explorer.checked > 50
+    assert explorer.checked > 35
 
 
 def _killed(tmp_path: Path, scratch: Path) -> list[str]:

@@ -135,7 +135,7 @@ def test_power_loss_at_any_point_of_encoded_copies_leaves_a_sound_store(
     explorer = Explorer(scratch, world.check)
     explorer.explore(_lived(world, tmp_path / "disk", 3))
     assert explorer.bad == []
-    assert explorer.checked > 50
+    assert explorer.checked > 30
 
 
 def test_power_loss_at_any_point_of_differences_leaves_a_sound_store(
@@ -148,7 +148,7 @@ def test_power_loss_at_any_point_of_differences_leaves_a_sound_store(
     disk = _lived(world, tmp_path / "disk", 3)
     explorer.explore(disk)
     assert explorer.bad == []
-    assert explorer.checked > 50
+    assert explorer.checked > 30
     far = Repository(LocalStorage(tmp_path / "disk/run", disk=QuietDisk()))
     chains = [bool(far.read(parsed.id).entries["model"].pieces[0].base) for parsed in far.ids()]
     assert chains == [True, False]

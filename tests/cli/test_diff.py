@@ -253,7 +253,7 @@ _TREES = st.dictionaries(
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 @given(a=_TREES, b=_TREES)
 def test_there_is_a_difference_if_and_only_if_the_states_differ(

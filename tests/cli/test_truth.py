@@ -25,13 +25,13 @@ SECONDS = DAYS * 86400.0
 WITHIN = 0.002
 RESTART = Restart({PROCESS: 25.0, MACHINE: 400.0, SITE: 400.0}, startup=90.0, restore=40.0)
 JOBS: dict[str, tuple[float, dict[str, Any]]] = {
-    "calm": (11000.0, {"step_seconds": 10.0, "stall": 0.3, "persist": 20.0}),
-    "dear": (11000.0, {"step_seconds": 5.0, "stall": 8.0, "persist": 60.0}),
-    "jitter and a slowdown": (11000.0, {"step_seconds": 8.0, "jitter": 0.1, "slowdown": 1.05}),
+    "calm": (11000.0, {"step_seconds": 20.0, "stall": 0.3, "persist": 20.0}),
+    "dear": (11000.0, {"step_seconds": 10.0, "stall": 8.0, "persist": 60.0}),
+    "jitter and a slowdown": (11000.0, {"step_seconds": 16.0, "jitter": 0.1, "slowdown": 1.05}),
     "slow steps": (11000.0, {"step_seconds": 8.0, "slow": lambda step, _: 10.0 if step % 50 == 0 else 1.0}),
-    "each half hour": (1800.0, {"step_seconds": 8.0, "stall": 0.5, "persist": 8.0}),
-    "hardly ever": (40 * 86400.0, {"step_seconds": 8.0, "stall": 1.0}),
-    "memory": (11000.0, {"step_seconds": 5.0, "stall": 4.0, "persist": 30.0, "memory_stall": 0.2}),
+    "each half hour": (1800.0, {"step_seconds": 16.0, "stall": 0.5, "persist": 8.0}),
+    "hardly ever": (40 * 86400.0, {"step_seconds": 16.0, "stall": 1.0}),
+    "memory": (11000.0, {"step_seconds": 10.0, "stall": 4.0, "persist": 30.0, "memory_stall": 0.2}),
 }
 
 

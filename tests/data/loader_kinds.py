@@ -358,11 +358,11 @@ KINDS = [
 
 
 def shared(kind: Kind, boundaries: Sequence[Any]) -> Sequence[Any]:
-    """All of them; for a quick kind with workers each second one, as the next such kind has the others.
+    """All of them; for a quick kind with workers each third one, as the next two such kinds have the others.
 
     Each run from one forks workers. The slow suite resumes each kind from every boundary.
     """
-    return boundaries[_WITH_WORKERS.index(kind.name) % 2 :: 2] if kind.name in _WITH_WORKERS else boundaries
+    return boundaries[_WITH_WORKERS.index(kind.name) % 3 :: 3] if kind.name in _WITH_WORKERS else boundaries
 
 
 _WITH_WORKERS = [kind.name for kind in KINDS if not kind.slow and ("worker" in kind.name or "persistent" in kind.name)]

@@ -317,7 +317,7 @@ def test_a_sampler_that_counts_its_epochs(workers: int) -> None:
         return loader(sampler=Seedable(Augmented()), num_workers=workers)
 
     reference = train(make)
-    for boundary in reference.boundaries:
+    for boundary in reference.boundaries[:: 4 if workers else 1]:
         resumed = train(make, seed=9, resume=boundary, at_end="finish_epoch")
         assert resumed.batches == reference.after(boundary.seen)
         assert resumed.end == reference.end

@@ -56,8 +56,8 @@ def test_it_drives_a_job_with_its_memory_of_earlier_lives(learned: Any, name: st
         made.append(getattr(learned, name)(settings, *given))
         return made[-1]
 
-    job = SimulatedJob(weibull(0.7, 2 * HOUR, random.Random(7)), 4 * 24 * HOUR, restart, training, rhythm=rhythm).run()
-    ours = SimulatedJob(weibull(0.7, 2 * HOUR, random.Random(7)), 4 * 24 * HOUR, restart, training).run()
+    job = SimulatedJob(weibull(0.7, 2 * HOUR, random.Random(7)), 3 * 24 * HOUR, restart, training, rhythm=rhythm).run()
+    ours = SimulatedJob(weibull(0.7, 2 * HOUR, random.Random(7)), 3 * 24 * HOUR, restart, training).run()
     assert sum(made[-1].hazard.failed) >= len(made) - 1 > 10
     assert job.goodput == pytest.approx(ours.goodput, abs=0.02)
     assert job.goodput != ours.goodput

@@ -64,9 +64,15 @@ def test_postponing_never_lets_training_wait() -> None:
     assert all(one.wait_seconds == 0.0 for one in training.taken)
 
 
-@pytest.mark.parametrize("budget", [0.01, pytest.param(0.035, marks=pytest.mark.slow), 0.05])
+@pytest.mark.parametrize(
+    ("budget", "persist"),
+    [
+        *((0.01, 5.0), (0.05, 40.0)),
+        *(pytest.param(0.035, persist, marks=pytest.mark.slow) for persist in (5.0, 40.0)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0.01, 40.0), (0.05, 5.0))),
+    ],
+)
 @pytest.mark.parametrize(("jitter", "slowdown"), [(0.05, 1.0), (0.1, 1.0), (0.1, 1.05), (0.05, 1.1)])
-@pytest.mark.parametrize("persist", [5.0, 40.0])
 def test_budget_under_jitter(budget: float, jitter: float, slowdown: float, persist: float) -> None:
     """With noisy steps the true overhead stays within the budget on average, and the interval settles.
 

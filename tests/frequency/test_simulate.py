@@ -23,6 +23,8 @@ DAY = 24 * HOUR
 LLAMA3_SECONDS = 3.09 * HOUR
 RESTART = Restart({PROCESS: 10.0, MACHINE: 280.0, SITE: 280.0}, startup=15.0, restore=5.0)
 
+OTHER_INTERVALS = ((10, 1.0), (30, 10.0), (60, 1.0))
+
 
 def job(seconds: float = 3 * DAY, seed: int = 1, mtbf: float = LLAMA3_SECONDS, **options: Any) -> Any:
     """A job that fails as Llama 3 did, with the cadence of this project and a budget of 1 %."""
@@ -33,8 +35,10 @@ def job(seconds: float = 3 * DAY, seed: int = 1, mtbf: float = LLAMA3_SECONDS, *
     return made(failures, seconds, RESTART, training, **how).run()
 
 
-@pytest.mark.parametrize("minutes", [10, 30, 60])
-@pytest.mark.parametrize("cost", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("minutes", "cost"),
+    [(10, 10.0), (30, 1.0), (60, 10.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHER_INTERVALS)],
+)
 def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost: float) -> None:
     """Wall by work is M e^(R/M) (e^((t + c)/M) - 1) / t (Daly 2006) where a restart takes 300 s."""
     every, mtbf = 60.0 * minutes, LLAMA3_SECONDS
@@ -46,11 +50,12 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
     assert found.goodput == pytest.approx(exact, abs=0.008)
 
 
-def test_a_short_job_is_as_good_as_a_long_one_within_its_spread() -> None:
-    """What ends a job early changes nothing but how sure its goodput is: of twelve, at most one is 1.5 spreads off."""
+@pytest.mark.parametrize("jobs", [5, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_short_job_is_as_good_as_a_long_one_within_its_spread(jobs: int) -> None:
+    """What ends a job early changes nothing but how sure its goodput is: of all, at most one is 1.5 spreads off."""
     training = {"settings": FrequencySettings(), "slowdown": 1.05}
     long, short = job(30 * DAY).goodput, list[SimulatedJob]()
-    for seed in range(12):
+    for seed in range(jobs):
         failures = poisson(LLAMA3_SECONDS, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25})
         short.append(SimulatedJob(failures, 300 * DAY, RESTART, training, most=5_000).run())
     assert all(DAY < one.seconds < 30 * DAY for one in short)
@@ -89,7 +94,7 @@ def test_a_short_job_is_as_good_as_a_long_one_within_its_spread() -> None:
 )
 def test_leaps_change_nothing(options: dict[str, Any], seed: int) -> None:
     """Step by step, and from event to event, a job takes the same snapshots, and loses and keeps the same."""
-    slow, fast = (job(DAY / 2, seed, leaps=leaps, made=IrregularJob, **options) for leaps in (False, True))
+    slow, fast = (job(DAY / 4, seed, leaps=leaps, made=IrregularJob, **options) for leaps in (False, True))
     assert (fast.goodput, fast.lost, fast.taken, fast.written) == (slow.goodput, slow.lost, slow.taken, slow.written)
     assert fast.rows == slow.rows
 
@@ -112,10 +117,10 @@ def test_what_a_run_records_of_itself_is_the_truth(options: dict[str, Any], seed
     """`ckpt goodput` reads this record: within 0.002 of the work that was of use, and the sum is the wall time."""
     if options.get("failures"):
         options = options | {"failures": weibull(0.6, 5 * HOUR, random.Random(seed))}
-    done = job(2 * DAY, seed, made=IrregularJob, **options)
+    done = job(DAY, seed, made=IrregularJob, **options)
     spent = parse_attempts(encode_attempts(AttemptHistory(tuple(done.rows))), "here").spent
-    assert spent.wall == pytest.approx(2 * DAY, rel=0.002)
-    assert spent.productive / (2 * DAY) == pytest.approx(done.goodput, abs=0.002)
+    assert spent.wall == pytest.approx(DAY, rel=0.002)
+    assert spent.productive / DAY == pytest.approx(done.goodput, abs=0.002)
     assert spent.stall == pytest.approx(done.stalled, rel=0.001, abs=30.0 * len(done.lost) / 60.0)
 
 
@@ -142,7 +147,7 @@ def test_what_failures_are_expected_to_cost_is_what_they_cost_on_average() -> No
     for seed in range(16):
         often, seldom = (
             job(
-                2 * DAY,
+                DAY,
                 made=IrregularJob,
                 failures=poisson(mean, random.Random(seed)),
                 stall=4.0,

@@ -12,7 +12,7 @@ from tests.fuzz.__main__ import campaign
 from tests.fuzz.mutants import CORPUS, Mutant, apply, corpus, draw
 from tests.fuzz.reading import READINGS, load, read
 
-QUICK = 100
+QUICK = 50
 SLOW = 2400
 
 
@@ -46,7 +46,7 @@ def test_what_was_found_once_is_not_found_again(
     assert read(mutant, runs[mutant.store], tmp_path, [load]) == []
 
 
-def test_a_hundred_mutants_are_read(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_fifty_mutants_are_read(runs: dict[str, Path], tmp_path: Path) -> None:
     """Each is loaded, and read in one of the other ways."""
     found = []
     for seed in range(QUICK):

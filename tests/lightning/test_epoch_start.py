@@ -172,7 +172,7 @@ def test_hooks_that_run_again_leave_the_snapshots_state(name: str, tmp_path: Pat
     case, callbacks = HOOKS[name]
     averages = callbacks()
     reference = fit(case, averages)
-    fit(case, [*callbacks(), *every_batch(tmp_path / "run")])
+    fit(case, [*callbacks(), *every_batch(tmp_path / "run", every_n_steps=3)])
     snapshot = next(s for s in saved(tmp_path / "run") if (s.epoch, s.batch) == (1, 3))
     again = callbacks()
     root = only(tmp_path / "run", snapshot, tmp_path / "one")
@@ -221,7 +221,7 @@ def run(callback: Any, seed: int, ckpt_path: str | None) -> tuple[list[Entry], C
 def test_a_replay_leaves_restored_state_alone(tmp_path: Path) -> None:
     """Weights, buffers, options of optimizers, random streams and callbacks' states are those of the snapshot."""
     reference, counted, final = run([], 0, None)
-    run(every_batch(tmp_path / "run"), 0, None)
+    run(every_batch(tmp_path / "run", every_n_steps=3), 0, None)
     snapshot = next(s for s in saved(tmp_path / "run") if (s.epoch, s.batch) == (1, 3))
     trace, counts, model = run([resumer(only(tmp_path / "run", snapshot, tmp_path / "one"))], 7, "auto")
     start = next(i for i, entry in enumerate(reference) if entry[:3] == ("train", 1, 3))
@@ -278,12 +278,12 @@ def test_groups_of_parameters_that_training_adds_are_put_back(name: str, tmp_pat
     """Two generations deep, before the group was added and after that."""
     case = Case(model=FineTunedModel, callbacks=lambda: [GROUPS[name]()])
     reference = fit(case)
-    fit(case, every_batch(tmp_path / "run"))
-    root, places = tmp_path / "run", [(1, 1), (1, 3), (2, 2)]
-    for number, place in enumerate(places):
+    fit(case, every_batch(tmp_path / "run", every_n_steps=7))
+    root, places = tmp_path / "run", {(1, 1): 9, (1, 3): 14, (2, 2): 10**9}
+    for number, (place, following) in enumerate(places.items()):
         snapshot = next(s for s in saved(root) if (s.epoch, s.batch) == place)
         root = only(root, snapshot, tmp_path / str(number))
-        resumed = fit(case, every_batch(root), ckpt_path="auto", seed=7 + number)
+        resumed = fit(case, every_batch(root, every_n_steps=following), ckpt_path="auto", seed=7 + number)
         assert resumed.trace == tail(reference.trace, *place)
         assert resumed.trace
         assert resumed.digest == reference.digest

@@ -30,6 +30,7 @@ from ckpt_engine.restore.shared_reads import (
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.storage.local import LocalStorage
+from tests.support import interpreters
 
 Open = Callable[[], int]
 NAME = "data/00000001-s0000000001-0123abcd-r00000.safetensors"
@@ -156,7 +157,7 @@ def test_a_neighbour_that_dies_or_hangs_delays_no_other(
     fd = shared()
     name = str(Path(f"/proc/self/fd/{fd}").readlink())
     command = [sys.executable, "-c", HOLD, name, manifest.info.id]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
+    with interpreters.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
         assert neighbour.stdout is not None
         assert neighbour.stdout.readline().split() == ["MINE"] * 4
         storage = NodeStorage(inner, fd, 0, 2)

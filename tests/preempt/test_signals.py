@@ -141,7 +141,7 @@ def test_a_signal_that_comes_to_a_fork_at_once_ends_it() -> None:
     watch(TERM, INT)
     reader, writer = os.pipe()
     try:
-        for _ in range(100):
+        for _ in range(25):
             child = os.fork()
             if child == 0:
                 signal.alarm(60)

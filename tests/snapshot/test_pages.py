@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.host_memory import HUGE_BYTES, advise, free_huge_bytes, populate
 from ckpt_engine.snapshot import arena
+from tests.support import interpreters
 
 SAMPLE = """Node 0, zone      DMA      1      1      1      1      1      1      1      0      1      1      3
 Node 0, zone   Normal   1816    951    500    301    179    102     60     31     16      7      2
@@ -83,8 +83,11 @@ def test_a_slot_goes_on_to_ask_for_huge_pages_after_a_part_has_none_for_now(
 
 
 WITHOUT_HUGE_PAGES = """
-import ctypes, platform, struct, sys, torch
+import ctypes, platform, struct, subprocess, sys, torch
 from ckpt_engine import Checkpointer
+from ckpt_engine.writer import launch
+
+launch.subprocess = subprocess  # a real writer: a fork of a server of interpreters would have huge pages
 
 call, machine = {"x86_64": (28, 0xC000003E), "aarch64": (233, 0xC00000B7)}[platform.machine()]
 rules = [  # architecture, call and advice; only all three are refused, with EINVAL
@@ -116,5 +119,5 @@ assert read_into(sys.argv[2], 100, memoryview(bytearray(2 << 20))) == 2 << 20
 def test_a_kernel_without_huge_pages_saves_and_loads(tmp_path: Path) -> None:
     """Where the kernel is built without transparent huge pages it refuses the advice, and small ones do."""
     command = [sys.executable, "-c", WITHOUT_HUGE_PAGES, str(tmp_path / "run"), str(tmp_path / "file")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = interpreters.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -21,11 +21,14 @@ import pytest
 from tests.support import huge_pages, interpreters
 
 LONGEST = (
-    *("examples/test_demo", "store/test_object_storage_obstore", "lightning/", "store/test_object_storage_faults"),
-    *("tracking/", "transformers_ranks/", "data/", "ranks/test_diverging", "accelerate/", "recipes/", "cli/"),
-    *("memory/", "restore/", "preempt/"),
+    *("examples/test_demo", "data/", "store/test_object_storage_obstore", "lightning/"),
+    *("store/test_object_storage_faults", "tracking/", "transformers_ranks/", "ranks/test_diverging", "accelerate/"),
+    *("recipes/", "cli/", "memory/", "restore/", "preempt/"),
 )
-"""Files that take long begin first, waiting ones beside computing ones: no worker is left with one at the end."""
+"""Files that take long begin first, waiting ones beside computing ones: no worker is left with one at the end.
+
+Those of `data` fork most, and a fork costs what its process has written to: their workers have done nothing yet.
+"""
 TOGETHER = "house"
 """The tests of this folder read the same code, which is parsed once for all of them."""
 _INDEX = struct.Struct("=H")

@@ -218,7 +218,7 @@ class Outcome:
     digest: dict[str, str]
 
 
-WAITED_FOR = (1, 4, 5)
+WAITED_FOR = (1, 3, 4, 5)
 """Every so many steps: between other snapshots the loop does not wait."""
 
 
@@ -314,9 +314,9 @@ def evaluate(model: nn.Module, loader: Any, trace: Any) -> None:
 Train = Callable[..., Outcome]
 
 
-def taken(train: Train, case: Case, root: Path) -> tuple[Outcome, list[Saved]]:
+def taken(train: Train, case: Case, root: Path, every: int = 1) -> tuple[Outcome, list[Saved]]:
     """The uninterrupted run, and the snapshots in the middle of an identical run that is tracked."""
-    watched = train(case, every_boundary(root))
+    watched = train(case, every_boundary(root, every_n_steps=every))
     if not case.extra.get("use_stateful_dataloader"):
         reference = train(case, None)
         assert watched.trace == reference.trace, "tracking changed the run"
@@ -324,13 +324,15 @@ def taken(train: Train, case: Case, root: Path) -> tuple[Outcome, list[Saved]]:
     return watched, [snapshot for snapshot in saved(root) if snapshot.reason != "end"]
 
 
-def assert_continues(train: Train, case: Case, reference: Outcome, snapshot: Saved, root: Path, target: Path) -> None:
+def assert_continues(
+    train: Train, case: Case, reference: Outcome, snapshot: Saved, root: Path, target: Path, every: int = 1
+) -> None:
     """Resume under another seed, three generations deep, and compare everything with the uninterrupted run."""
     generation = 0
     while True:
         where = f"generation {generation}: epoch {snapshot.epoch}, batch {snapshot.batch}"
         folder = only(root, snapshot, target / str(generation))
-        options = every_boundary(folder) if generation < 2 else resume_only(folder)
+        options = every_boundary(folder, every_n_steps=every) if generation < 2 else resume_only(folder)
         resumed = train(case, options, seed=1234 + snapshot.step)
         assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
         first = next(i for i, e in enumerate(reference.trace) if e[:3] == ("train", snapshot.epoch, snapshot.batch))
@@ -343,7 +345,7 @@ def assert_continues(train: Train, case: Case, reference: Outcome, snapshot: Sav
         later = [s for s in saved(folder) if s.reason != "end" and s.step > snapshot.step]
         if generation == 3 or not later:
             return
-        root, snapshot = folder, later[min(1, len(later) - 1)]
+        root, snapshot = folder, later[0 if every > 1 else min(1, len(later) - 1)]
 
 
 def report(root: Path) -> ResumeReport:

@@ -69,7 +69,7 @@ def slices(run: Watched) -> None:
     for epoch in range(run.epoch, EPOCHS):
         batches = itertools.islice(run.loader, 4)
         if run.done:
-            gc.collect()  # it is found although it is no young object any more
+            gc.collect(1)  # it is found although it is no young object any more
         for batch in batches:
             step(run, batch, epoch)
 
@@ -284,7 +284,7 @@ def samples_from_endless_ones(run: Watched) -> None:
 
 def endless(loader: Any) -> Iterator[Any]:
     while True:
-        gc.collect()  # what is around grows old
+        gc.collect(1)  # what is around grows old
         yield from loader
 
 
@@ -640,7 +640,7 @@ def test_what_goes_on_over_several_passes_is_no_fault(loop: Loop, tmp_path: Path
     """Of a `zip` or `enumerate` around a generator the saved run knows in its second pass how far it is."""
     live(loop, every_boundary(tmp_path / "run"))
     snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
-    for number in (2, 7, 12):
+    for number in (2, 7):
         life = live(loop, resume_only(only(tmp_path / "run", snapshots[number], tmp_path / str(number))))
         assert life.said_before_the_first_step == []
 

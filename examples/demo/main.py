@@ -113,7 +113,7 @@ def options() -> argparse.ArgumentParser:
 
 def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     args = options().parse_args(arguments if arguments is not None else sys.argv[1:])
-    size = (48, 16, 128, 12) if args.quick else (150, 50, 256, 40)
+    size = (48, 16, 128, 12) if args.quick else (96, 32, 256, 40)
     steps, epoch_batches, width, pair_steps = size
     settings = Settings(
         out=args.out.absolute(),

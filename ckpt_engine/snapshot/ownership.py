@@ -148,11 +148,11 @@ class Tenure:
         self.over()
 
     def _quietly(self, work: Callable[[], object]) -> None:
-        """What fails in the older engine does not stop the newer one."""
+        """What fails as this engine ends stops nothing that follows: a newer one, or the end of the interpreter."""
         try:
             work()
         except CkptError as err:
-            _log.error("the earlier Checkpointer of %s: %s", self._url, err)
+            _log.error("the Checkpointer of %s, as it ended: %s", self._url, err)
 
     def _end(self) -> None:
         """The interpreter ends: a snapshot that is being staged would be lost, though not those with the writer."""
@@ -163,7 +163,7 @@ class Tenure:
     def end_before_executors(self) -> None:
         """The same while executors take work: `atexit` comes later, and requests to S3 of a writer thread need some."""
         if self._is_idle and multiprocessing.parent_process() is None:
-            self._end()
+            self._quietly(self._end)  # what is raised here keeps Python from joining the threads of the user
 
 
 _tenures: dict[tuple[str, int], Tenure] = {}

@@ -285,7 +285,7 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
                 f"this is one of {processes} processes, and this Checkpointer does not know of the others",
                 hint="pass ranks=ProcessGroupRanks(own={'ckpt_engine'}), see docs/many-ranks.md",
             )
-    if engine.ranks is not None and engine.ranks.size > 1 and OWN_KEY not in engine.ranks.own:
+    if engine.ranks is not None and OWN_KEY not in engine.ranks.own:
         raise ConfigError(
             f"each rank has a place in the data, and own={sorted(engine.ranks.own)} would give all that of rank 0",
             hint=f"add {OWN_KEY!r} to `own` of the ranks, see docs/many-ranks.md",

@@ -208,12 +208,3 @@ def test_ranks_that_would_share_their_place_in_the_data_are_refused(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"own=\['rng'\] would give all that of rank 0.*add 'ckpt_engine'"):
         ckpt.track(model=model, optimizer=optimizer, loader=DataLoader(TensorDataset(torch.zeros(4, 1))))
     ckpt.close()
-
-
-def test_a_single_rank_needs_no_place_of_its_own(tmp_path: Path) -> None:
-    """The script of many ranks, started with one."""
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    with Checkpointer(tmp_path, ranks=ThreadRanks(0, 1, SharedStore()), writer="thread") as ckpt:
-        run = ckpt.track(model=model, optimizer=optimizer, loader=DataLoader(TensorDataset(torch.zeros(4, 1))))
-        assert run.epoch == 0

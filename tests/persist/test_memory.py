@@ -18,9 +18,10 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import control
 from tests.persist.staged import WAIT_SECONDS, check_all, weight_bytes
-from tests.persist.test_process import REPOSITORY, _target, gone
+from tests.persist.test_process import REPOSITORY, gone
 from tests.persist.test_storm import rows
 from tests.support import interpreters
+from tests.support.files import open_files
 
 
 def run_trainer(root: Path, *plan: str, status: int = -signal.SIGKILL, **environment: str) -> dict[str, Any]:
@@ -142,9 +143,9 @@ def test_of_many_holds_the_newest_is_kept(tmp_path: Path) -> None:
     place = attached(root)
     assert step_in_memory(place) == 50
     slots = set()
-    for fd in Path(f"/proc/{log['writer']}/fd").iterdir():
+    for fd, target in open_files(log["writer"]).items():
         with suppress(FileNotFoundError):  # that of the reply is closed a moment later
-            if "memfd:test-arena" in _target(fd):
+            if "memfd:test-arena" in target:
                 slots.add(fd.stat().st_ino)
     assert len(slots) == 1
     place.release()

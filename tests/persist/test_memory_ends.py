@@ -33,6 +33,7 @@ from tests.persist.staged import WAIT_SECONDS, Stage, check_all, settle
 from tests.persist.test_memory import attach, attached, check_state, logged, run_trainer, step_in_memory, steps, trainer
 from tests.persist.test_process import gone
 from tests.persist.tiered import Run
+from tests.support.files import open_files
 
 
 def until(found: object, process: subprocess.Popen[bytes], root: Path) -> None:
@@ -226,11 +227,12 @@ def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) ->
     storage = place.repository.storage
     assert isinstance(storage, MemoryStorage)
     until_durable(root, 2)
-    for link in Path(f"/proc/{log['writer']}/fd").iterdir():
-        if "arena" in str(link.readlink()):
-            fd = os.open(link, os.O_RDWR)
-            os.pwrite(fd, b"\xee" * 8, 500_000)
-            os.close(fd)
+    for link, target in open_files(log["writer"]).items():
+        if "arena" in target:
+            with contextlib.suppress(FileNotFoundError):  # that of the reply is closed a moment later
+                fd = os.open(link, os.O_RDWR)
+                os.pwrite(fd, b"\xee" * 8, 500_000)
+                os.close(fd)
     with pytest.raises(NoUsableSnapshotError, match="do not match their digest"):
         load([place.repository])
     found = load([place.repository, Repository(LocalStorage(root))])

@@ -28,6 +28,7 @@ from ckpt_engine.writer.launch import ThreadWriter, open_client
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome, settle
 from tests.support import interpreters
+from tests.support.files import open_files
 from tests.support.writers import writers_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -124,8 +125,8 @@ def test_sigterm_limits_a_draining_writer_to_the_job_at_hand(tmp_path: Path) -> 
         os.sched_yield()  # until it has noticed the trainer's end
     os.kill(ends["writer"], signal.SIGTERM)
     # It has heeded that once the queued jobs, and with them their slots, are let go.
-    fds, deadline = Path(f"/proc/{ends['writer']}/fd"), time.monotonic() + WAIT_SECONDS
-    while sum("memfd:test-arena" in _target(fd) for fd in fds.iterdir()) > 1:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while sum("memfd:test-arena" in target for target in open_files(ends["writer"]).values()) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     gate.touch()
@@ -420,27 +421,20 @@ def _watch_growth(processes: Writers, stage: Stage, jobs: int, before: int = 20,
     for number in range(before + jobs):
         if number == before:
             settle(client)
-            then = [(_open_files(pid), _anonymous_bytes(pid)) for pid in pids]
+            then = [(_files(pid), _anonymous_bytes(pid)) for pid in pids]
         job = stage.job(number)
         client.submit(job)
         assert outcome(client, job.job).ok
     settle(client)
     for pid, (files, memory) in zip(pids, then, strict=True):
-        assert _open_files(pid) <= files  # some of what earlier tests have left may be gone by now
+        assert _files(pid) <= files  # some of what earlier tests have left may be gone by now
         assert _anonymous_bytes(pid) - memory < most_bytes
     assert len(check_all(processes.root)) <= 3
 
 
-def _open_files(pid: int) -> int:
+def _files(pid: int) -> int:
     """Descriptors, without those of the run's files."""
-    return sum(1 for fd in Path(f"/proc/{pid}/fd").iterdir() if "/run/" not in _target(fd))
-
-
-def _target(fd: Path) -> str:
-    try:
-        return str(fd.readlink())
-    except FileNotFoundError:
-        return "/run/"  # closed since
+    return sum("/run/" not in target for target in open_files(pid).values())
 
 
 def _anonymous_bytes(pid: int) -> int:

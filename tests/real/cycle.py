@@ -27,12 +27,14 @@ class Life:
         durable: so many snapshots are durable before it is killed; None: it lives on.
         with_writer: whether the writer process dies with it, as if the machine had vanished.
         before: called before it starts.
+        ready: what else must be true before it is killed.
     """
 
     config: Path
     durable: int | None = None
     with_writer: bool = False
     before: Callable[[], object] = lambda: None
+    ready: Callable[[], object] = lambda: True
 
 
 def assert_survives(
@@ -61,7 +63,7 @@ def assert_survives(
             if life.durable is None:
                 assert process.wait(PATIENCE_SECONDS) == 0, _log(trace)
             else:
-                _wait_for(process, trace, life.durable)
+                _wait_for(process, trace, life.durable, life.ready)
                 time.sleep(chance.uniform(0.0, 0.1))  # a random moment, also in the middle of a write or a commit
                 _kill(process, life.with_writer)
         finally:
@@ -84,11 +86,11 @@ def _start(trace: Path, steps: int, config: Path | None) -> subprocess.Popen[byt
         return subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
 
 
-def _wait_for(process: subprocess.Popen[bytes], trace: Path, durable: int) -> None:
+def _wait_for(process: subprocess.Popen[bytes], trace: Path, durable: int, ready: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while sum(line.startswith("durable") for line in _read(trace)) < durable:
+    while sum(line.startswith("durable") for line in _read(trace)) < durable or not ready():
         assert process.poll() is None, f"it ended before it was killed: {_log(trace)}"
-        assert time.monotonic() < deadline, f"fewer than {durable} snapshots are durable: {_log(trace)}"
+        assert time.monotonic() < deadline, f"not {durable} durable snapshots, or not ready: {_log(trace)}"
         time.sleep(_LOOK_SECONDS)
 
 

@@ -47,12 +47,15 @@ def test_a_run_whose_disk_is_gone_goes_on_from_the_server(server: S3Server, buck
     near = tmp_path / "near"
     config = _config(tmp_path / "ckpt.yaml", [str(near), far], on_error="raise")
 
-    def vanish() -> None:
-        assert _steps(far["url"], far["storage_options"])  # type: ignore[arg-type]
-        shutil.rmtree(near)
+    def copied() -> list[int]:
+        return _steps(far["url"], far["storage_options"])  # type: ignore[arg-type]
 
-    lives = [Life(config, 20, with_writer=True), Life(config, 5, before=vanish), Life(config)]
+    lives = [
+        Life(config, 20, with_writer=True, ready=copied),
+        Life(config, 5, before=lambda: shutil.rmtree(near)),
+        Life(config),
+    ]
     began = assert_survives(tmp_path, lives, STEPS, resumes_at_acknowledged=False)
     print(f"{server.kind}: began at steps {began} of {STEPS}")
     assert began[0] == 0 < began[1]
-    assert _steps(far["url"], far["storage_options"])[-1] == STEPS  # type: ignore[arg-type]
+    assert copied()[-1] == STEPS

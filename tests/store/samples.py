@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ckpt_engine.store import names as layout
 from ckpt_engine.store.container import build_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from tests.support.files import open_files
 
 
 def info(
@@ -62,8 +62,4 @@ def files(root: Path) -> set[str]:
 
 def opened_below(root: Path) -> list[str]:
     """The files below `root` that this process has open. Others come and go with threads that other tests have left."""
-    found = []
-    for fd in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            found.append(str(fd.readlink()))
-    return [path for path in found if Path(path).is_relative_to(root)]
+    return [path for path in open_files().values() if Path(path).is_relative_to(root)]

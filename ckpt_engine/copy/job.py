@@ -144,12 +144,14 @@ class JobDone:
         snapshot_id: the id of the snapshot, which is durable (`error` is None), else None.
         error: why it is not durable.
         slot_held: a call that hangs may still read the slot: it MUST NOT change until a `SlotFreed` names it.
+        lost: the writer died with the job, and no event says so; another one can still take it.
     """
 
     job: int
     snapshot_id: str | None
     error: ErrorRecord | None = None
     slot_held: bool = False
+    lost: bool = False
 
     @property
     def ok(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_engine.engine import Ending, Engine
-from ckpt_engine.errors import CkptError, DivergedError, SnapshotFailedError, WriterError
+from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
 from ckpt_engine.observe.events import announce
@@ -19,7 +19,6 @@ from ckpt_engine.observe.units import duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
-from ckpt_engine.snapshot.save_request import SaveHandle
 
 _LEAVE_SECONDS = 60.0
 """How long other ranks wait for rank 0 to have closed a run that has diverged."""
@@ -193,10 +192,12 @@ class Halt(Ending):
 
     @property
     def _leave_seconds(self) -> float:
-        """How long other ranks wait for rank 0: not at all in a run that ends by itself."""
+        """How long other ranks wait for rank 0, and it for them. In a run that ends by itself only it waits."""
         if self._until is not None:
             return self.seconds_left(self._until - time.monotonic())
-        return 0.0 if (stop := self.stop) is None else stop.deadline - time.monotonic()
+        if (stop := self.stop) is not None:
+            return stop.deadline - time.monotonic()
+        return math.inf if self.shared is not None and self.shared.together.verdicts.leads else 0.0
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C.
@@ -237,23 +238,14 @@ class Halt(Ending):
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
         handle = take("signal")
-        try:
-            _wait_for(handle, stop)
-        except SnapshotFailedError as err:
-            if not isinstance(err.__cause__, WriterError):
-                raise
-            _wait_for(take("signal"), stop)  # its writer was lost; the next one starts at once
+        if handle is not None:
+            handle.wait(_left(stop))
 
     def _tell(self, stop: Stop) -> None:
         self._engine.poll()
         left = _left(stop)
         spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
         self._log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
-
-
-def _wait_for(handle: SaveHandle | None, stop: Stop) -> None:
-    if handle is not None:
-        handle.wait(_left(stop))
 
 
 def _left(stop: Stop) -> float:

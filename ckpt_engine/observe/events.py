@@ -203,7 +203,7 @@ class IntervalChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class WriterLost(Event):
-    """The writer process died; a new one is started at the next snapshot."""
+    """The writer process died; a new one starts at once if it left a snapshot unwritten, else at the next one."""
 
     message: str
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.job import JobDone, Mirrored, PersistJob, SlotFreed
-from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
+from ckpt_engine.copy.job import JobDone, Mirrored, SlotFreed
+from ckpt_engine.errors import SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
     Event,
     Notice,
-    SnapshotFailed,
     SnapshotSkipped,
     SnapshotStaged,
     WriterLost,
@@ -26,7 +25,15 @@ from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchange
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
-from ckpt_engine.snapshot.writer_link import Coming, Handover, Newest, OpenWriter, outlives_the_trainer
+from ckpt_engine.snapshot.writer_link import (
+    Coming,
+    Handover,
+    InFlight,
+    InFlightJob,
+    Newest,
+    OpenWriter,
+    outlives_the_trainer,
+)
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.writer.channel import Pulse
@@ -94,11 +101,8 @@ class Pipeline:
         self._starting: Coming | None = None
         self._staging: Staging | None = None
         self._jobs = 0
-        self._pending: dict[int, tuple[SaveHandle, int]] = {}
-        self._held: set[int] = set()
-        self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
-        self.failures: list[CkptError] = []
-        """Background errors that have not been shown yet, oldest first."""
+        self._in_flight = InFlight(self.slots, self._newest, emit, tier, self._next_writer if session is None else None)
+        self.failures = self._in_flight.failures
         self.lineage = Lineage(session)
         self.pace: Callable[[], Mapping[str, Any]] = dict
         """See `Cadence.pace`; the writer hears of it with each snapshot."""
@@ -187,7 +191,7 @@ class Pipeline:
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
-        return not self.memory or len(self._pending) < max(1, self.slots.count - 1 - self._newest.keep)
+        return not self.memory or len(self._in_flight) < max(1, self.slots.count - 1 - self._newest.keep)
 
     def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
@@ -238,7 +242,7 @@ class Pipeline:
         try:
             staging, claims = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
         except BaseException:
-            self._pending.pop(self._jobs, None)
+            self._in_flight.drop(self._jobs)
             self.slots.discard(slot.index)
             raise
         with self.slots.undisturbed():
@@ -281,14 +285,20 @@ class Pipeline:
             pace=self.pace(),
             **(self._shared.took(snapshot, parent) if self._shared is not None and snapshot is not None else {}),
         )
-        if handle.durable:
-            self._pending[job.job] = (handle, slot.index)
-            if self.memory:
-                self.slots.retain(slot.index)
         known = [one.index for one in self.slots.known()]
-        claims = self._unchanged.claim(slot.index, known, capture)
         about = ((slot.index, slot.fd, slot.nbytes), known, capture.plan.layout, capture.plan.trees)
-        submit = self._submitter(job, self._writer, handle, claims, about)
+        writer, one = self._writer, InFlightJob(job, handle, about, self.memory)
+        self._in_flight.add(one)
+        claims = self._unchanged.claim(slot.index, known, capture)
+
+        def submit(error: BaseException | None) -> None:
+            """Any thread; never raises, so that the fence always opens."""
+            self._unchanged.settle(claims, staged=error is None)
+            if error is None:
+                self._in_flight.give(one, writer)
+            else:
+                self._in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))
+
         views, check = slot.views(capture.plan), self._check_lazy
         return Staging(capture, views, submit, check=check, claims=claims, slot=slot.memory), claims
 
@@ -322,38 +332,36 @@ class Pipeline:
         """Take in what the writer has to say. Never blocks."""
         writer = self._writer
         client = writer.client if writer is not None else None
-        if not (self._unsent or self._newest.unsettled or (writer is not None and (client is None or client.news))):
+        waits = self._in_flight.unsent or self._newest.unsettled
+        if not (waits or (writer is not None and (client is None or client.news))):
             return
-        for job, handle, error in map(self._unsent.pop, list(self._unsent)):
-            if self.memory:
-                self.slots.release(job.slot)  # the writer does not know of it
-            told = SnapshotFailed(job.snapshot or "", job.step, self._tier, error.code, error.message, error.hint or "")
-            self._emit(told)
-            if handle.durable:
-                self._settle(JobDone(job.job, None), error)
-            else:
-                self._fail(handle, error)
         self._newest.settle(lambda: client is not None and client.alive and client.flushed)
+        lost = []
         for message in writer.poll() if writer is not None else ():
-            if isinstance(message, JobDone):
-                self._settle(message, message.error.exception() if message.error else None)
+            if isinstance(message, JobDone) and message.lost:
+                lost.append(message)
+            elif isinstance(message, JobDone):
+                self._in_flight.settle(message)
+                if self._shared is not None and message.snapshot_id is not None:
+                    self._shared.committed(message.snapshot_id)
             elif isinstance(message, SlotFreed):
-                self.slots.release(message.slot)
-                self._held.discard(message.slot)
+                self._in_flight.freed(message.slot)
             elif not isinstance(message, Mirrored):
                 self._emit(message)
                 if isinstance(message, WriterLost):
-                    self._lose_writer()
+                    self._lose_writer(lost)
             if self._shared is not None:
                 self._shared.heard(message)
+        self._in_flight.go_on(self._writer)
 
-    def _lose_writer(self) -> None:
-        """It will not become known when the slots of its hanging calls are free: others take their place."""
+    def _lose_writer(self, lost: Sequence[JobDone] = ()) -> None:
         self._writer, self._lost = None, True
-        for slot in self._held:
-            self.slots.discard(slot)
-        self._held.clear()
-        self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
+        self._in_flight.lose(lost)
+
+    def _next_writer(self) -> Handover:
+        self.start()
+        assert self._writer is not None
+        return self._writer
 
     def _fit(self, nbytes: int) -> None:
         """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
@@ -412,7 +420,7 @@ class Pipeline:
             if self._still_starting:
                 return False
             self._adopt()
-        return self._wait(lambda: not self._pending, timeout, hurries)
+        return self._wait(lambda: not self._in_flight, timeout, hurries)
 
     def close(
         self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
@@ -424,10 +432,11 @@ class Pipeline:
         """
         began = time.monotonic()
         with said_if_slow(partial(self._waited_for, timeout)):
-            drained = self._drain(timeout, hurries) if self._pending or self._staging or self._starting else True
+            drained = self._drain(timeout, hurries) if self._in_flight or self._staging or self._starting else True
             self._hint_fence.remove()
             self._hinted = None
             self._copier.close(max(timeout, _CHUNK_SECONDS))
+            self._in_flight.ends = True
             if self._writer is not None:
                 left = max(0.0, began + timeout - time.monotonic())
                 self._writer.close(left, failed=failed, keeps=keeps, hurries=hurries)
@@ -454,47 +463,3 @@ class Pipeline:
                 self._writer.wait(min(left, 1.0 if self._writer.flushed else _FLUSH_SECONDS))
             self.poll()
         return True
-
-    def _submitter(
-        self, job: PersistJob, writer: Handover, handle: SaveHandle, claims: Claims, about: tuple[Any, ...]
-    ) -> Callable[[BaseException | None], None]:
-        memory, told = self.memory, self._newest.writer
-
-        def fail(error: CkptError) -> None:
-            self._unsent[job.job] = (job, handle, error)
-
-        def send(client: WriterClient) -> None:
-            client.describe(*about)
-            (client.submit if handle.durable else client.hold)(job)
-            if memory:
-                self._newest.tell(job.slot, None if handle.durable else handle, told)
-
-        def submit(error: BaseException | None) -> None:
-            """Any thread; never raises, so that the fence always opens."""
-            self._unchanged.settle(claims, staged=error is None)
-            if error is not None:
-                fail(SnapshotFailedError(f"staging failed: {error}"))
-            else:
-                writer.give(send, fail)
-
-        return submit
-
-    def _settle(self, done: JobDone, error: CkptError | None) -> None:
-        found = self._pending.pop(done.job, None)
-        if found is None:
-            return
-        handle, slot = found
-        if done.slot_held:
-            self._held.add(slot)  # a call that hangs may still read it: `SlotFreed` gives it back
-        else:
-            self.slots.release(slot)
-        if error is not None:
-            self._fail(handle, error)
-        if self._shared is not None and done.snapshot_id is not None:
-            self._shared.committed(done.snapshot_id)
-        handle.snapshot = done.snapshot_id
-
-    def _fail(self, handle: SaveHandle, error: CkptError) -> None:
-        handle.error = error
-        if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
-            self.failures.append(error)

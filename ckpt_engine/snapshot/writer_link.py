@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.config import Config, Tier
-from ckpt_engine.copy.job import ErrorRecord, TierConfig, WriterConfig
-from ckpt_engine.errors import CkptError, StorageError, WriterError
-from ckpt_engine.observe.events import Event, Notice, WriterLost
+from ckpt_engine.copy.job import ErrorRecord, JobDone, PersistJob, TierConfig, WriterConfig
+from ckpt_engine.errors import CkptError, SnapshotSkippedError, StorageError, WriterError
+from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
+from ckpt_engine.snapshot.arena import Slots
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.writer.client import Message, WriterClient
 
@@ -124,6 +125,11 @@ class Handover:
     def flushed(self) -> bool:
         """As of a client; one that is coming has got nothing yet."""
         return self.client is not None and self.client.flushed
+
+    @property
+    def died(self) -> bool:
+        """As of a client."""
+        return self.client is not None and self.client.died
 
     def wait(self, timeout: float) -> object:
         """As of a client."""
@@ -231,6 +237,165 @@ class Newest:
         if told.handle is not None and not told.handle.held:
             told.handle.error = self._why
         self._release(told.slot)
+
+
+@dataclass(slots=True)
+class InFlightJob:
+    """A snapshot on its way to a writer, and then to its storage.
+
+    Args:
+        job: of the writer.
+        handle: of the user.
+        about: what `WriterClient.describe` takes before the job.
+        memory: the writer keeps it.
+        handed_on: the first writer died with it.
+    """
+
+    job: PersistJob
+    handle: SaveHandle
+    about: tuple[Any, ...]
+    memory: bool
+    handed_on: bool = False
+
+
+class InFlight:
+    """The snapshots that are to become durable and whose outcome is not known, and those that no writer takes.
+
+    Where the writer dies the slots are as they were, and the next writer gets the jobs: each once, as it may be what
+    the first one died of. Of several ranks the others have settled the snapshot without this one: it fails.
+
+    Args:
+        slots: of the arena.
+        newest: hears of what a writer gets.
+        emit: takes events, on the training thread.
+        tier: how the nearest place is called in them.
+        next_writer: starts one in place of one that died; None: of several ranks.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        newest: Newest,
+        emit: Callable[[Event], None],
+        tier: str,
+        next_writer: Callable[[], Handover] | None,
+    ) -> None:
+        self._slots = slots
+        self._newest = newest
+        self._emit = emit
+        self._tier = tier
+        self._next_writer = next_writer
+        self._open: dict[int, InFlightJob] = {}
+        self._held: set[int] = set()
+        self.unsent: dict[int, tuple[InFlightJob, CkptError, Handover | None]] = {}
+        """Jobs that no writer has, by number, and why; with the writer that has not taken a complete slot."""
+        self.failures: list[CkptError] = []
+        """Background errors that have not been shown yet, oldest first."""
+        self.ends = False
+        """No other writer starts."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, one: InFlightJob) -> None:
+        """A slot is about to be filled."""
+        if one.handle.durable:
+            self._open[one.job.job] = one
+            if one.memory:
+                self._slots.retain(one.job.slot)
+
+    def drop(self, number: int) -> None:
+        """The slot is not filled after all."""
+        self._open.pop(number, None)
+
+    def give(self, one: InFlightJob, writer: Handover) -> None:
+        """Give a job whose slot is complete to a writer. Any thread."""
+        told = self._newest.writer
+
+        def send(client: WriterClient) -> None:
+            client.describe(*one.about)
+            (client.submit if one.handle.durable else client.hold)(one.job)
+            if one.memory:
+                self._newest.tell(one.job.slot, None if one.handle.durable else one.handle, told)
+
+        writer.give(send, lambda error: self.refuse(one, error, writer))
+
+    def refuse(self, one: InFlightJob, error: CkptError, writer: Handover | None = None) -> None:
+        """No writer has the job. Any thread. `writer`: the one that has not taken the complete slot."""
+        self.unsent[one.job.job] = (one, error, writer)
+
+    def go_on(self, writer: Handover | None) -> None:
+        """What is not sent goes to the next writer where its own one died, or fails. `writer`: there is."""
+        for number, (one, error, refused) in list(self.unsent.items()):
+            died = refused is not None and refused.died
+            if died and refused is writer:
+                continue  # it died after the last look at its messages
+            del self.unsent[number]
+            if died and self._may_go_on(one):
+                self._hand_on(one)
+            else:
+                if one.memory:
+                    self._slots.release(one.job.slot)  # the writer does not know of it
+                self._lack(one, error)
+
+    def settle(self, done: JobDone) -> None:
+        """The outcome of a job is known."""
+        one = self._open.pop(done.job, None)
+        if one is None:
+            return
+        if done.slot_held:
+            self._held.add(one.job.slot)  # a call that hangs may still read it: `SlotFreed` gives it back
+        else:
+            self._slots.release(one.job.slot)
+        if done.error is not None:
+            self._fail(one.handle, done.error.exception())
+        one.handle.snapshot = done.snapshot_id
+
+    def freed(self, slot: int) -> None:
+        """A call that was hanging has ended."""
+        self._slots.release(slot)
+        self._held.discard(slot)
+
+    def lose(self, lost: Sequence[JobDone]) -> None:
+        """The writer died, with these jobs and with all that it knew.
+
+        It will not become known when the slots of its hanging calls are free: others take their place.
+        """
+        for slot in self._held:
+            self._slots.discard(slot)
+        self._held.clear()
+        found = [(self._open[done.job], done.error) for done in lost if done.job in self._open]
+        for one, _ in found:
+            if one.memory and self._may_go_on(one):
+                self._slots.retain(one.job.slot)  # for the next writer, which keeps it as well
+        self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
+        for one, error in found:
+            if self._may_go_on(one):
+                self._hand_on(one)
+            elif error is not None:
+                self._lack(one, error.exception())
+
+    def _may_go_on(self, one: InFlightJob) -> bool:
+        return one.handle.durable and not (one.handed_on or self.ends) and self._next_writer is not None
+
+    def _hand_on(self, one: InFlightJob) -> None:
+        assert self._next_writer is not None
+        one.handed_on = True
+        self._emit(Notice("INFO", f"step {one.job.step}: the next writer takes the snapshot, which is in host memory"))
+        self.give(one, self._next_writer())
+
+    def _lack(self, one: InFlightJob, error: CkptError) -> None:
+        job, hint = one.job, error.hint or ""
+        self._emit(SnapshotFailed(job.snapshot or "", job.step, self._tier, error.code, error.message, hint))
+        if one.handle.durable:
+            self.settle(JobDone(job.job, None, ErrorRecord.of(error)))
+        else:
+            self._fail(one.handle, error)
+
+    def _fail(self, handle: SaveHandle, error: CkptError) -> None:
+        handle.error = error
+        if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
+            self.failures.append(error)
 
 
 LEASE_WAIT_SECONDS = 60.0

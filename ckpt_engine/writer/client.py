@@ -64,14 +64,15 @@ class WriterClient(abc.ABC):
     which takes in what the writer has said, on whatever thread that is heard. It is never more than a few messages per
     open job, and jobs are bounded by the arena's slots.
 
-    When the writer dies, every open job fails, one `WriterLost` follows, and the client is of no more use: open a new
-    one and send everything again. In a forked child of the trainer a client does nothing.
+    When the writer dies, every open job is `lost`, one `WriterLost` follows, and the client is of no more use: open a
+    new one and send everything again. In a forked child of the trainer a client does nothing.
 
     Attributes:
         first_seq: the lowest number that a snapshot may get, as the writer saw it when it started.
         history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
         peer_port: where the writers of other machines reach this one; 0: nowhere.
         news: what `poll` has to give.
+        died: the writer has ended by itself; `poll` has given the `WriterLost`, or gives it next time.
     """
 
     _who: str
@@ -85,6 +86,7 @@ class WriterClient(abc.ABC):
         self._open: dict[int, PersistJob] = {}
         self._lost: ErrorRecord | None = None
         """Why nothing more will come, if so."""
+        self.died = False
         self._changed = threading.Condition()
         self._only_copies = self._said_copies = False
         """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
@@ -167,10 +169,12 @@ class WriterClient(abc.ABC):
         with self._changed:
             self._answered = True
             if self._lost is None:
-                self._lost = why
+                self._lost, self.died = why, not expected
                 for job in self._open.values():
-                    failed = SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
-                    self.news += (failed, JobDone(job.job, None, why))
+                    if expected:
+                        failed = SnapshotFailed("", job.step, self._url, why.code, why.message, hint=why.hint or "")
+                        self.news.append(failed)
+                    self.news.append(JobDone(job.job, None, why, lost=not expected))
                 if not expected or self._open:
                     self.news.append(WriterLost(why.message))
                 self._open.clear()

@@ -27,7 +27,7 @@ from ckpt_engine.copy.job import (
 )
 from ckpt_engine.copy.write_snapshot import CutLayout, cut, digesting
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
-from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
+from ckpt_engine.observe.events import Notice, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.tree import KeySkeleton
@@ -169,18 +169,17 @@ def test_a_stranger_error_is_named() -> None:
     assert "ZeroDivisionError: x" in str(ErrorRecord.of(ZeroDivisionError("x")).exception())
 
 
-def test_a_lost_writer_fails_its_open_jobs_once() -> None:
-    """Acknowledged jobs keep their outcome; each open one fails; `WriterLost` comes last and once."""
+def test_a_lost_writer_loses_its_open_jobs_once() -> None:
+    """Acknowledged jobs keep their outcome; each open one is lost; `WriterLost` comes last and once."""
     client = ThreadWriter(WriterConfig("tier"))
     for number in (1, 2):
         client.submit(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
     client._hear({"kind": channel.DONE, "done": asdict(JobDone(1, "a"))})
     client._lose(ErrorRecord("CKPT600", "gone"), expected=False)
     client._lose(ErrorRecord("CKPT600", "again"), expected=False)
-    ok, failed, done, lost = client.poll()
+    ok, done, lost = client.poll()
     assert ok == JobDone(1, "a")
-    assert failed == SnapshotFailed("", 5, "tier", "CKPT600", "gone")
-    assert done == JobDone(2, None, ErrorRecord("CKPT600", "gone"))
+    assert done == JobDone(2, None, ErrorRecord("CKPT600", "gone"), lost=True)
     assert lost == WriterLost("gone")
     assert client.poll() == []
     with pytest.raises(WriterError, match="gone"):

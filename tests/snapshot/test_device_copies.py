@@ -351,7 +351,7 @@ def checkpointer_on(devices: FakeDevices, folder: object, **options: object) -> 
     """A real one, whose copies from devices go through `devices`."""
     ckpt = Checkpointer(str(folder), writer="thread", **options)
     ckpt.engine._pipeline._copier = Copier(1, DeviceCopies(devices))
-    ckpt.engine._pipeline.slots = Slots(2, devices)
+    ckpt.engine._pipeline.slots = ckpt.engine._pipeline._in_flight._slots = Slots(2, devices)
     return ckpt
 
 

@@ -222,7 +222,8 @@ class Starter:
                 self._recorder.prime()
             if saved is not None:
                 native.restore(loader, saved)
-        if (state["ended"] or state["exhausted"]) and saved is not None and saved["of"] == "dataset":
+        over = state["ended"] or (state["exhausted"] and not epoch.refetch)
+        if over and saved is not None and saved["of"] == "dataset":
             iterator = iter(())  # the dataset's state cannot say that its last batch has been made
         epoch.watch_end(iterator)
         self._settle(epoch, state, same)

@@ -26,7 +26,7 @@ from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY, RESUME
-from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink, said_if_slow
+from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink, Notice, said_if_slow
 from ckpt_engine.observe.units import duration, place
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
@@ -41,8 +41,8 @@ _TRAINED_SECONDS = 3600.0
 """So long others wait at the end for rank 0, which may evaluate first, or be behind where they average now and then."""
 _OVER = "over"
 _LEFT = "left"
-_HEARD_SECONDS = 2.0
-"""So long rank 0 stays for those that may not know yet that it is over."""
+_HEARD_SECONDS = 5.0
+"""So long rank 0 stays for the others, which may be a little later, or may not know yet that it is over."""
 _STUCK = "stuck"
 _STUCK_SECONDS = 15.0
 """How much later than others a rank may find that no batch comes: torch looks for dead workers every 5 seconds."""
@@ -255,16 +255,16 @@ class Together:
                 self._miss(one, "its training was over")
 
     def leave(self, seconds: float) -> None:
-        """This rank has nothing more to do, and its process may end: rank 0 says so, others wait for that.
+        """This rank has nothing more to do, and its process may end: rank 0 says so, others may wait for that.
 
-        Rank 0, whose process may keep the store, stays for a moment until they have heard: torch complains at length of
-        a store that is gone.
+        Rank 0, whose process may keep the store, stays for a moment until all others need it no more: what they ask it
+        for would fail, and torch complains at length of a store that is gone.
 
         Who has started the processes takes the first one that ends before its time for a failure, and kills the others:
         that must not be in the middle of what rank 0 does for all.
 
         Args:
-            seconds: that others wait at most.
+            seconds: that others wait for rank 0 at most, and rank 0 for them.
 
         Raises:
             KeyboardInterrupt: Ctrl-C came meanwhile.
@@ -274,11 +274,14 @@ class Together:
             if self._leads:
                 store.set(_OVER, "")
                 deadline = time.monotonic() + min(seconds, _HEARD_SECONDS)
-                for rank in range(1, self._ranks.size):
-                    hear(store, f"{_LEFT}/{rank}", max(0.0, deadline - time.monotonic()))
-            elif seconds > 0.0:
+                waits = f"rank 0 waits for the other ranks to end, up to {duration(_HEARD_SECONDS)}"
+                with said_if_slow(waits):
+                    for rank in range(1, self._ranks.size):
+                        hear(store, f"{_LEFT}/{rank}", max(0.0, deadline - time.monotonic()))
+                return
+            if seconds > 0.0:
                 hear(store, _OVER, seconds)
-                store.set(f"{_LEFT}/{self._ranks.rank}", "")
+            store.set(f"{_LEFT}/{self._ranks.rank}", "")
 
     def _publish(self, step: int, reason: str | None, *end: dict[str, Any] | None) -> None:
         self._made += 1
@@ -569,8 +572,13 @@ class SharedCadence(Cadence):
 
     def ended(self, step: int) -> str | None:
         self._settle_memory()
-        self.together.trained()
-        return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+        try:
+            self.together.trained()
+            return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+        except RanksError as err:
+            text = f"training is over, and rank 0 is gone: there is no snapshot of the end ({err.message})"
+            self._engine.events.emit(Notice("WARNING", text))
+            return None
 
     def _memory_is_due(self, step: int) -> bool:
         return self._engine.memory and super().memory_due(step)

@@ -111,6 +111,18 @@ def test_batches_in_advance_are_fetched_again_from_every_boundary(kind: Kind, lo
         assert resumed.end == reference.end, number
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CHOSEN if "worker" not in str(kind.id)])
+def test_batches_that_are_held_when_a_loader_has_no_more_come_again(kind: Any) -> None:
+    """A consumer that keeps two learns of the end while it still has two: these are of the epoch that goes on."""
+    reference = train_ahead(kind.make, lookahead=2)
+    held = [b for b in reference.boundaries if b.epoch == 0 and b.data.get("exhausted") and b.data["held"]]
+    assert held
+    for number, boundary in enumerate(held):
+        resumed = train_ahead(kind.make, lookahead=2, seed=50 + number, resume=boundary)
+        assert resumed.batches == reference.after(boundary.seen)
+        assert resumed.end == reference.end
+
+
 def test_fetching_a_held_batch_again_leaves_the_streams_alone() -> None:
     """Its draws are in the past: a caller that restores the streams itself may do so before or after."""
     kind = next(k for k in KINDS if str(k) == "shuffled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.config import load_config
-from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop import rank_decisions
@@ -259,3 +260,31 @@ def test_rank_0_stays_until_others_know_that_it_leaves(monkeypatch: pytest.Monke
 
     on_all(leave, 2)
     assert known == [True]
+
+
+def test_at_the_end_rank_0_stays_for_one_that_ends_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has still to hear what rank 0 has said about the end, from a store that may end with rank 0."""
+    monkeypatch.setattr(rank_decisions, "_HEARD_SECONDS", PATIENCE_SECONDS)
+    first, second = ranks(100)
+    leaving = threading.Thread(target=first.together.leave, args=(math.inf,))
+    leaving.start()
+    assert second.store.wait("over", PATIENCE_SECONDS) == ""
+    assert leaving.is_alive()
+    second.together.leave(0.0)  # it waits for nothing
+    leaving.join(PATIENCE_SECONDS)
+    assert not leaving.is_alive()
+
+
+def test_training_that_is_over_does_not_fail_where_rank_0_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    """Where ranks average now and then one may end much later than rank 0, whose process kept the store."""
+
+    class Gone(SharedStore):
+        def get(self, key: str) -> str | None:
+            raise RanksError("the store of the process group does not answer: Connection reset by peer")
+
+    engine: Any = SimpleNamespace(
+        ranks=ThreadRanks(1, 2, Gone()), memory=False, times=RunTimes(SystemClock()), divided=False, events=LogSink()
+    )
+    cadence = SharedCadence(FrequencySettings(overhead=None, every_n_steps=1), SystemClock(), LogSink(), engine)
+    assert cadence.ended(7) is None
+    assert "rank 0 is gone: there is no snapshot of the end" in caplog.text

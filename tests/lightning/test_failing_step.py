@@ -113,6 +113,7 @@ def broken_loader(workers: int = 0) -> Callable[[], Any]:
 def fails(case: Case, root: Path, where: str, callbacks: Callable[[], list[Callback]] = list, **options: Any) -> None:
     """A run that takes one snapshot, of step 4, and then fails."""
     BOMB.where = where
+    EPOCH.zero_()  # workers fetch batches of the first epoch before a hook says that it begins
     ckpt = AdaptiveCheckpoint(str(root), writer="thread", **{"every_n_steps": 4, "at_end": False, **options})
     with pytest.raises((Failure, RuntimeError), match=where):
         fit(case, [Ends(), *callbacks(), ckpt, EverySnapshotIsDurable(ckpt)], max_epochs=2)

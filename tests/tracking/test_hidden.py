@@ -75,8 +75,12 @@ class Killed(Exception):
 
 
 def for_a_death_at(step: int | None) -> dict[str, Any]:
-    """Options: a snapshot right before the death, which is all that the next process needs."""
-    return {"every_n_steps": step or 10**9, "writer": "thread"}
+    """Options: a snapshot right before the death, which is all that the next process needs.
+
+    None is taken between two epochs.
+    """
+    every = 10**9 if step is None else step if step % BATCHES else step - 1
+    return {"every_n_steps": every, "writer": "thread"}
 
 
 def train(folder: Path, seed: int, die_at: int | None, **options: Any) -> list[str]:

@@ -25,6 +25,7 @@ from accelerate_ckpt.transformers_state import (
     NOTE,
     PACE,
     SHIFT,
+    WHOLE,
     TrainerSurroundings,
     as_file,
     counts,
@@ -374,8 +375,9 @@ class TransformersCallback(TrainerCallback):
         epoch, batches = at
         on_change = OnChange(self.config.data)
         length, pace = length_of(loader) or 0, state.get(PACE) or {}
-        if batches < length and pace_of(self._trainer).items() <= pace.items():
-            self._internals.count_from(max(epoch, int(state["epoch"] or 0)), batches)
+        trained = length - (int(pace[WHOLE]) - batches) if WHOLE in pace else batches
+        if trained < length and pace_of(self._trainer).items() <= pace.items():
+            self._internals.count_from(max(epoch, int(state["epoch"] or 0)), trained)
         self._step = steps_before(state, batches, self._trainer, length, steps, on_change) if length else self._step
         (self._folder / _FILE).write_text(as_file({**state, "global_step": self._step}), encoding="utf-8")
         self._shift = int(pace.get(SHIFT, 0)) + self._step - self._saved_step

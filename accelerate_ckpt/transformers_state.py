@@ -29,6 +29,8 @@ PACE = "pace"
 """Its entry that says how many samples there are, and in a step."""
 SHIFT = "shift"
 """In that entry: by how many steps the trainer counts more than were trained, as another loader had others."""
+WHOLE = "whole"
+"""In that entry, where another number of ranks has begun the epoch: how many batches this one takes it to have."""
 _MOST_DEPTH = 32
 _LONG = "log_history"
 _RANKS = "ranks"
@@ -130,7 +132,9 @@ class TrainerSurroundings(Surroundings):
             # The history grows with the run, and it is not needed before the snapshot is loaded; nor a best metric that
             # is NaN, which is no JSON: `restore` has it from `dump`.
             row = _json_of({**values, _LONG: []}, endless=False)
-            return {NOTE: {**row, PACE: {**pace_of(self._trainer), SHIFT: self._shift}}, **self._curves()}
+            pace = {**pace_of(self._trainer), SHIFT: self._shift}
+            dealt = attach(source_of(self._trainer.callback_handler.train_dataloader).base).dealt
+            return {NOTE: {**row, PACE: pace | ({WHOLE: dealt[1]} if dealt is not None else {})}, **self._curves()}
 
         return Counters(dump, notes)
 

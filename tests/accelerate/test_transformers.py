@@ -190,6 +190,21 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_the_users_choice(tmp_pa
     assert trained(left) == 1 + 3  # 6 of 22 samples are left
 
 
+def test_an_epoch_that_goes_on_with_another_batch_size_resumes_once_more(tmp_path: Path) -> None:
+    """transformers counts the batches of a whole epoch of this size, and fewer of them were trained."""
+    train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    snapshot = next(one for one in saved(tmp_path / "run") if (one.epoch, one.batch) == (1, 4))
+    smaller, root = {"per_device_train_batch_size": 2}, only(tmp_path / "run", snapshot, tmp_path / "1")
+    left = train_hf(smaller, {**every_boundary(root), "data": "continue"}, tmp_path / "out", seed=11)
+    within = [one for one in saved(root) if snapshot.step < one.step and one.epoch == 1 and one.reason != "end"]
+    assert len(within) >= 2
+    for number, one in enumerate(within[:2]):
+        again = train_hf(smaller, resume_only(only(root, one, tmp_path / f"2{number}")), tmp_path / "out", seed=12)
+        assert trained(again) == trained(left) - number - 1
+        assert again.trace == left.trace[len(left.trace) - len(again.trace) :]
+        assert again.digest["weights"] == left.digest["weights"]
+
+
 @pytest.mark.parametrize(("batch", "place", "left"), [(8, (1, 4), 5), (2, (2, 1), 2)])
 def test_max_steps_is_the_number_of_steps_of_the_whole_run(
     batch: int, place: tuple[int, int], left: int, tmp_path: Path

@@ -111,7 +111,7 @@ class Rehearsal:
 
             def save(self, state: Any, *, step: int, **more: Any) -> Any:
                 self.wait(WAIT_SECONDS)
-                rehearsal.saving(step)
+                rehearsal.saving(step, state)
                 handle = super().save(state, step=step, **more)
                 rehearsal.saved(self, handle, step)
                 return handle
@@ -147,12 +147,12 @@ class Rehearsal:
         """The run resumes."""
         self._note("loaded", snapshot=snapshot)
 
-    def saving(self, step: int) -> None:
+    def saving(self, step: int, state: Any) -> None:
         """Everything up to the last snapshot is durable; here a killed run dies."""
         if self._spec.kill_at is not None and step > self._spec.kill_at:
             self._note("killed", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
-        self._note("saving", step=step, batches=self._batches, attributes=self._attributes.changed())
+        self._note("saving", step=step, batches=self._batches, attributes=self._attributes.changed(state))
         self._batches = []
 
     def saved(self, engine: Any, handle: Any, step: int) -> None:
@@ -182,19 +182,44 @@ class Attributes:
         self._roots.append(roots)
         self._skipped.update(skipped)
 
-    def changed(self) -> dict[str, tuple[str, str]]:
-        """Class and digest of those that are not what they were at the last call."""
+    def changed(self, state: Any) -> dict[str, tuple[str, str]]:
+        """Class and digest of those that are not what they were at the last call.
+
+        Args:
+            state: of the snapshot, which has the weights of its models.
+        """
         from ckpt_engine.audit.audit import all_attributes
         from ckpt_engine.audit.carried import live_variables  # torch
 
         objects = {path: one for roots in self._roots for path, one in roots().items()}
-        variables = {
-            f"{function}()": _Variables(values) for function, values in live_variables(sys._getframe(1)).items()
-        }
-        now = all_attributes({**objects, **variables}, self._skipped)
+        saved = _memory_of(state)
+        for function, values in live_variables(sys._getframe(1)).items():
+            models = {name: one for name, one in values.items() if _is_saved(one, saved)}
+            objects |= {f"{function}().{name}": one for name, one in models.items()}
+            objects[f"{function}()"] = _Variables({name: one for name, one in values.items() if name not in models})
+        now = all_attributes(objects, self._skipped)
         changed = {path: value for path, value in now.items() if self._before.get(path) != value}
         self._before = now
         return changed
+
+
+def _memory_of(state: Any) -> set[int]:
+    """Where the tensors of a state are."""
+    import torch
+
+    from ckpt_engine.audit.values import address
+
+    if isinstance(state, torch.Tensor):
+        return {address(state)}
+    items = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return {one for item in items for one in _memory_of(item)}
+
+
+def _is_saved(value: Any, saved: set[int]) -> bool:
+    """Whether it is a model whose weights are in that memory."""
+    import torch
+
+    return isinstance(value, torch.nn.Module) and _memory_of(list(value.parameters())) <= saved
 
 
 class _Variables:

@@ -149,7 +149,7 @@ def test_a_tracked_loop_is_rehearsed_as_it_is_made(tmp_path: Path, monkeypatch: 
     net.calls = 0  # type: ignore[assignment]
     with Checkpointer(tmp_path / "run", writer="thread") as ckpt:
         ckpt.track(model=net, optimizer=torch.optim.SGD(net.parameters()))
-        assert "model.calls" in rehearsal._attributes.changed()
+        assert "model.calls" in rehearsal._attributes.changed({})
 
 
 @pytest.mark.slow

@@ -278,6 +278,9 @@ class ClosedError(CkptError):
 class WriterError(CkptError):
     """The writer process died or cannot start, or a run cannot be asked.
 
+    The next writer takes what the one before it left, so a snapshot fails with this only where that one dies with it as
+    well or does not start, or where several ranks take it.
+
     The message, or the lines before it, have the cause: no memory left (look for an OOM kill in `dmesg`), no right to
     start a process, or a program that replaced Python's own. Snapshots that were durable stay so. `writer: thread`
     works without a process, and does not outlive the trainer.

@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ckpt_engine.restore.load import load
@@ -20,6 +21,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from tests.incremental.evolving import codecs_of
 from tests.incremental.training import STEPS, WIDTH, Training, digest_of
 from tests.support import interpreters
+from tests.support.writers import writers_of
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 120.0
@@ -52,23 +54,14 @@ class Seen:
             assert not listing.damaged
             for info in listing.snapshots:
                 found = load([place], step=info.step)
-                assert found is not None and found.info.id == info.id
+                # A writer that dies before it says that a snapshot is durable leaves it to the next one once more.
+                assert found is not None and found.info.step == info.step
                 assert digest_of(found.state) == truth()[info.step], f"{info.id} at {name}"
                 self.codecs |= codecs_of(place.read(info.id))
                 self.snapshots += 1
                 newest = max(newest, info.step)
         assert newest >= durable, "acknowledged and lost"
         self.newest = newest
-
-
-def children(pid: int) -> list[int]:
-    """The writer of a trainer."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(entry.name))
-    return found
 
 
 def storm(root: Path, kills: int, seed: int, codec: str) -> Seen:
@@ -91,8 +84,10 @@ def storm(root: Path, kills: int, seed: int, codec: str) -> Seen:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         trainer.wait(chance.uniform(0.0, 0.06))
                     os.kill(trainer.pid, signal.SIGSTOP)
-                    for pid in children(trainer.pid):
-                        os.kill(pid, signal.SIGKILL)
+                    killed = writers_of(trainer.pid)
+                    for writer in killed:
+                        writer.kill()
+                    assert not psutil.wait_procs(killed, WAIT_SECONDS)[1]
                     seen.check(root, durable)
                     done += 1
                     if chance.random() < 0.2 or seen.newest > STEPS - 20:
@@ -104,10 +99,13 @@ def storm(root: Path, kills: int, seed: int, codec: str) -> Seen:
     return seen
 
 
-def require(root: Path, seen: Seen, kills: int) -> None:
-    """The storm met what it was made for, and what it has left behind can be gone on from."""
+def require(root: Path, seen: Seen, kills: int, codec: str) -> None:
+    """The storm met what it was made for, and what it has left behind can be gone on from.
+
+    Copies of raw snapshots begin a new chain with each writer, which lives for too few of them to predict a step.
+    """
     assert seen.snapshots > 2 * kills
-    assert {"adam", "byteplane-zstd"} <= seen.codecs
+    assert {"byteplane-zstd"} | (set() if codec == "raw" else {"adam"}) <= seen.codecs
     for name in ("near", "far"):
         place = Repository(LocalStorage(root / name))
         assert all(names.data_owner(item.name) for item in place.storage.list(names.DATA))
@@ -116,7 +114,7 @@ def require(root: Path, seen: Seen, kills: int) -> None:
 @pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     """A writer that encodes for both tiers is killed a few times."""
-    require(tmp_path, storm(tmp_path, 5, 1, "delta"), 1)
+    require(tmp_path, storm(tmp_path, 5, 1, "delta"), 1, "delta")
 
 
 @pytest.mark.slow
@@ -125,7 +123,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [2, 3])
 def test_many_kills(codec: str, seed: int, tmp_path: Path) -> None:
     """A long storm, for each way in which the nearest tier may store what the further one gets."""
-    require(tmp_path, storm(tmp_path, 25, seed, codec), 25)
+    require(tmp_path, storm(tmp_path, 25, seed, codec), 25, codec)
 
 
 @pytest.mark.slow
@@ -147,11 +145,12 @@ def test_a_trainer_that_dies_is_resumed_from_memory_and_the_disk_has_it_encoded(
                     said = trainer.stdout.readline().split()
                     if said[0] == "durable":
                         durable, wanted = int(said[1]), wanted - 1
-                writers = children(trainer.pid)
+                writers = writers_of(trainer.pid)
             finally:
                 trainer.kill()
                 trainer.wait(WAIT_SECONDS)
-    for pid in writers:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for writer in writers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            writer.kill()
+    assert not psutil.wait_procs(writers, WAIT_SECONDS)[1]
     Seen().check(tmp_path, durable)

@@ -376,7 +376,7 @@ class TransformersCallback(TrainerCallback):
         on_change = OnChange(self.config.data)
         length, pace = length_of(loader) or 0, state.get(PACE) or {}
         trained = length - (int(pace[WHOLE]) - batches) if WHOLE in pace else batches
-        if trained < length and pace_of(self._trainer).items() <= pace.items():
+        if 0 <= trained < length and pace_of(self._trainer).items() <= pace.items():
             self._internals.count_from(max(epoch, int(state["epoch"] or 0)), trained)
         self._step = steps_before(state, batches, self._trainer, length, steps, on_change) if length else self._step
         (self._folder / _FILE).write_text(as_file({**state, "global_step": self._step}), encoding="utf-8")

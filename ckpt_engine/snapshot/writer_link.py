@@ -326,7 +326,8 @@ class InFlight:
 
     def go_on(self, writer: Handover | None) -> None:
         """What is not sent goes to the next writer where its own one died, or fails. `writer`: there is."""
-        for number, (one, error, refused) in list(self.unsent.items()):
+        for number in list(self.unsent):  # copiers add to it meanwhile
+            one, error, refused = self.unsent[number]
             died = refused is not None and refused.died
             if died and refused is writer:
                 continue  # it died after the last look at its messages

@@ -43,12 +43,12 @@ def test_a_killed_run_on_a_server_goes_on_exactly(server: S3Server, bucket: str,
 
 def test_a_run_whose_disk_is_gone_goes_on_from_the_server(server: S3Server, bucket: str, tmp_path: Path) -> None:
     """A disk and a server: the machine vanishes with its disk, and another one goes on with what the server has."""
-    far = {"url": f"s3://{bucket}/run", "storage_options": server.options(), "keep": {"last": 2}}
+    far: dict[str, Any] = {"url": f"s3://{bucket}/run", "storage_options": server.options(), "keep": {"last": 2}}
     near = tmp_path / "near"
     config = _config(tmp_path / "ckpt.yaml", [str(near), far], on_error="raise")
 
     def copied() -> list[int]:
-        return _steps(far["url"], far["storage_options"])  # type: ignore[arg-type]
+        return _steps(far["url"], far["storage_options"])
 
     lives = [
         Life(config, 20, with_writer=True, ready=copied),

@@ -59,8 +59,7 @@ def test_a_snapshot_that_two_writers_are_lost_with_fails() -> None:
         assert not handle.done()
         arena.writer.die()
         arena.pipeline.poll()
-        if arena.writer.died:
-            arena.arrive()
+        arena.arrive()
     assert isinstance(handle.error, WriterError)
     told = [type(one) for one in arena.events if isinstance(one, WriterLost | Notice | SnapshotFailed)]
     assert told == [WriterLost, Notice, WriterLost, SnapshotFailed]

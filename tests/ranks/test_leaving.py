@@ -51,13 +51,25 @@ def store() -> Iterator[Looked]:
     signal.signal(signal.SIGINT, before)
 
 
-def halted(store: Looked, *, pressed_again: bool = False) -> Halt:
-    """Rank 1 of two, which Ctrl-C has stopped."""
+class OtherLeavesLater(Looked):
+    """Rank 1 has left when rank 0 looks for that a third time."""
+
+    looks = 0
+
+    def get(self, key: str) -> str | None:
+        self.looks += 1
+        if self.looks == 3:
+            self.set("left/1", "")
+        return super().get(key)
+
+
+def halted(store: Looked, rank: int = 1, *, pressed_again: bool = False) -> Halt:
+    """One rank of two, which Ctrl-C has stopped."""
     now = time.monotonic()
     stop = Stop(StopNotice("Ctrl-C", now, PATIENCE_SECONDS, 130, interrupts=True), now + PATIENCE_SECONDS)
     watch: Any = SimpleNamespace(stop=stop, interrupted=pressed_again)
     times = RunTimes(SystemClock())
-    ranks = ThreadRanks(1, 2, store)  # type: ignore[arg-type]
+    ranks = ThreadRanks(rank, 2, store)  # type: ignore[arg-type]
     engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False)
     cadence = SharedCadence(FrequencySettings(overhead=None, every_n_steps=1), SystemClock(), LogSink(), engine)
     halt = Halt(watch, engine, SystemExit, logging.getLogger("test"), cadence)
@@ -127,3 +139,14 @@ def test_a_rank_that_has_failed_says_once_what_is_late(store: Looked) -> None:
     halt.fail()
     assert halt.stops
     assert not halt.tells
+
+
+def test_in_a_run_that_ends_by_itself_rank_0_stays_for_the_others() -> None:
+    """Its process keeps the store, and they have still to read there what was said about the end."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)  # it ends with this object
+    store = OtherLeavesLater(server)
+    halt = halted(store, 0)
+    halt._watch.stop, halt.done, halt.complete = None, False, True  # type: ignore[misc]
+    halt.leave()
+    assert store.get("left/1") is not None
+    assert store.looks == 4

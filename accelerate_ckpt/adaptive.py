@@ -25,7 +25,6 @@ from ckpt_engine.data import native
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.loop.components import (
-    OWN_KEY,
     Counters,
     NamedParts,
     Shapes,
@@ -330,7 +329,7 @@ def ranks_of(accelerator: Accelerator) -> Ranks | None:
             hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
         )
 
-    return ProcessGroupRanks(own={OWN_KEY})
+    return ProcessGroupRanks()
 
 
 _ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"

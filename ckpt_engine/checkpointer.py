@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ckpt_engine.config import Config, Options
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
-from ckpt_engine.loop.components import OWN_KEY, NamedParts, Surroundings
+from ckpt_engine.loop.components import NamedParts, Surroundings
 from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.observe.events import LOGGER_NAME
@@ -283,13 +283,8 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
         if processes > 1 and engine.ranks is None:
             raise ConfigError(
                 f"this is one of {processes} processes, and this Checkpointer does not know of the others",
-                hint="pass ranks=ProcessGroupRanks(own={'ckpt_engine'}), see docs/many-ranks.md",
+                hint="pass ranks=ProcessGroupRanks(), see docs/many-ranks.md",
             )
-    if engine.ranks is not None and OWN_KEY not in engine.ranks.own:
-        raise ConfigError(
-            f"each rank has a place in the data, and own={sorted(engine.ranks.own)} would give all that of rank 0",
-            hint=f"add {OWN_KEY!r} to `own` of the ranks, see docs/many-ranks.md",
-        )
     for name in objects:
         arguments.text(f"the name {name!a} of a component", name)
     sources = {name: source for name, value in objects.items() if (source := source_of(value)) is not None}

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import (
 
 from ckpt_engine.data.rng import Teams
 from ckpt_engine.errors import ConfigError, ResumeError
-from ckpt_engine.loop.components import OWN_KEY, Shapes, put_back, state_of, weight_shapes
+from ckpt_engine.loop.components import Shapes, put_back, state_of, weight_shapes
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
@@ -183,7 +183,7 @@ def ranks_of(trainer: pl.Trainer) -> Ranks | None:
             f"{type(strategy).__name__}",
             hint=_HINTS.get(type(strategy).__name__, "use strategy='ddp', 'ddp_spawn' or 'ddp_fork'"),
         )
-    return ProcessGroupRanks(own={OWN_KEY})
+    return ProcessGroupRanks()
 
 
 def replicas_of(trainer: pl.Trainer) -> int:

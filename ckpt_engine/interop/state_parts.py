@@ -30,7 +30,7 @@ from ckpt_engine.restore.read import read_entries, require_room
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.container import DTYPES
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import OWN_KEY, Manifest
 from ckpt_engine.store.tree import entries_in
 
 AVERAGED = "current_model_state"
@@ -193,9 +193,6 @@ def _callbacks(saved: Any) -> dict[str, Any]:
         found.setdefault(name, []).append(json.loads(text))
     return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
 
-
-OWN_KEY = "ckpt_engine"
-"""Top-level key of what only our adapters put back: data position, random streams, running means."""
 
 SMALL_BYTES = 16 << 20
 """Entries up to this size are read for `outline` too: what decides what a state is sits in small ones."""

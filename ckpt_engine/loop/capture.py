@@ -29,7 +29,7 @@ from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import CorruptError, NewerFormatError, ResumeError
-from ckpt_engine.loop.components import OWN_KEY, Components, GradientsBeside, made_by_script, managed, state_of
+from ckpt_engine.loop.components import Components, GradientsBeside, made_by_script, managed, state_of
 from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_flat
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
@@ -41,7 +41,7 @@ from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import OWN_KEY, Manifest
 from ckpt_engine.store.tree import KeySkeleton as Filler
 from ckpt_engine.store.tree import check
 

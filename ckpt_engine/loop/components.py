@@ -27,9 +27,8 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.choose import tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.sharding import FlatPart, divided_like, here
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
-OWN_KEY = "ckpt_engine"
 _EXTRA_STATE = "_extra_state"
 _SHOWN = 8
 Shapes = dict[str, tuple[int, ...]]

@@ -33,7 +33,6 @@ from ckpt_engine.loop.capture import (
     require_whole_gradients,
 )
 from ckpt_engine.loop.components import (
-    OWN_KEY,
     LoopComponents,
     Surroundings,
     put_back_waiting,
@@ -56,7 +55,7 @@ from ckpt_engine.observe.resume_report import (
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore.choose import as_rank, require_match
 from ckpt_engine.restore.load import Loaded
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 IMPORTED = "imported"
 """The note of a snapshot that was made of a checkpoint of another program."""

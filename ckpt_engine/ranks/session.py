@@ -20,7 +20,7 @@ from ckpt_engine.copy.job import ErrorRecord, RankConfig
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.ranks.world import PAIR, Ranks, hear, neighbours, say, towards_others
 from ckpt_engine.store import names
-from ckpt_engine.store.manifest import RANKS
+from ckpt_engine.store.manifest import OWN_KEY, RANKS
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Folder
@@ -342,7 +342,7 @@ class Session:
             raise ConfigError(
                 f"a state of several ranks cannot have a component {RANKS!r}", hint="give it another name"
             )
-        own = {key: value for key, value in components.items() if key in self.ranks.own}
+        own = {key: value for key, value in components.items() if key == OWN_KEY or key in self.ranks.own}
         shared = {key: value for key, value in components.items() if key not in own}
         return {**shared, RANKS: {str(self.ranks.rank): own}}
 

@@ -23,6 +23,8 @@ from ckpt_engine.errors import PartialError
 FORMAT = "ckpt-engine"
 RANKS = "ranks"
 """The key of a tree under which each of several ranks has what is its own, by its number as text."""
+OWN_KEY = "ckpt_engine"
+"""The top-level key of what runs add to the state, each rank its own: place in the data, random streams, means."""
 VERSION = 1
 """Of the run's record and of the catalog, and of manifests that use nothing else."""
 STORED_VERSION = 2

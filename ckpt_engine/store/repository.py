@@ -320,6 +320,7 @@ class Repository:
         """
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = self.data(in_flight) if data is None else data
+        self._forgotten &= {owner.id for _, owner in found}
         listed = self._manifests() if data is None else [one for one in self._last_look if one[0].id in self._alive]
         own = {name for snapshot in self._alive for name in self._files.get(snapshot, ())}
         loose = [(item, owner) for item, owner in found if item.name not in own]
@@ -413,6 +414,9 @@ class Repository:
         listed = self.storage.list(names.MANIFESTS)
         found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
         self._alive = {parsed.id for parsed in found}
+        for known in (self._infos, self._files):
+            for gone in known.keys() - self._alive:
+                del known[gone]
         self._last_look = [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]
         return self._last_look
 

@@ -133,7 +133,7 @@ class SecondaryTier:
         self._unpruned = self._said = self._swept = False
         self.sent_bytes = 0
         self._done: set[str] = set()
-        """What was sent, or did not fit: it is not sent again when a limit removes it."""
+        """What was sent, or did not fit, and a nearer tier still has: it is not sent again when a limit removes it."""
         self._guard = threading.Lock()
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
@@ -289,6 +289,8 @@ class SecondaryTier:
                     found.setdefault(info.id, CopySource(info, repository))
         if not readable and error is not None:
             raise CopySourceError(error)
+        if error is None:
+            self._done.intersection_update(found)
         return found
 
     def _open(self) -> Repository:

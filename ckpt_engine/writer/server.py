@@ -38,6 +38,8 @@ _NICE = 10
 _LOOK_SECONDS = 1.0
 _NAME_SECONDS = 5.0
 _END_SECONDS = 10.0
+_CLOSED_SECONDS = 20.0
+"""How long a trainer that has closed may take to end: other ranks may hear only then that it has failed."""
 _CATCH_UP_SECONDS = 10.0
 """Less than what a tier may take without a sign of progress: it is waited for in the tier's lane."""
 
@@ -257,10 +259,8 @@ class Serving:
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
-        if self._closing:
-            queue.leave_alone()
-        elif self._left:
-            pass  # done when the trainer said so
+        if self._closing or self._left:
+            pass  # is left alone below; done when the trainer said so
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
             queue.abandon(GONE)
         else:
@@ -271,10 +271,13 @@ class Serving:
             self._listen()  # who had the name may be gone by now
         self._poke()
         self._heed_termination(queue)
-        deadline = time.monotonic() + self._drain_seconds
+        began = time.monotonic()
+        deadline = began + self._drain_seconds
         while not queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return EXIT_DEADLINE
+            if self._closing and (self._peer.ended() or time.monotonic() >= began + _CLOSED_SECONDS):
+                queue.leave_alone()
             if self._lingering(queue) == 0.0:
                 queue.held.let_go()
         if not self._closing:

@@ -83,7 +83,7 @@ class Plain:
         return model, optimizer, loader_of(self.cell, **sampler), schedule, evaluation
 
     def track(self, options: dict[str, Any], objects: dict[str, Any], kept: dict[str, Any]) -> Any:
-        ranks = ProcessGroupRanks(own={"ckpt_engine"}) if dist.is_initialized() else None
+        ranks = ProcessGroupRanks() if dist.is_initialized() else None
         self.ckpt = Checkpointer(options, ranks=ranks)
         self.run = self.ckpt.track(**objects, **kept)
         return self.run

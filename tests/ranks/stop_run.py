@@ -208,7 +208,7 @@ def plain(job: dict[str, Any]) -> None:
     net = nn.parallel.DistributedDataParallel(model) if not job.get("wraps late") else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(job["seed"] + 10 * rank)
-    with Checkpointer(_options(job), ranks=ProcessGroupRanks(own={"ckpt_engine"})) as ckpt:
+    with Checkpointer(_options(job), ranks=ProcessGroupRanks()) as ckpt:
         run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
         if job.get("wraps late"):
             model.register_buffer("table", torch.zeros(3), persistent=False)  # for longer samples
@@ -257,6 +257,8 @@ def main(job: dict[str, Any]) -> None:
     except BaseException as err:
         with open(f"{job['trace']}.{_rank()}", "a") as file:  # noqa: PTH123
             file.write(f"exit {err.code if isinstance(err, SystemExit) else type(err).__name__}\n")
+        if _rank() == 0:
+            time.sleep(job.get("ends_late", 0.0))
         raise
 
 

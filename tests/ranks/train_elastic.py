@@ -256,7 +256,7 @@ def _plain(job: dict[str, Any]) -> None:
             return digest_of_flat(model, optimizer)
         return digest(model.state_dict(), optimizer.state_dict())
 
-    ranks = ProcessGroupRanks(own={"ckpt_engine"}) if size > 1 else None
+    ranks = ProcessGroupRanks() if size > 1 else None
     trace = Trace(job, rank)
     with Checkpointer(_options(job), ranks=ranks) as ckpt:
         run = ckpt.track(model=model, optimizer=optimizer, loader=loader)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
-from ckpt_engine.errors import ConfigError, ResumeError
+from ckpt_engine.errors import ResumeError
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 
 SAMPLES = 48
@@ -33,7 +33,7 @@ class Rank:
         data = TensorDataset(torch.arange(float(SAMPLES)).reshape(-1, 1))
         sampler: DistributedSampler[Any] = DistributedSampler(data, size, rank)
         loader = DataLoader(data, 2, sampler=sampler)
-        ranks = ThreadRanks(rank, size, store, own={"ckpt_engine"}) if size > 1 else None
+        ranks = ThreadRanks(rank, size, store) if size > 1 else None
         self.ckpt = Checkpointer(root, ranks=ranks, writer="thread", every_n_steps=2, keep={"last": 50}, **options)
         try:
             self.run = self.ckpt.track(model=self.model, optimizer=optimizer, loader=loader)
@@ -198,13 +198,3 @@ def test_another_number_is_refused_where_the_user_wants_that(two: Path) -> None:
         with pytest.raises(ResumeError, match=f"2 ranks took snapshot .*, and this run has {size}"):
             Life(root, size, rng="strict")
     assert len(draws(root, 2, rng="strict")) == 2
-
-
-def test_ranks_that_would_share_their_place_in_the_data_are_refused(tmp_path: Path) -> None:
-    """Not at the resume, when the place of all ranks but one is lost."""
-    ckpt = Checkpointer(tmp_path, ranks=ThreadRanks(0, 2, SharedStore(), own={"rng"}), writer="thread")
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ConfigError, match=r"own=\['rng'\] would give all that of rank 0.*add 'ckpt_engine'"):
-        ckpt.track(model=model, optimizer=optimizer, loader=DataLoader(TensorDataset(torch.zeros(4, 1))))
-    ckpt.close()

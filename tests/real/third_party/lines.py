@@ -102,7 +102,7 @@ MINGPT: Changes = (
         """        self.model = DDP(self.model)
         from ckpt_engine import Checkpointer
         from ckpt_engine.ranks.process_group import ProcessGroupRanks
-        ranks = ProcessGroupRanks(own={"ckpt_engine"})
+        ranks = ProcessGroupRanks()
         self.ckpt = Checkpointer(ROOT, ranks=ranks, every_n_steps=1, keep={"last": 1000})
         self.run = self.ckpt.track(model=self.model, optimizer=self.optimizer, loader=self.train_loader)""",
     ),

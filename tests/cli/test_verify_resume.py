@@ -211,7 +211,6 @@ def test_augmentation_from_a_generator_of_the_workers_goes_on(verify: Callable[.
     ("script", "mistake", "lines"),
     [
         ("lightning_loop.py", "iterator", ["the resume report says: hidden state model.factors", "state_dict()"]),
-        ("tracked_loop.py", "dice", ["not put back: main().dice", "random.Random", "carry = Carry(dice=dice)"]),
         ("tracked_loop.py", "best", ["the resume report says: local variables: best is carried", "Carry(best=…)"]),
         ("tracked_loop.py", "hidden off", ["not put back: model.calls", "int", "state_dict()"]),
     ],

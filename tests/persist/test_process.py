@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.job import JobDone, WriterConfig
+from ckpt_engine.copy.job import JobDone, RankConfig, WriterConfig
 from ckpt_engine.errors import LeaseHeldError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, WriterLost
 from ckpt_engine.store.lease import acquire
@@ -439,3 +439,13 @@ def _files(pid: int) -> int:
 
 def _anonymous_bytes(pid: int) -> int:
     return int(_status(pid, "RssAnon")) * 1024
+
+
+@pytest.mark.slow
+def test_a_trainer_that_has_closed_and_lives_on_leaves_the_lease_free(processes: Writers, stage: Stage) -> None:
+    """Not as long as parts of other ranks could come, two minutes: its script may train again in the same place."""
+    client = processes.start(ranks=RankConfig(0, 2, "session", 1, 120.0), drain_seconds=600.0)
+    stage.share(client)
+    client.submit(stage.job(1))
+    client.close(0.0, failed=True)
+    acquire(open_storage(processes.root), wait_seconds=60.0).release()

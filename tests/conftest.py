@@ -91,8 +91,9 @@ def _loaders_end_soon() -> None:
     importlib.import_module("torch.utils.data._utils").MP_STATUS_CHECK_INTERVAL = 0.1  # type: ignore[attr-defined]
 
 
-def _freeze() -> None:
-    """What is there stays: neither a garbage collector nor a search for iterators or a fork has to look through it."""
+@pytest.fixture(autouse=True)
+def what_is_there_stays() -> None:
+    """Neither a garbage collector nor a search for iterators or a fork has to look through it."""
     gc.collect()
     gc.freeze()
 
@@ -100,7 +101,6 @@ def _freeze() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def engines_end_with_their_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     """What the tests of a file leave open would go on beside those that follow: writers, threads, loader workers."""
-    _freeze()
     if request.config.option.workers > 1 and request.path.parent.name in FORKING:
         huge_pages.collapse()
     before = _engines()

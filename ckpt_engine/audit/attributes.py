@@ -41,6 +41,7 @@ from ckpt_engine.audit.values import (
     address,
     changes_in_place,
     is_own,
+    text_of,
 )
 from ckpt_engine.data import rng
 from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
@@ -235,7 +236,7 @@ class Walk:
             self._visit_derived(DerivedObject(value, torch.optim.Optimizer), path, depth)
         elif isinstance(value, (dict, *SEQUENCES)):
             for key, item in items_of(value):
-                self.visit(item, f"{path}[{key!r}]", depth - 1)
+                self.visit(item, f"{path}[{text_of(key)}]", depth - 1)
         elif isinstance(value, functools.partial):
             self.visit(value.func, path, depth - 1)
             self.visit([*value.args, *value.keywords.values()], path, depth - 1)
@@ -260,7 +261,7 @@ class Walk:
         self._seen.add(id(value))
         for key, item in items_of(value):
             if is_used(item):  # tables of plain values can have millions of items within
-                self._visit_used(item, f"{path}[{key!r}]", depth - 1)
+                self._visit_used(item, f"{path}[{text_of(key)}]", depth - 1)
         if isinstance(value, types.FunctionType) and is_function_of_user(value):
             self._visit_function(value, path, depth, self._visit_used)
         if is_metric(value):
@@ -423,7 +424,7 @@ def reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[s
     for name, value in waiting:  # it grows meanwhile
         if isinstance(value, dict | list | tuple) and len(value) <= _MOST_PARTS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}[{key!r}]", one) for key, one in items if is_used(one)]
+            waiting += [(f"{name}[{text_of(key)}]", one) for key, one in items if is_used(one)]
         elif id(value) not in seen and (is_used(value) or isinstance(value, DataLoader)):
             seen.add(id(value))
             yield name, value

@@ -35,6 +35,7 @@ from ckpt_engine.audit.values import (
     nbytes_of,
     shapes,
     tensors_in,
+    text_of,
     type_of,
 )
 from ckpt_engine.observe.resume_report import NotRestored, Restored
@@ -545,7 +546,7 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any, kept: str)
 def _shown(value: Any) -> str:
     if value is MISSING:
         return "none"
-    text = repr(value) if isinstance(value, PLAIN) else type_of(value)
+    text = text_of(value) if isinstance(value, PLAIN) else type_of(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 

@@ -74,13 +74,24 @@ def freeze(
     if isinstance(value, GENERATORS):
         return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
     if isinstance(value, (*TEXTUAL, itertools.count)):
-        return ("text", type_of(value), repr(value))
+        return ("text", type_of(value), text_of(value))
     if depth > 0 and isinstance(value, _SETS):
-        rows = sorted(map(repr, value)) if len(value) <= min(MOST_ITEMS, 4 * most) else []
+        rows = sorted(map(text_of, value)) if len(value) <= min(MOST_ITEMS, 4 * most) else []
         return ("set", len(value), *rows)
     if depth > 0 and isinstance(value, (dict, *SEQUENCES)):
         return _freeze_container(value, saved, depth - 1, arrays, most)
     return ("object", type_of(value))
+
+
+def text_of(value: Any) -> str:
+    """Its `repr`, or what is known of a value that has none.
+
+    That of a class of the user may raise, and Python writes no integer of more than 4,300 digits in decimal.
+    """
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - it may be any
+        return hex(value) if type(value) is int else type_of(value)
 
 
 def _freeze_container(
@@ -114,7 +125,7 @@ def _freeze_plain(value: Any) -> Frozen:
     if type(value) in (str, bytes) and len(value) > _WHOLE_BYTES >> 6:
         data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
         return (type(value).__name__, len(value), xxhash.xxh3_128_hexdigest(data))
-    return (type(value).__name__, repr(value))
+    return (type(value).__name__, text_of(value))
 
 
 def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:

@@ -140,6 +140,29 @@ def test_what_moved_is_found_alone_and_put_back(path: str) -> None:
         net = fresh
 
 
+class Mute:
+    """An object that has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_what_has_no_text_stops_no_look() -> None:
+    """An object whose `repr` raises, and an integer of more digits than Python writes: what changes is found."""
+    net = Net()
+    net.mutes, net.by_mute = {Mute(), 1}, {Mute(): Meter()}
+    net.huge, net.by_huge = 10**4400, {10**4400: Meter()}
+    hidden = begun(net)
+    net.count += 1
+    net.huge += 1
+    rows = hidden.state()
+    assert set(rows) == {"net.count", "net.huge"}
+    fresh = begun(Net())
+    fresh.expect(through_a_snapshot(rows))
+    _, (missing,) = fresh.restore("batch")
+    assert "net.huge" in missing.name
+
+
 class Shared(nn.Module):
     """Its attributes begin as the same objects, or as views of one memory; or there is nothing yet."""
 

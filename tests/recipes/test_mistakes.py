@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a web server as a store": (
         lambda place: place.new("https://example.invalid/run").load(),
         "cannot be written",
-        "https://",
+        "https://example.invalid/run",
         "endpoint_url",
     ),
     "a store that is not there": (nowhere, "Could not connect", "s3://bucket/run", "check the endpoint"),

@@ -20,7 +20,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.copy.job import ErrorRecord
-from ckpt_engine.errors import StorageError
+from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.observe.events import Event, LogSink, TierDegraded
 from ckpt_engine.store.storage.object_requests import redacted, secrets_of, shows
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
@@ -160,12 +160,15 @@ def test_no_refused_option_shows_a_secret(bad: dict[str, Any]) -> None:
     check(everything_shown(caught.value))
 
 
-def test_no_url_with_a_password_is_shown() -> None:
+def test_no_url_with_a_password_or_a_signature_is_shown() -> None:
     """It is refused before anything else looks at it."""
-    for url in (f"s3://{KEY}:{SECRET}@bucket/run", f"sftp://me:{SECRET}@host/run"):
-        for kind in (S3Storage, FsspecStorage):
-            with pytest.raises(StorageError) as caught:
-                kind(url, {})
+    for url in (
+        *(f"s3://{KEY}:{SECRET}@bucket/run", f"sftp://me:{SECRET}@host/run"),
+        *(f"s3://bucket/run?sig={TOKEN}", f"s3://bucket/run//#{SECRET}", f"https://store/x?sig={SECRET}"),
+    ):
+        for use in (S3Storage, FsspecStorage, lambda url, _: Checkpointer(url).load()):
+            with pytest.raises(CkptError) as caught:
+                use(url, {})
             check(everything_shown(caught.value))
 
 

@@ -90,7 +90,7 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
         raise StorageError(f"no transport {transport!r}", hint=f"there are {' and '.join(TRANSPORTS)}")
     if scheme in ("http", "https"):
         hint = "an S3 server is s3://bucket/run with the storage option endpoint_url"
-        raise StorageError(f"{scheme}:// has no listings and cannot be written", hint=hint)
+        raise StorageError(f"{scheme}://{split_url(url)[1]} has no listings and cannot be written", hint=hint)
     try:
         if transport == "obstore":
             from ckpt_engine.store.storage.objects_obstore import ObstoreStorage

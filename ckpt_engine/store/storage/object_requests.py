@@ -69,10 +69,10 @@ def split_url(url: str) -> tuple[str, str]:
             f"the {scheme}:// URL carries credentials", hint="give them in storage_options or the environment"
         )
     path = path.strip("/")
+    if query := re.search(r"[?#]", path):  # it may be a signature
+        raise StorageError(f"no '?' or '#' may follow {scheme}://{path[: query.start()]}", hint="remove it")
     if any(part in ("", ".", "..") for part in path.split("/")) and path:
         raise StorageError(f"not a storage root: {scheme}://{path}", hint="leave out '//', '.' and '..'")
-    if "?" in path or "#" in path:
-        raise StorageError(f"'?' and '#' have no meaning here: {scheme}://{path}", hint="remove them")
     return scheme, path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,8 +109,11 @@ def _job(plan: Plan, days: float, policy: str, seed: int) -> float:
         "memory_stall": plan.memory_stall,
     }
     seconds = min(plan.days, days) * DAY
-    failures = plan.failures(random.Random(seed))
-    return SimulatedJob(failures, seconds, plan.restart, training, plan.tiers, _rhythm(policy, settings)).run().goodput
+    return (
+        SimulatedJob(plan.drawn(seed), seconds, plan.restart, training, plan.tiers, _rhythm(policy, settings))
+        .run()
+        .goodput
+    )
 
 
 def _world(world: World, steps: int, policy: str, seed: int) -> float:

@@ -83,6 +83,11 @@ class Plan:
     seeds: int = 1
     restart: Restart = field(default_factory=lambda: Restart(BACK, 30.0, 30.0))
 
+    def drawn(self, seed: int) -> Failures:
+        """The failures of one job."""
+        rng = random.Random(seed)
+        return poisson(self.failures, rng) if isinstance(self.failures, float) else self.failures(rng)
+
     def goodput(self, seed: int, settings: FrequencySettings) -> tuple[float, float]:
         """The share of useful work, and the overhead on what was trained: restarts pay for no snapshots."""
         training: dict[str, Any] = {
@@ -92,9 +97,7 @@ class Plan:
             "persist": self.persist,
             "memory_stall": self.memory_stall,
         }
-        rng = random.Random(seed)
-        failures = poisson(self.failures, rng) if isinstance(self.failures, float) else self.failures(rng)
-        job = IrregularJob(failures, self.days * DAY, self.restart, training, self.tiers).run()
+        job = IrregularJob(self.drawn(seed), self.days * DAY, self.restart, training, self.tiers).run()
         found = job.goodput
         if isinstance(self.failures, float):
             found = expected_goodput(job, self.failures)

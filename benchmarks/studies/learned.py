@@ -109,11 +109,8 @@ def _job(plan: Plan, days: float, policy: str, seed: int) -> float:
         "memory_stall": plan.memory_stall,
     }
     seconds = min(plan.days, days) * DAY
-    return (
-        SimulatedJob(plan.drawn(seed), seconds, plan.restart, training, plan.tiers, _rhythm(policy, settings))
-        .run()
-        .goodput
-    )
+    rhythm = _rhythm(policy, settings)
+    return SimulatedJob(plan.drawn(seed), seconds, plan.restart, training, plan.tiers, rhythm).run().goodput
 
 
 def _world(world: World, steps: int, policy: str, seed: int) -> float:

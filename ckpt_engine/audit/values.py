@@ -84,9 +84,9 @@ def freeze(
 
 
 def text_of(value: Any) -> str:
-    """Its `repr`, or what is known of a value that has none.
+    """Its `repr`; of a value that has none its class, or its hexadecimal digits.
 
-    That of a class of the user may raise, and Python writes no integer of more than 4,300 digits in decimal.
+    The `repr` of a user's class may raise, and Python writes no integer of more than 4,300 digits in decimal.
     """
     try:
         return repr(value)

@@ -75,7 +75,7 @@ class DcpAsync:
         self._stager = DefaultStager(StagingOptions(False, True, False, False)) if cached else None
         self._running: Future[Any] | None = None
         # Its thread talks to the other ranks while the caller does: in one group the two can meet, and none goes on.
-        self._threads = dist.new_group() if dist.is_initialized() and not process else None
+        self._thread_group = dist.new_group() if dist.is_initialized() and not process else None
         self._group = process and not dist.is_initialized()
         if self._group:
             file = folder.parent / "rendezvous"
@@ -91,7 +91,7 @@ class DcpAsync:
             storage_writer=FileSystemWriter(target, sync_files=True),
             async_checkpointer_type=self._kind,
             async_stager=self._stager,
-            process_group=self._threads,
+            process_group=self._thread_group,
         )
         if isinstance(found, AsyncSaveResponse):
             found.staging_completion.result(FINISH_SECONDS)

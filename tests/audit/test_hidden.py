@@ -12,6 +12,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
+from fractions import Fraction
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.audit import values
-from ckpt_engine.audit.attributes import UsedObject, Variables
+from ckpt_engine.audit.attributes import UsedObject, Variables, reached
 from ckpt_engine.audit.audit import Audit, HiddenState
 from ckpt_engine.audit.roots import of_modules
 from ckpt_engine.loop.capture import Packer, unpack
@@ -151,7 +152,7 @@ def test_what_has_no_text_stops_no_look() -> None:
     """An object whose `repr` raises, and an integer of more digits than Python writes: what changes is found."""
     net = Net()
     net.mutes, net.by_mute = {Mute(), 1}, {Mute(): Meter()}
-    net.huge, net.by_huge = 10**4400, {10**4400: Meter()}
+    net.huge, net.half = 10**4400, Fraction(10**4400, 2)
     hidden = begun(net)
     net.count += 1
     net.huge += 1
@@ -161,6 +162,28 @@ def test_what_has_no_text_stops_no_look() -> None:
     fresh.expect(through_a_snapshot(rows))
     _, (missing,) = fresh.restore("batch")
     assert "net.huge" in missing.name
+
+
+def test_a_value_without_a_text_that_a_process_begins_with_is_named() -> None:
+    """In hexadecimal."""
+    net = Net()
+    hidden = begun(net)
+    net.count += 1
+    other = Net()
+    other.count = 10**4400
+    fresh = begun(other)
+    fresh.expect(through_a_snapshot(hidden.state()))
+    _, (missing,) = fresh.restore("batch")
+    assert "begins with another value (0x" in missing.why
+
+
+def test_a_key_without_a_text_stops_no_look_at_what_is_used() -> None:
+    """Neither in a table that the loop only uses nor in one of its variables."""
+    table = {Mute(): Meter()}
+    hidden = begun(UsedObject(table))
+    next(iter(table.values())).total += 1
+    assert list(hidden.state()) == [f"net[{values.type_of(Mute())}].total"]
+    assert [one for _, one in reached(["table"], {"table": table})] == list(table.values())
 
 
 class Shared(nn.Module):

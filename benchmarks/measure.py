@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import psutil
 
@@ -13,6 +16,7 @@ Candidate = Callable[[], float]
 """Does one thing once and returns the sample, usually seconds."""
 
 SETTLE_SECONDS = 0.05
+LOOK_SECONDS = 0.02
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -103,6 +107,33 @@ class PeakMemory:
     def extra_bytes(self) -> int:
         """Peak since `restart`, minus the memory at that time."""
         return _status_bytes("VmHWM") - self._base
+
+
+class MachineMemory:
+    """The most memory that all of the machine used in a `with` block, beyond what it used at its start. Page cache that
+    the kernel can give up is not used. Only what lasts for some hundredths of a second is seen.
+    """
+
+    def __enter__(self) -> Self:
+        self._base = self._least = psutil.virtual_memory().available
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="machine memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    @property
+    def extra_bytes(self) -> int:
+        return self._base - self._least
+
+    def _look(self) -> None:
+        while not self._ends.wait(LOOK_SECONDS):
+            self._least = min(self._least, psutil.virtual_memory().available)
 
 
 def rss_bytes(process: psutil.Process) -> int:

@@ -111,6 +111,11 @@ def _bar(bar: MeasuredBar, place: str) -> list[str]:
         f"Measured {bar.when[:10]} on machine {place}; {software}.{rounds}",
         "",
         *(f"- {key}: {value}" for key, value in bar.result.conditions.items()),
+    ]
+    for grid in bar.result.grids:
+        cells = [grid.columns, ("---",) * len(grid.columns), *grid.rows]
+        lines += ["", f"**{grid.title}**", "", *(f"| {' | '.join(row)} |" for row in cells)]
+    lines += [
         "",
         "| measured | median | quartiles (samples) | note |",
         "|---|---|---|---|",
@@ -119,9 +124,6 @@ def _bar(bar: MeasuredBar, place: str) -> list[str]:
             for series in bar.result.series
         ),
     ]
-    for grid in bar.result.grids:
-        cells = [grid.columns, ("---",) * len(grid.columns), *grid.rows]
-        lines += ["", f"**{grid.title}**", "", *(f"| {' | '.join(row)} |" for row in cells)]
     for at, plot in enumerate(bar.result.plots):
         lines += ["", f"![{plot.title}]({_figure(bar.result.name, at)})"]
     notes = [*bar.result.notes, *([disturbance(bar)] if bar.disturbed else [])]

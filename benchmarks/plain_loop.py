@@ -68,13 +68,13 @@ class EngineSaver:
 
 
 class PeerSaver:
-    """A peer, which has no fence."""
+    """A peer."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
 
     def before_update(self) -> None:
-        """Peers copy or write before `save` returns."""
+        self.peer.before_update()
 
     def save(self, state: State, step: int) -> None:
         self.peer.save(state, step)
@@ -91,14 +91,15 @@ class PlainLoop:
     Args:
         parameters: about this many; the state has three times as many fp32 numbers.
         step_seconds: how long a step should take; the batch size is chosen for it.
+        batch_size: or this one.
     """
 
-    def __init__(self, parameters: int, step_seconds: float) -> None:
+    def __init__(self, parameters: int, step_seconds: float, batch_size: int | None = None) -> None:
         self.model = perceptron(parameters, inputs=INPUTS)
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         self._loss = nn.CrossEntropyLoss()
         self._noise = torch.Generator().manual_seed(SEED)
-        self.batch_size = self._batch_of(step_seconds)
+        self.batch_size = batch_size or self._batch_of(step_seconds)
 
     @property
     def state_bytes(self) -> int:
@@ -106,35 +107,36 @@ class PlainLoop:
 
     def state(self, step: int) -> State:
         """The state as a user would gather it."""
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "step": step}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": step}
 
     def train(self, iterations: int, saver: Saver, every: int) -> float:
         """Train with a snapshot after every `every`-th step; wall seconds until all of them are durable."""
         began = time.perf_counter()
         for step in range(1, iterations + 1):
-            self._step(saver)
+            self.step(saver)
             if step % every == 0:
                 saver.save(self.state(step), step)
         saver.before_update()
         saver.finish()
         return time.perf_counter() - began
 
-    def _step(self, saver: Saver | None = None) -> None:
+    def step(self, saver: Saver | None = None) -> None:
+        """One step; a saver is asked before the update."""
         inputs = torch.randn(self.batch_size, INPUTS, generator=self._noise)
         labels = torch.randint(10, (self.batch_size,), generator=self._noise)
         self._loss(self.model(inputs), labels).backward()
         if saver is not None:
             saver.before_update()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _batch_of(self, step_seconds: float) -> int:
         low, high = MIN_BATCH, MAX_BATCH
         while high > 1.1 * low:
             self.batch_size = round(math.sqrt(low * high))
-            self._step()
+            self.step()
             # The least of several: what others do to the machine only ever adds.
-            if min(timed(self._step) for _ in range(3)) < step_seconds:
+            if min(timed(self.step) for _ in range(3)) < step_seconds:
                 low = self.batch_size
             else:
                 high = self.batch_size

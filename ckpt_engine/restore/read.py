@@ -203,7 +203,7 @@ def read_moves(
     try:
         begun = [pool.submit(request) for request in (*filler.requests(plain), *others)]
         if chained:
-            memory = Memory()
+            memory = Memory(filler.pages)
             for batch in batches(manifest, _together(chained)):
                 # Work begins in this order, so that no thread waits for what no other has begun with.
                 for one in batch.ranges:
@@ -229,6 +229,7 @@ class _Filler:
     _laid: Container[str] | None
     _landing: Landing | None
     _buffers: threading.local = field(default_factory=threading.local)
+    pages: host_memory.FreshPages = field(default_factory=host_memory.FreshPages)
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -264,7 +265,7 @@ class _Filler:
         first, last = run[0].piece, run[-1].piece
         out = _memory(run[0].address, last.offset + last.nbytes - first.offset)
         if self._laid is not None:
-            host_memory.populate(run[0].address, out.nbytes)
+            self.pages.populate(run[0].address, out.nbytes)
         file = self._manifest.files[first.file].name
         self._sources.read(file, first.offset, out)
         for move in run:
@@ -293,7 +294,7 @@ class _Filler:
                     mended.append(stored := memoryview(bytearray(piece.nbytes)))
                 self._sources.repair(move.entry, file.name, piece, stored)
             if self._laid is not None:
-                host_memory.populate(move.address, piece.raw_nbytes)
+                self.pages.populate(move.address, piece.raw_nbytes)
             if piece.codec != RAW:
                 self._decoder.decode(move.entry, move.start, piece, stored, _memory_of(move))
             elif self._landing is not None and self._landing.is_host:
@@ -308,7 +309,7 @@ class _Filler:
         places = mates if self._landing is None else self._landing.take(mates)
         if self._laid is not None:
             for place in places:
-                host_memory.populate(place.address, place.piece.raw_nbytes)
+                self.pages.populate(place.address, place.piece.raw_nbytes)
         decoder.read_together(places[0].start, {place.entry: (place.piece, _memory_of(place)) for place in places})
         batch.done(memory)
         if self._landing is not None:
@@ -323,7 +324,7 @@ class _Filler:
         kept: mmap.mmap | None = getattr(self._buffers, "kept", None)
         if kept is None or len(kept) < nbytes:
             kept = self._buffers.kept = private_memory(-(-nbytes // DIRECT_MIN_BYTES) * DIRECT_MIN_BYTES)
-            host_memory.populate(address_of(memoryview(kept)), len(kept))
+            self.pages.populate(address_of(memoryview(kept)), len(kept))
         # Views are never released by hand: frames of an error that was caught may still hold parts of them.
         return memoryview(kept)[:nbytes]
 
@@ -364,11 +365,15 @@ class Move:
 
 
 class Memory(Rooms):
-    """As they are, with pages that are present and big: buffers that are read into around the page cache."""
+    """As they are, with pages that are present, and big as a rule: buffers that are read into around the page cache."""
+
+    def __init__(self, pages: host_memory.FreshPages) -> None:
+        super().__init__()
+        self._pages = pages
 
     def _new(self, nbytes: int) -> mmap.mmap:
         made = private_memory(max(nbytes, host_memory.HUGE_BYTES))
-        host_memory.populate(address_of(memoryview(made)), len(made))
+        self._pages.populate(address_of(memoryview(made)), len(made))
         return made
 
 

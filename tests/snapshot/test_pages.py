@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import HUGE_BYTES, advise, free_huge_bytes, populate
+from ckpt_engine.copy.host_memory import (
+    DEAR_SECONDS,
+    HUGE_BYTES,
+    STEP_BYTES,
+    FreshPages,
+    advise,
+    free_huge_bytes,
+    populate,
+)
 from ckpt_engine.snapshot import arena
 from tests.support import interpreters
 
@@ -80,6 +88,53 @@ def test_a_slot_goes_on_to_ask_for_huge_pages_after_a_part_has_none_for_now(
     assert slot.prefault() and not slot.is_cold
     slot.close()
     assert len(collapsed) == asked
+
+
+@pytest.mark.parametrize(("factor", "unasked"), [(0.5, []), (2.0, [1, 2])])
+def test_dear_huge_pages_are_asked_for_once(factor: float, unasked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a hypervisor gives memory back slowly, what follows the first step has small pages; all is present."""
+    real, clock, refused = host_memory._LIBC, 0.0, []
+    memory = mmap.mmap(-1, 3 * STEP_BYTES + HUGE_BYTES)
+    base = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE_BYTES) * HUGE_BYTES
+
+    class Libc:
+        def madvise(self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, advice: int) -> int:
+            nonlocal clock
+            clock += factor * DEAR_SECONDS
+            if advice == mmap.MADV_NOHUGEPAGE:
+                refused.append(((address.value or 0) - base, nbytes.value))
+            return int(real.madvise(address, nbytes, advice))
+
+    monkeypatch.setattr(host_memory, "_LIBC", Libc())
+    monkeypatch.setattr(host_memory.time, "thread_time", lambda: clock)
+    FreshPages().populate(base, 3 * STEP_BYTES)
+    assert refused == [(step * STEP_BYTES, STEP_BYTES) for step in unasked]
+    assert present(base, 3 * STEP_BYTES)
+
+
+def present(start: int, nbytes: int) -> bool:
+    """Whether no page of it is missing."""
+    found = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), found) == 0
+    return all(one & 1 for one in found)
+
+
+def test_a_small_part_of_memory_stays_as_its_neighbours_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else many small tensors would be as many mappings, of which a process may have 65,530."""
+    asked: list[int] = []
+
+    class Libc:
+        def madvise(self, address: ctypes.c_void_p, nbytes: ctypes.c_size_t, advice: int) -> int:
+            asked.append(advice)
+            return 0
+
+    monkeypatch.setattr(host_memory, "_LIBC", Libc())
+    monkeypatch.setattr(host_memory, "DEAR_SECONDS", -1.0)
+    pages = FreshPages()
+    pages.populate(0, STEP_BYTES)
+    asked.clear()
+    pages.populate(STEP_BYTES, HUGE_BYTES - 1)
+    assert asked == [host_memory._POPULATE_WRITE]
 
 
 WITHOUT_HUGE_PAGES = """

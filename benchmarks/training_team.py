@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,8 +64,6 @@ class TrainingTeam(Crew):
             statuses = doomed.statuses()
         if set(statuses) != {-signal.SIGKILL}:
             raise RuntimeError(f"the trainers to be killed ended with statuses {statuses}")
-        # What is started again does this first, while writers work out the digests of what they have.
-        subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=PATIENCE_SECONDS)
         found = dict(_slowest(self.all("resume", root=str(root))))
         found["fresh"] = _slowest(self.all("begin", root=str(root.with_name(f"{name}-fresh"))))["start"]
         files = list((root / "data").glob("*.safetensors"))

@@ -115,8 +115,7 @@ def _result(
             "overhead": "wall time of the loop beyond that of the same processes without snapshots in the same round",
             "restart": f"{nbytes / 1e6:.0f} MB (GPT-2 with Adam) kept for {RANKS} trainers that were killed: `load` "
             "into live tensors on both at once, every byte verified, and `start`, which waits until their writers have "
-            "made it durable; then the same snapshot from disk. Between the kill and the load another process imports "
-            "torch, as every trainer that is started again does",
+            "made it durable; then the same snapshot from disk",
         },
         (
             *(

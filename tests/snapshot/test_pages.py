@@ -131,10 +131,10 @@ def test_a_small_part_of_memory_stays_as_its_neighbours_are(monkeypatch: pytest.
     monkeypatch.setattr(host_memory, "_LIBC", Libc())
     monkeypatch.setattr(host_memory, "DEAR_SECONDS", -1.0)
     pages = FreshPages()
-    pages.populate(0, STEP_BYTES)
-    asked.clear()
-    pages.populate(STEP_BYTES, HUGE_BYTES - 1)
-    assert asked == [host_memory._POPULATE_WRITE]
+    pages.populate(0, HUGE_BYTES)  # too short to say what memory costs
+    pages.populate(STEP_BYTES, STEP_BYTES)
+    pages.populate(2 * STEP_BYTES, HUGE_BYTES - 1)
+    assert asked == 3 * [host_memory._POPULATE_WRITE]
 
 
 WITHOUT_HUGE_PAGES = """

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -115,6 +116,9 @@ def run(bench: Bench) -> BarResult:
             "load": "until the live tensors have the values, compared afterwards; cold: the files' pages dropped",
             "every …": "wall time until all is written, by that of as many steps without saves in the same process",
             "kept": "the two newest",
+            "packages": ", ".join(
+                f"{name} {version(name)}" for name in sorted({WAYS[one].package for one in reports if one != OURS})
+            ),
         },
         tuple(_checks(reports)),
         tuple(series for name, found in reports.items() for series in _series(name, found, loop.state_bytes)),

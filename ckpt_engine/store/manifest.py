@@ -113,7 +113,7 @@ class SnapshotInfo:
     nbytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     parent: str | None = None
-    components: Mapping[str, int] = field(default_factory=dict)
+    components: Mapping[str, int] = field(default_factory=dict, repr=False)
     partial: Partial | None = None
     line: Line = UNNAMED
 

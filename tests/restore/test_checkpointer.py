@@ -60,6 +60,16 @@ def test_save_wait_load_returns_the_same_state(tmp_path: Path, writer: str) -> N
     assert again.loaded is not None and again.loaded.info.id == info.id and again.loaded.state is None
 
 
+def test_what_a_load_found_and_a_list_of_snapshots_can_be_printed(tmp_path: Path) -> None:
+    """A line, however many arrays the state has, and none of their values."""
+    flat = {f"layer.{number}": torch.full((2,), 0.12345) for number in range(1000)}
+    with Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(flat, step=1).wait(30)
+        assert ckpt.load() is not None
+        for shown in (repr(ckpt.loaded), repr(ckpt.snapshots())):
+            assert "step=1" in shown and len(shown) < 2000 and "0.123" not in shown and "layer" not in shown
+
+
 def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     """`keep` applies after each commit; the newest snapshot always stays."""
     keep = {"last": 1, "best": {"monitor": "loss", "mode": "min", "k": 1}}

@@ -77,6 +77,11 @@ _ELSEWHERE = {
     "checkpoint_id": "the step that `save` is given",
     "storage_writer": "ckpt_engine.dcp.CkptWriter",
     "storage_reader": "ckpt_engine.dcp.CkptReader",
+    # Other words for a place
+    "path": "tiers, or url in a tier",
+    "folder": "tiers, or url in a tier",
+    "directory": "tiers, or url in a tier",
+    "location": "tiers, or url in a tier",
     # Under keep
     "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
 }

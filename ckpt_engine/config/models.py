@@ -56,7 +56,10 @@ LEAST_PARITY = 3
 _LOSSY = r"lossy|quanti[sz]ed?|(int|uint|q)-?[2-8]|(fp|float)-?(4|8|16)|bf-?16|bfloat16|float8.*|downcast|half"
 """What people call codecs that lose bits."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_ALMOST_URL = re.compile(
+    r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(s3a?|gc?s|az|abfss?|hdfs|hf|file)(?::/*|//)", re.IGNORECASE
+)
+"""Else a bucket would silently be a folder of this machine, which is lost with it."""
 
 
 def _location(value: object) -> str:
@@ -69,10 +72,9 @@ def _location(value: object) -> str:
         # Not with what it stands for, which may be a secret.
         raise ValueError("must not name shell variables, as nothing fills them in here: write what they stand for")
     if scheme is None:
-        if (almost := _ONE_SLASH.match(text)) is not None:
-            raise ValueError(
-                f"a URL has two slashes: {almost[1]}://{text[almost.end() :]}; a folder of that name: ./{text}"
-            )
+        if (almost := _ALMOST_URL.match(text)) is not None:
+            url = f"{almost[1] or almost[2]}://{text[almost.end() :]}"
+            raise ValueError(f"a URL has a colon and two slashes: {url}; a folder of that name: ./{text}")
         if "://" in text:
             raise ValueError("a URL begins with its scheme, such as s3://bucket/run, and no folder has :// in its name")
         try:

@@ -116,7 +116,11 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
         ("file://d", "tiers: a file URL has three slashes"),
         ("$HOME/d", "tiers: must not name shell variables, as nothing fills them in here"),
         ("~nouser/d", "tiers: no home folder is known for a leading ~; a folder of that name: ./~nouser/d"),
-        ("s3:/b/d", "tiers: a URL has two slashes: s3://b/d; a folder of that name: ./s3:/b/d"),
+        ("s3:/b/d", "tiers: a URL has a colon and two slashes: s3://b/d; a folder of that name: ./s3:/b/d"),
+        ("s3//b/d", "tiers: a URL has a colon and two slashes: s3://b/d; a folder of that name: ./s3//b/d"),
+        ("GS:b/d", "tiers: a URL has a colon and two slashes: GS://b/d; a folder of that name: ./GS:b/d"),
+        ("new:/b/d", "tiers: a URL has a colon and two slashes: new://b/d; a folder of that name: ./new:/b/d"),
+        ([{"path": "/d"}], "tiers.0.path: unknown key; here it is tiers, or url in a tier"),
         (" s3://b/d", "tiers: a URL begins with its scheme, such as s3://bucket/run"),
         (None, "tiers: missing; name a folder for the snapshots"),
     ],
@@ -124,6 +128,12 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
 def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
     """The path has the position in the list, unless a bare place was written."""
     assert f"options: {text}" in _message(None, tiers=tiers)
+
+
+@pytest.mark.parametrize("folder", ["./s3//b/d", "s3/b", "s3x//b", "runs//a", "files", "gs"])
+def test_a_folder_may_look_a_little_like_a_url(folder: str) -> None:
+    """Two slashes are what a path and a name that are put together often have."""
+    assert load_config({"tiers": folder}).tiers[0].url == str(Path.cwd() / folder)
 
 
 def test_a_key_that_is_something_else_here_is_refused_with_that() -> None:

@@ -268,6 +268,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     ),
     "two slashes of a file URL": (options("file://data/run1"), "three slashes", "tiers", "file:///folder"),
     "one slash of a bucket": (options("s3:/bucket/run1"), "two slashes", "tiers", "s3://bucket/run1"),
+    "no colon of a bucket": (options("s3//bucket/run1"), "two slashes", "tiers", "s3://bucket/run1"),
     "no file of that name": (
         options("{folder}/ckpt.yaml"),
         "no such file",

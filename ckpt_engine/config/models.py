@@ -60,6 +60,8 @@ _ALMOST_URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(s3a?|gc?s|az|abfss?|hdfs|hf|file)(?::/*|//)", re.IGNORECASE
 )
 """Else a bucket would silently be a folder of this machine, which is lost with it."""
+_MAY_BE_SECRET = frozenset("@?#")
+"""Before the first may be a login, after the others a signature."""
 
 
 def _location(value: object) -> str:
@@ -73,6 +75,8 @@ def _location(value: object) -> str:
         raise ValueError("must not name shell variables, as nothing fills them in here: write what they stand for")
     if scheme is None:
         if (almost := _ALMOST_URL.match(text)) is not None:
+            if not _MAY_BE_SECRET.isdisjoint(text):
+                raise ValueError("a URL has a colon and two slashes; it is not shown, as it may contain a password")
             url = f"{almost[1] or almost[2]}://{text[almost.end() :]}"
             raise ValueError(f"a URL has a colon and two slashes: {url}; a folder of that name: ./{text}")
         if "://" in text:

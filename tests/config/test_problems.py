@@ -130,6 +130,13 @@ def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
     assert f"options: {text}" in _message(None, tiers=tiers)
 
 
+@pytest.mark.parametrize("url", ["s3//me:hunter2@b/d", "s3:/me:hunter2@b/d", "az:c/d?sig=hunter2"])
+def test_a_url_without_its_colon_is_not_shown_where_it_may_have_a_secret(url: str) -> None:
+    """A login or a signature would go to every log."""
+    message = _message(None, tiers=url)
+    assert "a URL has a colon and two slashes" in message and "hunter2" not in message
+
+
 @pytest.mark.parametrize("folder", ["./s3//b/d", "s3/b", "s3x//b", "runs//a", "files", "gs"])
 def test_a_folder_may_look_a_little_like_a_url(folder: str) -> None:
     """Two slashes are what a path and a name that are put together often have."""

@@ -77,14 +77,11 @@ _ELSEWHERE = {
     "checkpoint_id": "the step that `save` is given",
     "storage_writer": "ckpt_engine.dcp.CkptWriter",
     "storage_reader": "ckpt_engine.dcp.CkptReader",
-    # Other words for a place
-    "path": "tiers, or url in a tier",
-    "folder": "tiers, or url in a tier",
-    "directory": "tiers, or url in a tier",
-    "location": "tiers, or url in a tier",
     # Under keep
     "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
 }
+_PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
+"""What `path`, `folder`, `directory` or `location` is in these sections."""
 """What options of others are called here."""
 
 
@@ -280,7 +277,9 @@ def _unknown_key(loc: KeyPath) -> str:
     section, name = _section(loc[:-1]), str(loc[-1])
     near = difflib.get_close_matches(name, section.model_fields, 1)
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
-    if name in _ELSEWHERE:
+    if name in ("path", "folder", "directory", "location") and section in _PLACE:
+        hint = f"; here it is {_PLACE[section]}"
+    elif name in _ELSEWHERE:
         hint = f"; here it is {_ELSEWHERE[name]}" + ", see docs/migrate.md" * (section is Config)
     elif near:
         hint = f"; did you mean '{near[0]}'?"

@@ -37,6 +37,9 @@ def _file(tmp_path: Path, text: str) -> str:
     [
         ({"overhed": 1}, f"overhed: unknown key; did you mean 'overhead'? (allowed: {ALL})"),
         ({"zzz": 1}, f"zzz: unknown key (allowed: {ALL})"),
+        ({"folder": "/d"}, "folder: unknown key; here it is tiers"),
+        ({"status": {"path": "/d"}}, "status.path: unknown key; here it is file"),
+        ({"log": {"path": "/d"}}, "log.path: unknown key (allowed"),
         ({"monitor": "x"}, "monitor: unknown key; it belongs under 'keep.best'"),
         ({"keep": {"slots": 1}}, "keep.slots: unknown key; it belongs to the top level"),
         ({"keep": {"lst": 3}}, f"keep.lst: unknown key; did you mean 'last'? (allowed: {KEEP})"),
@@ -120,7 +123,7 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
         ("s3//b/d", "tiers: a URL has a colon and two slashes: s3://b/d; a folder of that name: ./s3//b/d"),
         ("GS:b/d", "tiers: a URL has a colon and two slashes: GS://b/d; a folder of that name: ./GS:b/d"),
         ("new:/b/d", "tiers: a URL has a colon and two slashes: new://b/d; a folder of that name: ./new:/b/d"),
-        ([{"path": "/d"}], "tiers.0.path: unknown key; here it is tiers, or url in a tier"),
+        ([{"path": "/d"}], "tiers.0.path: unknown key; here it is url"),
         (" s3://b/d", "tiers: a URL begins with its scheme, such as s3://bucket/run"),
         (None, "tiers: missing; name a folder for the snapshots"),
     ],

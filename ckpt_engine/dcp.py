@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt_engine.copy.job import EntryLayout
-from ckpt_engine.copy.write_snapshot import SideBySide, cut
+from ckpt_engine.copy.write_snapshot import SideBySide, cut, part_piece_bytes
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError, UnstorableLeafError
 from ckpt_engine.interop.dcp_reader import CkptReader, Root, Save, config_of, names_step, step_of
 from ckpt_engine.ranks.boxes import Box, Grid, tiles
@@ -421,16 +421,17 @@ class Container:
         layouts = []
         for one in self._arrays:
             dtype, shape, nbytes = dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes
-            layouts.append(EntryLayout(one.name, dtype, shape, container_form(dtype, shape, nbytes)[0], at, nbytes))
+            code, whole = container_form(dtype, shape, nbytes)[0], None if one.whole == shape else one.whole
+            layouts.append(EntryLayout(one.name, dtype, shape, code, at, nbytes, whole))
             at += nbytes
-        pairs = list(zip(self._arrays, layouts, strict=True))
-        return SideBySide(lambda pair: _block(*pair), pairs, DIGEST_THREADS, "ckpt-digest").result()
+        pairs, least_bytes = list(zip(self._arrays, layouts, strict=True)), part_piece_bytes(layouts)
+        return SideBySide(lambda pair: _block(*pair, least_bytes), pairs, DIGEST_THREADS, "ckpt-digest").result()
 
 
-def _block(array: DcpArray, layout: EntryLayout) -> Block:
+def _block(array: DcpArray, layout: EntryLayout, least_bytes: int) -> Block:
     data = _bytes(array.tensor)
     pieces = []
-    for extent in cut(layout):
+    for extent in cut(layout, least_bytes):
         start = extent.offset - layout.offset
         found = digest(data[start : start + extent.nbytes])
         pieces.append(Piece(0, extent.offset, extent.nbytes, found, extent.nbytes))

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -107,17 +107,38 @@ class Extent:
     nbytes: int
 
 
-def cut(entry: EntryLayout, piece_bytes: int = PIECE_BYTES) -> tuple[Extent, ...]:
-    """Where the pieces of an entry are: in order, without gaps, each of at most `piece_bytes`.
+PART_PIECES = 16
+"""Other numbers of ranks have other parts of an array: so many pieces of a part let them read, and verify, little else.
+"""
+PART_PIECE_BYTES = 128 << 10
+"""The least that is worth 100 bytes of a manifest."""
+PARTS_PIECES = 1 << 18
+"""So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
+
+
+def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
+    """The least that a piece of a part of an array has, given what one rank has; about the same on all ranks."""
+    parts = [one for one in entries if one.whole is not None and one.nbytes]
+    nbytes = sum(one.nbytes // math.prod(one.shape) * math.prod(one.whole or ()) for one in parts)
+    return max(PART_PIECE_BYTES, nbytes // PARTS_PIECES)
+
+
+def cut(entry: EntryLayout, least_bytes: int = PART_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[Extent, ...]:
+    """Where the pieces of an entry are: in order, without gaps, each of at most `most_bytes`.
 
     Pieces are whole rows (first dimension), so that a change of some rows changes few pieces; rows bigger than a piece
-    are cut as well. An empty entry has no pieces.
+    are cut as well. A part of an array is cut into smaller ones. An empty entry has no pieces.
+
+    Args:
+        least_bytes: see `part_piece_bytes`.
     """
     rows = entry.shape[0] if entry.shape else 1
-    step = piece_bytes
-    if rows and entry.nbytes % rows == 0 and 0 < entry.nbytes // rows <= piece_bytes:
+    step = most_bytes
+    if entry.whole is not None:
+        step = min(max(-(-entry.nbytes // PART_PIECES), least_bytes), most_bytes)
+    if rows and entry.nbytes % rows == 0 and 0 < entry.nbytes // rows <= step:
         row_bytes = entry.nbytes // rows
-        step = piece_bytes // row_bytes * row_bytes
+        step = step // row_bytes * row_bytes
     return tuple(
         Extent(entry.offset + start, min(step, entry.nbytes - start)) for start in range(0, entry.nbytes, step)
     )
@@ -150,7 +171,9 @@ class CutLayout:
             if (entry.nbytes == 0) != (math.prod(entry.shape) == 0):
                 raise ValueError(f"entry {entry.name!r} of shape {entry.shape} cannot have {entry.nbytes} bytes")
         sizes = {entry.name: entry.nbytes for entry in layout.entries}
-        return cls(layout, tuple(cut(entry) for entry in layout.entries), sum(sizes.values()), sizes)
+        least_bytes = part_piece_bytes(layout.entries)
+        extents = tuple(cut(entry, least_bytes) for entry in layout.entries)
+        return cls(layout, extents, sum(sizes.values()), sizes)
 
     def blank_digests(self) -> list[str]:
         """As many digests as there are pieces, and as long, of nothing."""

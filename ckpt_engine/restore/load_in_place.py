@@ -195,7 +195,7 @@ def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
     return loaded
 
 
-WHOLE_BYTES = 1 << 20
+WHOLE_BYTES = 64 << 10
 """Pieces up to this size are read whole: a request costs more than the bytes."""
 WHOLE_SHARE = 0.5
 """Others too if at least this share of them is needed."""

@@ -25,7 +25,7 @@ from ckpt_engine.copy.job import (
     layout_from_json,
     layout_to_json,
 )
-from ckpt_engine.copy.write_snapshot import CutLayout, cut, digesting
+from ckpt_engine.copy.write_snapshot import PART_PIECE_BYTES, CutLayout, cut, digesting, part_piece_bytes
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
@@ -86,7 +86,7 @@ def test_a_placeholder_without_a_number_is_refused(bad: dict[str, Any]) -> None:
 def test_pieces_cover_an_entry_exactly(shape: list[int], item: int, piece: int, offset: int) -> None:
     """In order, without gaps, none too big, and at row boundaries wherever a row fits a piece."""
     nbytes = math.prod(shape) * item
-    found = cut(EntryLayout("x", "int8", tuple(shape), "I8", offset, nbytes), piece)
+    found = cut(EntryLayout("x", "int8", tuple(shape), "I8", offset, nbytes), most_bytes=piece)
     position = offset
     for extent in found:
         assert extent.offset == position
@@ -97,6 +97,30 @@ def test_pieces_cover_an_entry_exactly(shape: list[int], item: int, piece: int, 
     if 0 < row_bytes <= piece:
         assert all((extent.offset - offset) % row_bytes == 0 for extent in found)
         assert len(found) <= math.ceil(nbytes / (piece // row_bytes * row_bytes))
+
+
+def part_of(rows: int, whole_rows: int, row_bytes: int = 4096, name: str = "part") -> EntryLayout:
+    shape, whole = (rows, row_bytes // 4), (whole_rows, row_bytes // 4)
+    return EntryLayout(name, "float32", shape, "F32", 0, rows * row_bytes, whole)
+
+
+@given(rows=st.integers(1, 40_000), row_bytes=st.sampled_from([4, 4096, 1 << 20]))
+def test_a_part_of_an_array_has_some_sixteen_pieces(rows: int, row_bytes: int) -> None:
+    """Sixteenths, of whole rows where those are small, of at least 128 KiB and at most 16 MiB."""
+    part = part_of(rows, rows * 2, row_bytes)
+    sizes = [extent.nbytes for extent in cut(part)]
+    assert sum(sizes) == part.nbytes
+    assert max(sizes) <= min(max(-(-part.nbytes // 16), PART_PIECE_BYTES), PIECE_BYTES)
+    assert max(sizes) * 32 >= min(part.nbytes, PART_PIECE_BYTES * 16)
+
+
+@pytest.mark.parametrize(("ranks", "arrays"), [(8, 100), (512, 400), (4096, 1000)])
+def test_the_pieces_of_many_ranks_are_limited(ranks: int, arrays: int) -> None:
+    """Every rank reads the manifest of all: a state of a tebibyte has a quarter of a million pieces more than parts."""
+    rows = (1 << 40) // arrays // 4096 // ranks
+    parts = [part_of(rows, rows * ranks, name=f"p{number}") for number in range(arrays)]
+    least = part_piece_bytes(parts)
+    assert len(cut(parts[0], least)) * arrays * ranks <= (1 << 18) + arrays * ranks
 
 
 def test_digests_are_those_of_the_pieces() -> None:

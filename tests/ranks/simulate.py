@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from ckpt_engine.copy.job import EntryLayout
+from ckpt_engine.copy.write_snapshot import cut, part_piece_bytes
 from ckpt_engine.ranks.boxes import PlacedArray, divide
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.store.container import PIECE_BYTES
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.part_records import PartRecord, Slices
@@ -34,14 +35,14 @@ def made(size: int) -> list[PartRecord]:
     for number, found in enumerate(divide([PlacedArray(rows * ROW_BYTES, rows)] * TENSORS, size)):
         for one in found:
             nbytes = one.rows * ROW_BYTES
-            cuts = range(0, nbytes, PIECE_BYTES)
-            pieces = tuple(
-                Piece(0, 0, min(PIECE_BYTES, nbytes - at), DIGEST, min(PIECE_BYTES, nbytes - at)) for at in cuts
-            )
             name = f"model/layer{number:04d}/weight"
-            entries[one.rank][name] = Entry("float32", (one.rows, ROW_BYTES // 4), pieces, "F32")
+            shape, whole = (one.rows, ROW_BYTES // 4), (rows, ROW_BYTES // 4)
+            layout = EntryLayout(name, "float32", shape, "F32", 0, nbytes, whole if size > 1 else None)
+            least_bytes = part_piece_bytes([layout] * TENSORS)
+            pieces = tuple(Piece(0, 0, it.nbytes, DIGEST, it.nbytes) for it in cut(layout, least_bytes))
+            entries[one.rank][name] = Entry("float32", shape, pieces, "F32")
             runs = ((one.start * ROW_BYTES, len(pieces)),)
-            slices[one.rank][name] = Slices((rows, ROW_BYTES // 4), runs)
+            slices[one.rank][name] = Slices(whole, runs)
     model = {f"layer{n:04d}": {"$": "tensor", "entry": f"model/layer{n:04d}/weight"} for n in range(TENSORS)}
     made_parts = []
     for rank in range(size):

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import StateError
 from ckpt_engine.state.sharding import here, is_sharded
+from ckpt_engine.store.storage.local import LocalStorage
 from tests.ranks.runs import on_all, open_ranks
 from tests.sharded.pretend import mesh_of, part, pretended, row
 
@@ -147,6 +148,42 @@ def test_only_what_overlaps_is_read_of_large_pieces(tmp_path: Path, shape: tuple
         assert alone.loaded is not None
         assert (alone.loaded.unverified_bytes > 0) == is_partial
     assert torch.equal(live.to_local(), part(whole, mesh, [Shard(dimension)]).to_local())
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (4, 3), (3, 8), (2, 8)])
+def test_other_numbers_of_ranks_read_little_else_and_verify_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int, readers: int
+) -> None:
+    """Together they read at most a tenth more than they need, and digests cover nine tenths of it."""
+    shapes = {"table": (2999, 1024), "weight": (1024, 3072), "narrow": (1_000_000, 1), "bias": (3072,)}
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    rows = [Shard(0)]
+
+    def divided_by(size: int, rank: int, source: dict[str, torch.Tensor]) -> dict[str, DTensor]:
+        mesh = mesh_of(list(range(size)), rank)
+        return {name: part(one, mesh, rows) for name, one in source.items()}
+
+    save(tmp_path, [{"m": divided_by(writers, rank, whole), "own": {}} for rank in range(writers)])
+    asked: list[int] = []
+    get_into = LocalStorage.get_into
+
+    def counted(storage: LocalStorage, name: str, start: int, out: memoryview) -> None:
+        asked.append(len(out))
+        get_into(storage, name, start, out)
+
+    monkeypatch.setattr(LocalStorage, "get_into", counted)
+    unverified = 0
+    for rank in range(readers):
+        live = divided_by(readers, rank, {name: torch.zeros(shape) for name, shape in shapes.items()})
+        with Checkpointer(tmp_path, writer="thread") as alone:
+            alone.load(into={"m": live, "own": {}})
+            assert alone.loaded is not None
+            unverified += alone.loaded.unverified_bytes
+        for name, wanted in divided_by(readers, rank, whole).items():
+            assert torch.equal(live[name].to_local(), wanted.to_local())
+    needed = sum(one.nbytes for one in whole.values())
+    assert needed <= sum(asked) <= 1.1 * needed
+    assert unverified <= 0.1 * needed
 
 
 def test_what_one_rank_finds_damaged_no_rank_takes(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import require_size, translated
 from ckpt_engine.store.storage.object_requests import Backoff, ObjectOptions, checked, explained, is_hopeless, split_url
 
-WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a"})
+WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a", "hf"})
 """Schemes of stores that show an object only when its upload is complete."""
 _TEMP = re.compile(r"(.*/)?\.tmp-[0-9a-f]{16}-[^/]+")
 _SLICE_BYTES = 8 << 20
@@ -81,6 +81,12 @@ class FsspecStorage:
     def __repr__(self) -> str:
         return f"FsspecStorage({self.url!r})"
 
+    def _fresh(self, path: str | None = None) -> Any:
+        """The file system, without what it remembers of a path, or of any: some libraries do in spite of
+        `use_listings_cache`, and do not see what others have written."""
+        self._fs.invalidate_cache(path)
+        return self._fs
+
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities()
@@ -128,10 +134,11 @@ class FsspecStorage:
         return f"{self._root}/{checked(name)}"
 
     def _put(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
-        if exclusive and self._fs.exists(path):
+        if exclusive and self._fresh(path).exists(path):
             raise FileExistsError(17, "File exists", path)
         if self._whole_at_close:
             self._write(path, blocks, "xb" if exclusive else "wb")
+            self._require_written(path, sum(block.nbytes for block in blocks))
             return
         folder, _, file = path.rpartition("/")
         self._fs.makedirs(folder, exist_ok=True)
@@ -140,7 +147,7 @@ class FsspecStorage:
         try:
             self._write(temp, blocks, "wb")
             with _publishing:
-                if exclusive and self._fs.exists(path):
+                if exclusive and self._fresh(path).exists(path):
                     raise FileExistsError(17, "File exists", path)
                 self._fs.mv(temp, path)
         except BaseException:
@@ -148,6 +155,18 @@ class FsspecStorage:
             raise
         finally:
             self._begun.discard(temp)
+
+    def _require_written(self, path: str, nbytes: int) -> None:
+        """The Hub leaves out what a .gitignore of the repository names, and reports success."""
+        try:
+            found = int(self._fresh(path).info(path)["size"])
+        except FileNotFoundError:
+            found = None
+        if found != nbytes:
+            there = "nothing is there" if found is None else f"{found} bytes are there, not {nbytes}"
+            raise StorageError(
+                f"{path} was written without an error, and {there}", hint="is the path named in a .gitignore there?"
+            )
 
     def _write(self, path: str, blocks: Sequence[memoryview], mode: str) -> None:
         file = self._open(path, mode)
@@ -174,7 +193,7 @@ class FsspecStorage:
         return self._fs.open(path, mode, **sized)
 
     def _read(self, name: str, path: str, start: int, nbytes: int | None) -> bytes:
-        size = int(self._fs.info(path)["size"])
+        size = int(self._fresh(path).info(path)["size"])
         if nbytes is None:
             require_size(f"{self.url}/{name}", size, names.most_bytes(name))
         stop = size if nbytes is None else min(start + nbytes, size)
@@ -190,11 +209,12 @@ class FsspecStorage:
 
         def find() -> _Rows:
             try:
-                if not self._fs.exists(top):
+                filesystem = self._fresh()
+                if not filesystem.exists(top):
                     return []
-                if not self._fs.isdir(top):
+                if not filesystem.isdir(top):
                     raise NotADirectoryError(20, "Not a directory", top)
-                rows: Mapping[str, Mapping[str, Any]] = self._fs.find(top, detail=True)
+                rows: Mapping[str, Mapping[str, Any]] = filesystem.find(top, detail=True)
             except FileNotFoundError:
                 return []
             skip = len(self._root) + 1
@@ -206,8 +226,9 @@ class FsspecStorage:
     def _remove(self, path: str) -> None:
         try:
             self._fs.rm_file(path)
-        except (FileNotFoundError, KeyError):
-            return
+        except Exception as err:
+            if not _is_missing(err):
+                raise
 
     def _is_stale(self, path: str) -> bool:
         try:
@@ -231,6 +252,9 @@ class FsspecStorage:
             except CkptError:
                 raise
             except FileNotFoundError as err:
+                if what == "write":
+                    problem = f"cannot write {where}: the place does not exist"
+                    raise StorageMissingError(problem, hint="make its bucket, container or repository first") from err
                 raise StorageMissingError(f"cannot {what} {where}: it does not exist") from err
             except FileExistsError as err:
                 raise StorageExistsError(f"cannot {what} {where}: it exists") from err
@@ -247,11 +271,16 @@ def _version(row: Mapping[str, Any]) -> str:
 
 
 def _status(error: BaseException) -> int:
-    for name in ("status", "status_code", "code"):
-        value = getattr(error, name, None)
-        if isinstance(value, int | str) and str(value).isdigit():
-            return int(value)
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int | str) and str(value).isdigit():
+                return int(value)
     return 0
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError | KeyError) or _status(error) == 404
 
 
 def _is_transient(error: Exception) -> bool:

@@ -107,12 +107,12 @@ class Extent:
     nbytes: int
 
 
-PART_PIECES = 16
+PIECES_PER_PART = 16
 """Other numbers of ranks have other parts of an array: so many pieces of a part let them read, and verify, little else.
 """
-PART_PIECE_BYTES = 128 << 10
+LEAST_PIECE_BYTES = 128 << 10
 """The least that is worth 100 bytes of a manifest."""
-PARTS_PIECES = 1 << 18
+MOST_PART_PIECES = 1 << 18
 """So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
@@ -120,10 +120,10 @@ def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
     """The least that a piece of a part of an array has, given what one rank has; about the same on all ranks."""
     parts = [one for one in entries if one.whole is not None and one.nbytes]
     nbytes = sum(one.nbytes // math.prod(one.shape) * math.prod(one.whole or ()) for one in parts)
-    return max(PART_PIECE_BYTES, nbytes // PARTS_PIECES)
+    return max(LEAST_PIECE_BYTES, nbytes // MOST_PART_PIECES)
 
 
-def cut(entry: EntryLayout, least_bytes: int = PART_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[Extent, ...]:
+def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: int = PIECE_BYTES) -> tuple[Extent, ...]:
     """Where the pieces of an entry are: in order, without gaps, each of at most `most_bytes`.
 
     Pieces are whole rows (first dimension), so that a change of some rows changes few pieces; rows bigger than a piece
@@ -135,7 +135,7 @@ def cut(entry: EntryLayout, least_bytes: int = PART_PIECE_BYTES, most_bytes: int
     rows = entry.shape[0] if entry.shape else 1
     step = most_bytes
     if entry.whole is not None:
-        step = min(max(-(-entry.nbytes // PART_PIECES), least_bytes), most_bytes)
+        step = min(max(-(-entry.nbytes // PIECES_PER_PART), least_bytes), most_bytes)
     if rows and entry.nbytes % rows == 0 and 0 < entry.nbytes // rows <= step:
         row_bytes = entry.nbytes // rows
         step = step // row_bytes * row_bytes

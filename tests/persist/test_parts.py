@@ -25,7 +25,7 @@ from ckpt_engine.copy.job import (
     layout_from_json,
     layout_to_json,
 )
-from ckpt_engine.copy.write_snapshot import PART_PIECE_BYTES, CutLayout, cut, digesting, part_piece_bytes
+from ckpt_engine.copy.write_snapshot import LEAST_PIECE_BYTES, CutLayout, cut, digesting, part_piece_bytes
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
@@ -110,8 +110,8 @@ def test_a_part_of_an_array_has_some_sixteen_pieces(rows: int, row_bytes: int) -
     part = part_of(rows, rows * 2, row_bytes)
     sizes = [extent.nbytes for extent in cut(part)]
     assert sum(sizes) == part.nbytes
-    assert max(sizes) <= min(max(-(-part.nbytes // 16), PART_PIECE_BYTES), PIECE_BYTES)
-    assert max(sizes) * 32 >= min(part.nbytes, PART_PIECE_BYTES * 16)
+    assert max(sizes) <= min(max(-(-part.nbytes // 16), LEAST_PIECE_BYTES), PIECE_BYTES)
+    assert max(sizes) * 32 >= min(part.nbytes, LEAST_PIECE_BYTES * 16)
 
 
 @pytest.mark.parametrize(("ranks", "arrays"), [(8, 100), (512, 400), (4096, 1000)])

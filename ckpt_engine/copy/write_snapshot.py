@@ -112,6 +112,8 @@ PIECES_PER_PART = 16
 """
 LEAST_PIECE_BYTES = 128 << 10
 """The least that is worth 100 bytes of a manifest."""
+PIECE_ALIGN = 4096
+"""A cut inside a row is at a multiple of this, and inside no number."""
 MOST_PART_PIECES = 1 << 18
 """So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
@@ -135,7 +137,8 @@ def cut(entry: EntryLayout, least_bytes: int = LEAST_PIECE_BYTES, most_bytes: in
     rows = entry.shape[0] if entry.shape else 1
     step = most_bytes
     if entry.whole is not None:
-        step = min(max(-(-entry.nbytes // PIECES_PER_PART), least_bytes), most_bytes)
+        wanted = max(entry.nbytes // PIECES_PER_PART, least_bytes)
+        step = min(-(-wanted // PIECE_ALIGN) * PIECE_ALIGN, most_bytes)
     if rows and entry.nbytes % rows == 0 and 0 < entry.nbytes // rows <= step:
         row_bytes = entry.nbytes // rows
         step = step // row_bytes * row_bytes

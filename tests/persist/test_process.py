@@ -410,8 +410,8 @@ def test_many_jobs_leave_nothing_behind(processes: Writers, stage: Stage) -> Non
 
 @pytest.mark.slow
 def test_very_many_jobs_leave_nothing_behind(processes: Writers, stage: Stage) -> None:
-    """The pools of the allocator fill over some 4,500 jobs; over the 1,000 after the first 5,000 nothing grows."""
-    _watch_growth(processes, stage, jobs=1000, before=5000, most_bytes=512 << 10)
+    """The pools of the allocator fill over some 5,500 jobs; over the 1,000 after the first 7,000 nothing grows."""
+    _watch_growth(processes, stage, jobs=1000, before=7000, most_bytes=512 << 10)
 
 
 def _watch_growth(processes: Writers, stage: Stage, jobs: int, before: int = 20, most_bytes: int = 2 << 20) -> None:

@@ -5,8 +5,10 @@ A stand-in for the Hub answers; Xet, by which the real one takes large files, is
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import StorageError, StorageMissingError
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.testing import StorageContract, listed, put
+from tests.real.cycle import Life, assert_survives
 from tests.servers.hub import SMALL_BYTES, TOKEN, Hub, running
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # inside the client
@@ -124,3 +127,15 @@ def test_a_run_is_written_and_read(hub: Hub, url: str) -> None:
         assert state is not None
         assert torch.equal(state["weight"], torch.arange(1000.0) * 2)
         assert [info.step for info in another.snapshots()] == [2]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_exactly(hub: Hub, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is the only place: killed twice, once with its writer, and resumed each time, bit for bit."""
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    tier = {"url": url, "storage_options": {"endpoint": hub.url, "token": TOKEN}}
+    config = tmp_path / "ckpt.yaml"
+    config.write_text(json.dumps({"tiers": [tier], "keep": {"last": 3}, "on_error": "raise"}))
+    lives = [Life(config, 3), Life(config, 3, with_writer=True), Life(config)]
+    began = assert_survives(tmp_path, lives, 60)
+    assert began[0] == 0 < began[1] < began[2]

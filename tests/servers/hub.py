@@ -91,6 +91,8 @@ def _row(path: str, data: bytes) -> dict[str, Any]:
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    """A header and its body are two packets."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.cli.main import main
-from ckpt_engine.dcp import Block, CkptReader, CkptWriter, DcpItem, manifest_of
+from ckpt_engine.dcp import Block, CkptReader, CkptWriter, Container, DcpArray, DcpItem, manifest_of
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.interop import dcp_reader
 from ckpt_engine.ranks.boxes import Box
@@ -272,6 +272,13 @@ def test_rows_are_one_array_and_columns_are_blocks() -> None:
     entry = columns.entries["w"]
     assert entry == Entry("float32", (4, 6), entry.pieces, "F32")
     json.dumps(columns.tree)
+
+
+def test_a_shard_has_smaller_pieces_than_an_array() -> None:
+    """Other numbers of ranks need other parts of it; each piece has a digest of its own."""
+    tensor = torch.randn(1024, 1024)
+    arrays = [DcpArray("whole", tensor, (1024, 1024), (0, 0)), DcpArray("shard", tensor, (2048, 1024), (1024, 0))]
+    assert [len(block.entry.pieces) for block in Container(arrays).blocks()] == [1, 16]
 
 
 def test_a_missing_shard_and_shapes_that_differ_are_no_snapshot() -> None:

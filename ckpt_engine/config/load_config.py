@@ -80,9 +80,9 @@ _ELSEWHERE = {
     # Under keep
     "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
 }
+"""What options of others are called here."""
 _PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
 """What `path`, `folder`, `directory` or `location` is in these sections."""
-"""What options of others are called here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_a_file_that_the_repository_ignores_is_not_taken_for_written(hub: Hub, u
     hub.ignored.append("*/data/*")
     with pytest.raises(StorageError, match=r"nothing is there.*gitignore"):
         put(opened(hub, url), "data/a", b"one")
+
+
+def test_what_another_process_replaces_at_the_same_moment_is_no_error(hub: Hub, url: str) -> None:
+    """Leases and catalogs are replaced: what is there right after a write may be of another size."""
+
+    def replace(length: int) -> None:
+        storage = opened(hub, url)
+        for _ in range(20):
+            put(storage, "lease.json", b"x" * length, exclusive=False)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(replace, [10, 20, 30]))
 
 
 @pytest.mark.parametrize(("token", "said"), [(TOKEN, "repository first"), ("hf_wrong_secret", "check the credentials")])

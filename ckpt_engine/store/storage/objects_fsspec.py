@@ -81,12 +81,6 @@ class FsspecStorage:
     def __repr__(self) -> str:
         return f"FsspecStorage({self.url!r})"
 
-    def _fresh(self, path: str | None = None) -> Any:
-        """The file system, without what it remembers of a path, or of any: some libraries do in spite of
-        `use_listings_cache`, and do not see what others have written."""
-        self._fs.invalidate_cache(path)
-        return self._fs
-
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities()
@@ -133,12 +127,19 @@ class FsspecStorage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{checked(name)}"
 
+    def _fresh(self, path: str | None = None) -> Any:
+        """The file system, without what it remembers of a path, or of any: some libraries do in spite of
+        `use_listings_cache`, and do not see what others have written."""
+        self._fs.invalidate_cache(path)
+        return self._fs
+
     def _put(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
         if exclusive and self._fresh(path).exists(path):
             raise FileExistsError(17, "File exists", path)
         if self._whole_at_close:
             self._write(path, blocks, "xb" if exclusive else "wb")
-            self._require_written(path, sum(block.nbytes for block in blocks))
+            if exclusive:  # else another may have replaced it by now
+                self._require_written(path)
             return
         folder, _, file = path.rpartition("/")
         self._fs.makedirs(folder, exist_ok=True)
@@ -156,17 +157,13 @@ class FsspecStorage:
         finally:
             self._begun.discard(temp)
 
-    def _require_written(self, path: str, nbytes: int) -> None:
+    def _require_written(self, path: str) -> None:
         """The Hub leaves out what a .gitignore of the repository names, and reports success."""
         try:
-            found = int(self._fresh(path).info(path)["size"])
-        except FileNotFoundError:
-            found = None
-        if found != nbytes:
-            there = "nothing is there" if found is None else f"{found} bytes are there, not {nbytes}"
-            raise StorageError(
-                f"{path} was written without an error, and {there}", hint="is the path named in a .gitignore there?"
-            )
+            self._fresh(path).info(path)
+        except FileNotFoundError as err:
+            problem = f"{path} was written without an error, and nothing is there"
+            raise StorageError(problem, hint="look whether a .gitignore there names it") from err
 
     def _write(self, path: str, blocks: Sequence[memoryview], mode: str) -> None:
         file = self._open(path, mode)

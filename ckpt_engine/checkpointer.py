@@ -144,8 +144,9 @@ class Checkpointer:
             metrics: numbers that retention may rank by.
             epoch: shown; None: there is none.
             reason: why it is taken; shown.
-            lazy: True for paths of tensors that do not change before the next `before_update`; they are copied while
-                training goes on. Pass the same function object every time.
+            lazy: True for paths of tensors on a GPU that do not change before the next `before_update`; they are copied
+                while training continues, and a snapshot whose copy was torn fails. Host memory is always copied first.
+                Pass the same function object every time.
             notes: JSON kept in the manifest; paths become texts.
             durable: False: it only stays in memory, until a newer one takes its place; if this process dies first, the
                 writer makes it durable. Needs the memory tier.
@@ -169,7 +170,7 @@ class Checkpointer:
         """The fence: call right before the state is mutated. Returns the seconds it waited; cheap if nothing stages.
 
         Raises:
-            StateError: a lazily staged tensor changed too early (debug mode), or a copy failed.
+            StateError: a copy failed.
 
         Example:
             >>> ckpt.before_update()

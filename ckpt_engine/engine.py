@@ -121,7 +121,6 @@ class Engine:
             memory=self.config.memory is not None,
             session=self._session,
             pickle_paths=self.config.pickle,
-            check_lazy=self.config.debug,
             tier=self.config.root_url,
             process=self.config.writer == "process",
         )

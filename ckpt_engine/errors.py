@@ -92,10 +92,9 @@ class ArgumentError(CkptError, ValueError):
 class StateError(CkptError):
     """The state could not be taken or put back as it is.
 
-    - *changed between the snapshot instant and the fence*: something wrote weights without an optimizer step while they
-      were still being copied. Call `before_update()` right before that code, or set `lazy: off`.
-    - *had not changed for several snapshots, and has now*: the same for a tensor that was taken for frozen; the next
-      snapshot copies it in full.
+    - *changed while it was copied*: something wrote weights on a GPU without an optimizer step while they were copied
+      behind training. That snapshot does not exist; all later ones are copied before training continues. To copy behind
+      training all the same, call `before_update()` right before the code that writes.
     - *cannot reserve host memory*: a snapshot needs room for `slots` copies of the state. Lower `slots`, or give the
       job more memory.
 

@@ -61,7 +61,6 @@ class AdaptiveCheckpoint(Callback):
         data: a changed loader in the middle of an epoch: "refuse", "restart_epoch" or "continue".
         hidden: attributes that no state_dict has: "auto", "report" or "off".
         pickle: paths in the state that may be stored with pickle.
-        debug: compare every lazily copied byte.
         unknown: refused, with the option that is meant.
 
     Keywords win over `config`. Making the callback reads the options and nothing else: no file, thread or device is
@@ -113,7 +112,6 @@ class AdaptiveCheckpoint(Callback):
             data: str | None = None,
             hidden: str | bool | None = None,
             pickle: str | list[str] | None = None,
-            debug: bool | None = None,
             **unknown: Never,
         ) -> None:
             given = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}

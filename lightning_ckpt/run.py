@@ -28,7 +28,7 @@ from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
 from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.stage import StepFence
+from ckpt_engine.snapshot.step_fence import StepFence
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of

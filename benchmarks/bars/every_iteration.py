@@ -95,7 +95,7 @@ def run(bench: Bench) -> BarResult:
         tuple(checks),
         tuple(series),
         (
-            "The engine copies eagerly, as `lazy: auto` does where training uses all cores.",
+            "The engine copies host memory before training continues (decision 0130).",
             "The hand-made way is the floor: one copy and one thread that writes it, without digests, manifest or "
             "retention.",
             "Where the engine would skip a snapshot because both slots are in use, this loop waits for one instead.",

@@ -120,7 +120,7 @@ def run(bench: Bench) -> BarResult:
             Series("restart: one copy_ of the state", "s", tuple(one.copy for one in restarts)),
         ),
         (
-            "A lazy copy takes time from steps that use all cores; `lazy: auto` copies eagerly there.",
+            "Host memory is copied before training continues, whatever `lazy` says (decision 0130).",
             "CheckFreq (FAST 2021) publishes an overhead of at most 3.5 % at the intervals it chooses, 5 % every 14 "
             "iterations in its table 5, and 18 to 73 % for synchronous checkpoints at the same intervals; on GPUs, and "
             "durable.",

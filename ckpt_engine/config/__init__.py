@@ -161,4 +161,3 @@ class Options(TypedDict, total=False):
     data: Literal["refuse", "restart_epoch", "continue"] | None
     hidden: Literal["auto", "report", "off"] | None
     pickle: str | Sequence[str] | None
-    debug: bool | None

@@ -335,8 +335,8 @@ class Config(Section):
     )
     lazy: Annotated[Literal["auto", "on", "off"], one_of("auto", "on", "off")] = Field(
         default="auto",
-        description="on: copy while the next forward and backward run; off: copy before training goes on; "
-        "auto: on where a core is left that training does not use.",
+        description="auto, on: copy tensors on a GPU while the next forward and backward run, and prove each copy; "
+        "off: copy them before training continues. Host memory is always copied before training continues.",
     )
 
     rng: Annotated[Literal["derive", "warn", "strict"], one_of("derive", "warn", "strict")] = Field(
@@ -367,11 +367,6 @@ class Config(Section):
     ] = Field(
         default=(),
         description="Paths in the state (* and ? match) that may be stored with pickle. Loading these can run code.",
-    )
-
-    debug: Flag = Field(
-        default=False,
-        description="Compare every lazily copied byte with an immediate copy; slow, for finding mistakes.",
     )
 
     @field_validator("tiers", mode="after")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 import weakref
@@ -37,7 +38,6 @@ from ckpt_engine.preempt.stop_plan import Board
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.stage import copies_lazily
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.repository import Repository
@@ -405,8 +405,8 @@ class TrainingRun:
         self.stopping = Stopping(
             engine, self.cadence, sinks, log, self.metrics.numbers, ends_with, losses=losses, rollbacks=rollbacks
         )
-        self._lazy = lazy if copies_lazily(self.config.lazy, device) else None
-        self._touches = copies_lazily("auto", device)
+        self._lazy = None if self.config.lazy == "off" else lazy
+        self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
         self._judges, self._took = losses is not None, False

@@ -34,7 +34,7 @@ from ckpt_engine.loop.shape import At
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.stage import StepFence
+from ckpt_engine.snapshot.step_fence import StepFence
 
 _UNSEEN_STEPS = 100
 

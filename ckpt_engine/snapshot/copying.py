@@ -1,37 +1,25 @@
-"""The copies of host memory that make a snapshot, cut so that several threads can do them side by side.
-
-Knows which tensors seem not to have changed since their bytes came into an arena slot, and how far that is believed.
-
-`_version` alone proves nothing: writes through `.data` and some optimizers do not count there. So what seems unchanged
-is compared with the slot instead of copied: before training goes on until that was right often enough, and behind
-training from then on. Lazy tensors are copied behind training anyway.
-"""
+"""The copies of host memory that make a snapshot, cut so that several threads can do them side by side."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_engine.copy.job import Layout
 from ckpt_engine.errors import StateError, WaitTimeoutError
-from ckpt_engine.state.flatten import show_path
-from ckpt_engine.state.layout import AddressRun, CapturedState, StatePlan
-from ckpt_engine.store.tree import TreePath
+from ckpt_engine.state.layout import AddressRun, CapturedState
 
 CHUNK_BYTES = 16 << 20
 SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
 _GROUP = 512
-_GLANCE_BYTES = 4 << 10
 FENCE_TIMEOUT_SECONDS = 600.0
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -130,34 +118,29 @@ class CopyByAddress:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Bytes that the slot is claimed to hold already; if it does not, and the claim is not hinted, they are copied."""
+    """Bytes that the slot is claimed to hold already; where it does not, they are copied."""
 
     move: _Move
     claim: Claim
 
     def run(self) -> None:
         move = self.move
-        if _memcmp(move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start, move.nbytes) == 0:
-            return
-        self.claim.differs = True
-        if not self.claim.hinted:
+        if _memcmp(move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start, move.nbytes) != 0:
+            self.claim.differs = True
             move.run()
-        elif move.src._version == self.claim.version:
-            # It is not known any more whether it has changed before or after the instant.
-            raise StateError(
-                f"{show_path(self.claim.path)} had not changed for several snapshots, and has now without torch "
-                "noticing",
-                hint="the next snapshot copies it as all that changes; call before_update() before changing it by hand",
-            )
-        # Else training went on and changed it since the instant, whose bytes the slot has: nothing had changed by then.
 
-    def seems_right(self) -> bool:
-        """Whether both ends are the same: most changes that torch does not count are of whole tensors."""
-        move = self.move
-        dst, src = move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start
-        end = max(0, move.nbytes - _GLANCE_BYTES)
-        nbytes = min(_GLANCE_BYTES, move.nbytes)
-        return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
+
+@dataclass(slots=True)
+class Claim:
+    """That the slot already holds the bytes of one entry.
+
+    Args:
+        name: of the entry.
+        differs: set where it is found to be wrong; final once the snapshot is staged.
+    """
+
+    name: str
+    differs: bool = False
 
 
 Task = _Move | _Copy | CopyByAddress | Compare
@@ -232,9 +215,7 @@ def run_task(
     views = slot.runs.get(run)
     if slot.cold or views is None:
         return CopyByAddress(slot, run, addresses, capture.arrays)
-    tensors = [capture.arrays[index] for index in run.arrays.tolist()]
-    # Behind training a tensor may get other memory, and what it had has to stay.
-    return _Copy(views, [tensor.detach() for tensor in tensors] if run.lazy else tensors)
+    return _Copy(views, [capture.arrays[index] for index in run.arrays.tolist()])
 
 
 def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemory) -> list[Task]:
@@ -243,7 +224,7 @@ def tasks_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], slot: SlotMemor
     tasks: list[Task] = []
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
-        if nbytes >= SMALL_BYTES and _movable(tensor):
+        if nbytes >= SMALL_BYTES and is_movable(tensor):
             tasks += chunks_of(view, tensor, slot)
         else:
             small.append((view, tensor))
@@ -259,136 +240,6 @@ def chunks_of(view: torch.Tensor, tensor: torch.Tensor, slot: SlotMemory) -> lis
     return [_Move(view, tensor, at, min(CHUNK_BYTES, nbytes - at), slot) for at in range(0, nbytes, CHUNK_BYTES)]
 
 
-def _movable(tensor: torch.Tensor) -> bool:
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be moved as they are."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-LEAST_BYTES = 1 << 20
-"""Smaller tensors are copied: it takes no time."""
-PROVEN = 2
-"""So often a tensor must have been found unchanged before that is checked behind training."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Tag:
-    """What is the same as long as nothing counted has changed a tensor. The weak reference keeps its number unique."""
-
-    storage: StorageWeakRef
-    form: tuple[Any, ...]
-    version: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Tag:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(storage, _form(tensor), tensor._version)
-
-    def is_same(self, tensor: torch.Tensor) -> bool:
-        """Whether it is of the same memory, in the same form, however often changed."""
-        return _form(tensor) == self.form
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-@dataclass(slots=True)
-class Claim:
-    """That the slot already holds the bytes of one entry.
-
-    Args:
-        name, path: of the entry.
-        version: what torch had counted for the tensor at the instant.
-        hinted: checked behind training.
-        differs: set where it is found to be wrong; final once the snapshot is staged.
-    """
-
-    name: str
-    path: TreePath
-    version: int
-    hinted: bool
-    differs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """Of one snapshot, by index of the source. What is not claimed is copied."""
-
-    slot: int = -1
-    by_source: dict[int, Claim] = field(default_factory=dict)
-    tags: dict[int, _Tag] = field(default_factory=dict)
-
-    @property
-    def any_hinted(self) -> bool:
-        """Whether something is checked behind training."""
-        return any(claim.hinted for claim in self.by_source.values())
-
-
-class Unchanged:
-    """The tags of all slots of one run. `claim`, then `settle` once that snapshot is staged, in turn."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, Mapping[int, _Tag]] = {}
-        """By slot the tags of what it holds in the current layout, by index of the source."""
-        self._last: dict[str, _Tag] = {}
-        self._found_right: Counter[str] = Counter()
-        self._changing: set[str] = set()
-        self._layout: Layout | None = None
-        self._large: Sequence[int] = ()
-
-    def claim(self, slot: int, known: Sequence[int], capture: CapturedState) -> Claims:
-        """What `slot` seems to hold already of an instant. Until `settle` it counts as holding nothing.
-
-        Args:
-            known: all slots that exist.
-        """
-        plan = capture.plan
-        if plan.layout is not self._layout:
-            self._layout, self._large = plan.layout, _large(plan)
-            self._held.clear()
-        there = self._held.pop(slot, {})
-        self._held = {index: one for index, one in self._held.items() if index in known}
-        claims = Claims(slot)
-        for index in self._large:
-            name, source = plan.layout.entries[index].name, plan.sources[index]
-            tensor = capture.arrays[source.array]
-            if source.lazy or name in self._changing or not _is_candidate(tensor):
-                continue
-            last = self._last.get(name)
-            if last is not None and (not last.is_same(tensor) or last.version != tensor._version):
-                self._give_up(name)
-                continue
-            tag = self._last[name] = last or _Tag.of(tensor)
-            claims.tags[index] = tag
-            if there.get(index) is tag:
-                hinted = self._found_right[name] >= PROVEN
-                claims.by_source[index] = Claim(name, source.path, tag.version, hinted)
-        return claims
-
-    def settle(self, claims: Claims, *, staged: bool) -> None:
-        """The snapshot is staged, or that has failed: learn which claims were wrong. Any thread."""
-        for claim in claims.by_source.values():
-            if claim.differs:
-                self._give_up(claim.name)
-            elif staged:
-                self._found_right[claim.name] += 1
-        if staged:
-            self._held[claims.slot] = claims.tags
-
-    def _give_up(self, name: str) -> None:
-        """It changes: it is copied from now on."""
-        self._changing.add(name)
-        self._last.pop(name, None)
-        self._found_right.pop(name, None)
-
-
-def _large(plan: StatePlan) -> list[int]:
-    entries = zip(plan.layout.entries, plan.sources, strict=True)
-    return [
-        index
-        for index, (entry, source) in enumerate(entries)
-        if entry.nbytes >= LEAST_BYTES and source.storage_bytes is None and source.members is None
-    ]
-
-
-def _is_candidate(tensor: torch.Tensor) -> bool:
-    return _movable(tensor) and not (tensor.requires_grad or tensor.is_inference())

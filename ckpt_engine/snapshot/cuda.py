@@ -22,15 +22,26 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.errors import StateError, WaitTimeoutError
+from ckpt_engine.snapshot.proof import Sums, matrix_of, sums_of, vector_bytes
+from ckpt_engine.snapshot.transfers import DeviceTensor, Transfer, transfers
+from ckpt_engine.state.flatten import show_path
+from ckpt_engine.store.tree import TreePath
 
+FIRST_COPIES = 896
+"""About so many copies `save` queues itself. About 1,000 of a stream can be waiting: the thread that queues one more
+waits for the device, and training, which the same thread queues, runs dry."""
+LATER_COPIES = 64
+"""So many, some gigabytes, the watching thread queues at once."""
+DIRECT_SUMS = 256
+"""Of so many transfers one stream makes the sums, with two or three launches for each."""
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only the current one
 _SUCCESS = 0
 
@@ -94,11 +105,24 @@ class Cuda:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
+    def add_up(self, words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        """Inside a block of `copies`: queue the sums of each row and of each column of a matrix of integers."""
+        torch.sum(words, 1, out=rows)
+        torch.sum(words, 0, out=columns)
+
     def empty(self, stream: Any, device: torch.device, nbytes: int) -> torch.Tensor:
         """Bytes on a device, to be used in `stream` only."""
         # It is used again by later snapshots, of which some may be taken in inference mode and some not.
         with torch.inference_mode(False), torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """Bytes in host memory, page-locked where that is possible: else a copy to them makes the host wait."""
+        with torch.inference_mode(False):
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:
+                return torch.empty(nbytes, dtype=torch.uint8)
 
     def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
         """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
@@ -210,12 +234,14 @@ class Load:
         tensors: what to copy; those of an entry one behind another.
         counts: how many of the tensors are in each entry.
         lazy: which entries may be read until the fence.
+        paths: of the entries.
     """
 
     views: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     counts: Sequence[int]
     lazy: Sequence[bool]
+    paths: Sequence[TreePath]
 
     def places(self) -> Iterator[tuple[int, bool]]:
         """Of every tensor where its bytes go, counted from the start of the slot, and whether it is lazy."""
@@ -226,8 +252,17 @@ class Load:
                 yield start, lazy
                 start += tensor.numel() * tensor.element_size()
 
+    def path_at(self, byte: int) -> TreePath:
+        """Of the entry that has this byte of the slot."""
+        starts = [int(view.storage_offset()) * view.element_size() for view in self.views]
+        return max((start, path) for start, path in zip(starts, self.paths, strict=True) if start <= byte)[1]
 
-_NOTHING = Load((), (), (), ())
+
+_NOTHING = Load((), (), (), (), ())
+
+
+class TornCopyError(StateError):
+    """What is copied behind training was changed before it was copied."""
 
 
 class Flight:
@@ -241,6 +276,7 @@ class Flight:
     Attributes:
         complete: set when every byte is in the arena, or never will be.
         error: what stopped a copy, or None; final once `complete`.
+        torn: names what changed before it was copied, or None; final once `complete`.
         queued: set when all copies are queued, or never will be; `read` and `ends` are final then.
         read: by device, when all tensors have been read.
         ends: when everything queued has been done.
@@ -249,9 +285,12 @@ class Flight:
     def __init__(self, runtime: Cuda, load: Load, on_complete: Callable[[], None]) -> None:
         self.complete = threading.Event()
         self.error: BaseException | None = None
+        self.torn: TornCopyError | None = None
         self.queued = threading.Event()
         self.read: dict[torch.device, Any] = {}
         self.ends: list[Any] = []
+        self.summed: Sequence[_Lane] = ()
+        """What was lazy; its sums are those of the instant."""
         self._runtime = runtime
         self._on_complete = on_complete
         # Freed memory would be used again, under the copy: these stay, also where a tensor is freed meanwhile.
@@ -275,12 +314,26 @@ class Flight:
         try:
             for event in self.ends:
                 self._runtime.wait(event)
+            if self.error is None:
+                self.torn = self._find_torn()
         except RuntimeError as err:
             self.error = self.error or err
-        self.load = _NOTHING
+        self.load, self.summed = _NOTHING, ()
         self.ends.clear()
         self.complete.set()
         self._on_complete()
+
+    def _find_torn(self) -> TornCopyError | None:
+        for lane in self.summed:
+            slot, expected = _bytes_of(self.load.views[0]).numpy(), lane.expected.numpy()
+            for sums in lane.sums.values():
+                at = sums.first_difference(slot, expected)
+                if at is not None:
+                    return TornCopyError(
+                        f"{show_path(self.load.path_at(at))} changed while it was copied",
+                        hint="from now on snapshots are copied before training continues, as with `lazy: off`",
+                    )
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +372,20 @@ class _Lane:
     Args:
         eager: what is to be read before training goes on.
         lazy: the rest, in parts that are queued at once.
+        sums: of the lazy transfers, by where they start.
+        vector: the sums of the instant, on the device.
+        expected: the same in host memory, once a snapshot has landed.
+        adders: the streams that make them, and of which steps; the first one is `stream`.
     """
 
     stream: Any
     buffer: torch.Tensor
+    vector: torch.Tensor
+    expected: torch.Tensor
     eager: Sequence[_Step] = ()
     lazy: Sequence[Sequence[_Step]] = ()
+    sums: Mapping[int, Sums] = field(default_factory=dict)
+    adders: Sequence[tuple[Any, Sequence[_Step]]] = ()
 
 
 class DeviceCopies:
@@ -359,7 +420,11 @@ class DeviceCopies:
             for device in self._active:
                 lane = self._lanes[device]
                 training = self.runtime.current(device)
-                self.runtime.hold(lane.stream, self.runtime.mark(training))
+                instant = self.runtime.mark(training)
+                for stream in (lane.stream, *[stream for stream, _ in lane.adders[1:]]):
+                    self.runtime.hold(stream, instant)
+                for stream, steps in lane.adders:
+                    self.runtime.hold(training, self._add_up(lane, stream, steps, load))
                 if lane.eager:
                     flight.read[device] = self._queue(lane, lane.eager, load)
                     self.runtime.hold(training, flight.read[device])
@@ -421,6 +486,10 @@ class DeviceCopies:
     def _end(self, flight: Flight) -> None:
         """No more is queued. After an error, too, what was queued still writes into the slot."""
         try:
+            flight.summed = [self._lanes[device] for device in self._active if self._lanes[device].lazy]
+            for lane in flight.summed:
+                with self.runtime.copies(lane.stream) as copy:
+                    copy([lane.expected], [lane.vector])
             flight.ends = [self.runtime.mark(lane.stream) for lane in self._lanes.values()]
         except RuntimeError as err:
             self._fail(flight, err)
@@ -432,7 +501,7 @@ class DeviceCopies:
             nbytes = tensor.numel() * tensor.element_size()
             if nbytes:
                 rows = int(tensor.shape[0]) if tensor.dim() else 1
-                item = DeviceTensor(index, start, nbytes, rows, lazy, _in_order(tensor))
+                item = DeviceTensor(index, start, nbytes, rows, lazy, _in_order(tensor, words=lazy))
                 items.setdefault(home(self.runtime, tensor), []).append(item)
         self._active = list(items)
         for device, found in items.items():
@@ -441,7 +510,8 @@ class DeviceCopies:
             lane = self._lanes.get(device)
             if lane is None:
                 stream = self.runtime.side(device)
-                lane = self._lanes[device] = _Lane(stream, self.runtime.empty(stream, device, room))
+                buffer = self.runtime.empty(stream, device, room)
+                lane = self._lanes[device] = _Lane(stream, buffer, buffer[:0], torch.empty(0, dtype=torch.uint8))
             elif lane.buffer.numel() < room:
                 lane.eager = lane.lazy = ()  # its views go before the larger one is made
                 lane.buffer = lane.buffer[:0]
@@ -449,6 +519,42 @@ class DeviceCopies:
             steps = [_Step(t, _groups(t, lane.buffer, load) if t.packed else ()) for t in way]
             lane.eager = [step for step in steps if not step.transfer.lazy]
             lane.lazy = list(_in_parts([step for step in steps if step.transfer.lazy]))
+            self._plan_sums(lane, device)
+
+    def _plan_sums(self, lane: _Lane, device: torch.device) -> None:
+        steps = list(itertools.chain.from_iterable(lane.lazy))
+        places = [(t.start, t.nbytes, -t.start % 8 if t.packed else 0) for t in (step.transfer for step in steps)]
+        sums = sums_of(places)
+        lane.sums = {one.start: one for one in sums}
+        if sums:
+            lane.vector = self.runtime.empty(lane.stream, device, vector_bytes(sums))
+            lane.expected = self.runtime.host(vector_bytes(sums))
+        packed = [step for step in steps if step.transfer.packed]  # they share the buffer
+        direct = [step for step in steps if not step.transfer.packed]
+        more = [direct[at : at + DIRECT_SUMS] for at in range(0, len(direct), DIRECT_SUMS)]
+        lane.adders = [(lane.stream, packed)] if packed else []
+        lane.adders += [(self.runtime.side(device), part) for part in more]
+
+    def _add_up(self, lane: _Lane, stream: Any, steps: Sequence[_Step], load: Load) -> Any:
+        """Queue the sums of these steps; the event after the last one."""
+        words = lane.vector.view(torch.int64)
+        with self.runtime.copies(stream) as copy:
+            for step in steps:
+                sums, source = lane.sums[step.transfer.start], self._pack(lane, step, load, copy)
+                for target, first in sums.edges(lane.vector):
+                    copy([target], [source[first : first + len(target)]])
+                if sums.rows:
+                    rows, columns = words[sums.at :].split_with_sizes([sums.rows, len(words) - sums.at - sums.rows])
+                    self.runtime.add_up(matrix_of(sums, source), rows, columns[: sums.columns])
+            return self.runtime.mark(stream)
+
+    def _pack(self, lane: _Lane, step: _Step, load: Load, copy: Copy) -> torch.Tensor:
+        """The bytes of a transfer on the device; what is packed is queued."""
+        for group in step.groups:
+            copy(group.targets, group.sources(load.tensors))
+        if step.transfer.packed:
+            return lane.buffer[step.transfer.start % _ALIGN :]
+        return load.tensors[step.transfer.parts[0].index].detach().view(-1).view(torch.uint8)
 
     def _queue(self, lane: _Lane, steps: Sequence[_Step], load: Load) -> Any:
         """Queue the copies of these steps; the event after the last read."""
@@ -459,13 +565,8 @@ class DeviceCopies:
             for step in steps:
                 transfer = step.transfer
                 start = transfer.start
-                for group in step.groups:
-                    copy(group.targets, group.sources(load.tensors))
-                if transfer.packed:
-                    source = lane.buffer[start % _ALIGN :]
-                    read = self.runtime.mark(lane.stream) if step is steps[-1] else None
-                else:
-                    source = load.tensors[transfer.parts[0].index].detach().view(-1).view(torch.uint8)
+                source = self._pack(lane, step, load, copy)
+                read = self.runtime.mark(lane.stream) if transfer.packed and step is steps[-1] else None
                 cuts = list(split(start, start + transfer.nbytes))
                 copy([slot[a:b] for a, b in cuts], [source[a - start : b - start] for a, b in cuts])
             return self.runtime.mark(lane.stream) if read is None else read
@@ -481,9 +582,14 @@ def _in_parts(steps: Sequence[_Step]) -> Iterator[Sequence[_Step]]:
             first, count = number + 1, 0
 
 
-def _in_order(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can go as they are, now and whenever the plan fits: a conjugate may become one at any time."""
-    return tensor.is_contiguous() and not tensor.is_complex() and not tensor.is_neg()
+def _in_order(tensor: torch.Tensor, *, words: bool) -> bool:
+    """Whether its bytes can go as they are, now and whenever the plan fits: a conjugate may become one at any time.
+
+    Args:
+        words: they are to begin with a whole word.
+    """
+    begins = not words or int(tensor.storage_offset()) * tensor.element_size() % 8 == 0
+    return tensor.is_contiguous() and begins and not tensor.is_complex() and not tensor.is_neg()
 
 
 def _bytes_of(view: torch.Tensor) -> torch.Tensor:
@@ -513,99 +619,3 @@ def _target(item: DeviceTensor, raw: torch.Tensor, load: Load) -> torch.Tensor:
     tensor = load.tensors[item.index]
     shape = tensor.shape if item.part is None else (item.part[1], *tensor.shape[1:])
     return raw.view(tensor.dtype).view(shape)
-
-
-FIRST_COPIES = 896
-"""About so many copies `save` queues itself. About 1,000 of a stream can be waiting: the thread that queues one more
-waits for the device, and training, which the same thread queues, runs dry."""
-LATER_COPIES = 64
-"""So many, some gigabytes, the watching thread queues at once."""
-BUFFER_BYTES = 64 << 20
-"""Device memory for packing; more only for a tensor that is not contiguous and has a longer row."""
-DIRECT_BYTES = 4 << 20
-"""From here on a contiguous lazy tensor goes as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTensor:
-    """A tensor on one device, or some of its rows.
-
-    Args:
-        index: of its entry.
-        start: where its bytes go, counted from the start of the slot.
-        nbytes: at least 1.
-        rows: length of its first dimension; 1 for a scalar.
-        lazy: it may be read until the fence.
-        contiguous: its bytes are in the order in which they are stored.
-        part: the first row and how many; None: all of it.
-    """
-
-    index: int
-    start: int
-    nbytes: int
-    rows: int
-    lazy: bool
-    contiguous: bool
-    part: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Neighbouring bytes of the slot that cross together.
-
-    Args:
-        parts: back to back, in the order of the slot.
-        packed: they are packed on the device first.
-        lazy: all of them may be read until the fence.
-    """
-
-    start: int
-    nbytes: int
-    parts: tuple[DeviceTensor, ...]
-    packed: bool
-    lazy: bool
-
-
-def transfers(items: Sequence[DeviceTensor]) -> list[Transfer]:
-    """The transfers of one device, in the order in which they are to be queued.
-
-    Eager ones come first, and of those the packed ones last: what is eager must not change before it was read, and
-    the last packed one has been read before it crosses.
-    """
-    found = list(_transfers(sorted(items, key=lambda item: item.start)))
-    return sorted(found, key=lambda t: (t.lazy, t.packed if not t.lazy else 0))
-
-
-def _transfers(items: Sequence[DeviceTensor]) -> Iterator[Transfer]:
-    run: list[DeviceTensor] = []
-    for item in items:
-        small = item.nbytes < DIRECT_BYTES or (not item.lazy and item.nbytes <= BUFFER_BYTES)
-        if item.contiguous and not small:
-            yield Transfer(item.start, item.nbytes, (item,), False, item.lazy)
-        elif item.nbytes > BUFFER_BYTES:
-            yield from _in_rows(item)
-        else:
-            if run and (
-                run[-1].start + run[-1].nbytes != item.start
-                or item.start + item.nbytes - run[0].start > BUFFER_BYTES
-                or item.lazy is not run[0].lazy
-            ):
-                yield _packed(run)
-                run = []
-            run.append(item)
-    if run:
-        yield _packed(run)
-
-
-def _packed(run: Sequence[DeviceTensor]) -> Transfer:
-    nbytes = run[-1].start + run[-1].nbytes - run[0].start
-    return Transfer(run[0].start, nbytes, tuple(run), True, run[0].lazy)
-
-
-def _in_rows(item: DeviceTensor) -> Iterator[Transfer]:
-    row_bytes = item.nbytes // item.rows
-    step = max(1, BUFFER_BYTES // row_bytes)
-    for first in range(0, item.rows, step):
-        count = min(step, item.rows - first)
-        part = replace(item, start=item.start + first * row_bytes, nbytes=count * row_bytes, part=(first, count))
-        yield Transfer(part.start, part.nbytes, (part,), True, item.lazy)

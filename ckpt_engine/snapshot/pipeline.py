@@ -21,10 +21,12 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
-from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
+from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
+from ckpt_engine.snapshot.cuda import TornCopyError
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
-from ckpt_engine.snapshot.stage import Copier, Staging, StepFence
+from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.snapshot.unchanged import Unchanged
 from ckpt_engine.snapshot.writer_link import (
     Coming,
     Handover,
@@ -55,7 +57,6 @@ class Pipeline:
         memory: with a memory tier: the writer keeps the newest snapshot, and makes it durable if this process dies.
         room: how much host memory is left; see `host_memory`.
         pickle_paths: see `Flattener`.
-        check_lazy: debug mode, see `Staging`.
         session: where several ranks take each snapshot together.
         tier: how the nearest place is called in events.
         process: the writer is one, where there is room.
@@ -73,7 +74,6 @@ class Pipeline:
         memory: bool = False,
         room: Callable[[], host_memory.MemoryLimit | None] = host_memory.look,
         pickle_paths: tuple[str, ...] = (),
-        check_lazy: bool = False,
         session: Session | None = None,
         tier: str = "",
         process: bool = False,
@@ -82,7 +82,6 @@ class Pipeline:
         self._tier = tier
         self.process = process
         self._emit = emit
-        self._check_lazy = check_lazy
         self._shared = None if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self.slots = Slots(slots)
@@ -94,9 +93,8 @@ class Pipeline:
         self._pulse: Pulse | None = None
         self._copier = Copier()
         self._unchanged = Unchanged()
-        self._hinted: Staging | None = None
-        """The newest one, while it compares what is hinted to be unchanged: before any optimizer steps that ends."""
-        self._hint_fence = StepFence(self._finish_hints)
+        self._torn = False
+        """A lazy copy was torn: from then on everything is copied before training continues."""
         self._writer: Handover | None = None
         self._starting: Coming | None = None
         self._staging: Staging | None = None
@@ -217,7 +215,7 @@ class Pipeline:
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the snapshot before does not get on")
         self.poll()
-        capture = self._planner.capture(state, wanted.lazy)
+        capture = self._planner.capture(state, None if self._torn else wanted.lazy)
         self._fit(slot_bytes(capture.plan))
         self.start()
         if self._writer is None:
@@ -240,7 +238,7 @@ class Pipeline:
         handle = SaveHandle(self, step, durable=durable)
         self._jobs += 1
         try:
-            staging, claims = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
+            staging = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
         except BaseException:
             self._in_flight.drop(self._jobs)
             self.slots.discard(slot.index)
@@ -249,9 +247,6 @@ class Pipeline:
             staging.begin(self._copier)
         if not staging.complete:
             self._staging = staging
-            if claims.any_hinted:
-                self._hinted = staging
-                self._hint_fence.install()
         handle.stall_seconds = time.perf_counter() - began
         self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
@@ -264,7 +259,7 @@ class Pipeline:
         handle: SaveHandle,
         snapshot: str | None,
         when: tuple[float, float],
-    ) -> tuple[Staging, Claims]:
+    ) -> Staging:
         """What copies the state into its slot and then hands over the job, of which the writer knows the rest.
 
         Args:
@@ -296,11 +291,13 @@ class Pipeline:
             self._unchanged.settle(claims, staged=error is None)
             if error is None:
                 self._in_flight.give(one, writer)
+            elif isinstance(error, TornCopyError):
+                self._torn = True
+                self._in_flight.refuse(one, error)
             else:
                 self._in_flight.refuse(one, SnapshotFailedError(f"staging failed: {error}"))
 
-        views, check = slot.views(capture.plan), self._check_lazy
-        return Staging(capture, views, submit, check=check, claims=claims, slot=slot.memory), claims
+        return Staging(capture, slot.views(capture.plan), submit, claims=claims, slot=slot.memory)
 
     def before_update(self) -> float:
         """The fence; seconds waited."""
@@ -315,11 +312,6 @@ class Pipeline:
         if staging.complete:  # else devices still copy: the next update may be queued in another stream
             self._staging = None
         return waited
-
-    def _finish_hints(self) -> None:
-        staging, self._hinted = self._hinted, None
-        if staging is not None:
-            staging.finish_hints()
 
     def _hand_over(self, timeout: float) -> bool:
         """After the fence: wait until the snapshot being copied is with the writer; False if it takes too long."""
@@ -433,8 +425,6 @@ class Pipeline:
         began = time.monotonic()
         with said_if_slow(partial(self._waited_for, timeout)):
             drained = self._drain(timeout, hurries) if self._in_flight or self._staging or self._starting else True
-            self._hint_fence.remove()
-            self._hinted = None
             self._copier.close(max(timeout, _CHUNK_SECONDS))
             self._in_flight.ends = True
             if self._writer is not None:

@@ -1,37 +1,29 @@
-"""Stages one snapshot into an arena slot: eagerly before training goes on, or lazily behind a fence.
+"""Stages one snapshot into an arena slot.
 
-Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what does not change before the next update
-on a background thread while forward and backward run. `fence` waits for the rest and helps with it.
-
-Device tensors are queued in streams of their own (`cuda`). The copies of host tensors are plain memory moves
-shared out over our own threads. torch's parallel copy joins all its threads after
+Host memory is copied before `begin` returns: whatever changes it afterwards, the slot has the bytes of the instant.
+Its copies are plain memory moves shared out over our own threads. torch's parallel copy joins all its threads after
 every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else
 uses a core.
 
-Whether copying behind training (lazily) is cheaper than copying before it goes on.
-
-The fence at optimizer steps: lazily copied weights are whole before any optimizer of the process changes them.
+Device tensors are queued in streams of their own (`cuda`). Lazy ones are copied while the next forward and backward run
+(CheckFreq's two-phase snapshot, FAST'21 section 4.1); `fence` holds back what would change them, and `proof` finds what
+changed all the same.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import (
     FENCE_TIMEOUT_SECONDS,
-    Claims,
     Compare,
     CopyTasks,
     SlotMemory,
@@ -40,9 +32,7 @@ from ckpt_engine.snapshot.copying import (
     tasks_of,
 )
 from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
-from ckpt_engine.snapshot.ownership import leavers
-from ckpt_engine.state.entries import EntrySource
-from ckpt_engine.state.flatten import show_path
+from ckpt_engine.snapshot.unchanged import Claims
 from ckpt_engine.state.layout import CapturedState
 
 _HELP_BYTES = 4 << 20
@@ -53,17 +43,15 @@ _IDLE_SECONDS = 5.0
 class Staging:
     """The copy of one captured state into arena views.
 
-    `begin` returns when training may go on: every host tensor that is not lazy is copied, and work that is queued on a
-    device from then on waits there for those of its tensors that are not lazy. The rest is copied by the copier's
-    threads, and by the training thread in `fence`. `on_staged` is called exactly once, by whichever thread finds
+    `begin` returns when training may continue: every host tensor is copied, and work that is queued on a device from
+    then on waits there until its eager tensors are read. `on_staged` is called exactly once, by whichever thread finds
     everything copied, with the error that stopped a copy or None. It must not raise.
 
     Args:
         capture: what to copy.
         views: destinations, one per `capture.plan.sources`.
         slot: what the views are in.
-        check: keep an eager copy of the lazy part and compare at the fence (debug mode).
-        claims: what the views hold already. A hinted claim that is wrong is an error for `on_staged`, and not raised.
+        claims: what the views hold already.
     """
 
     def __init__(
@@ -73,24 +61,21 @@ class Staging:
         on_staged: Callable[[BaseException | None], None],
         *,
         slot: SlotMemory,
-        check: bool = False,
         claims: Claims | None = None,
     ) -> None:
         self._on_staged = on_staged
         self._slot = slot
-        self._told = threading.Lock()
+        self._reported = threading.Lock()
         self._settled = threading.Event()
         self._capture: CapturedState | None = capture
         self._views = views
-        self._keep_copy = check
-        self._check: list[tuple[EntrySource, torch.Tensor, torch.Tensor]] = []
-        self.eager = self.lazy = self.hinted = CopyTasks(())
+        self.host = CopyTasks(())
         self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
 
     def begin(self, copier: Copier) -> None:
-        """Copy the eager part with the copier's help and leave the lazy part to it. Training thread only.
+        """Copy what is in host memory with the copier's help, and queue the rest. Training thread only.
 
         Raises:
             StateError: a copy failed.
@@ -98,103 +83,53 @@ class Staging:
         try:
             self._begin(copier)
         except BaseException as err:
-            for part in (self.eager, self.lazy, self.hinted):
-                part.stop(err)
-                part.complete.wait(FENCE_TIMEOUT_SECONDS)  # the slot is filled again after this event
+            self.host.stop(err)
+            self.host.complete.wait(FENCE_TIMEOUT_SECONDS)  # the slot is filled again after this event
             self._settle()
             raise
 
     def _begin(self, copier: Copier) -> None:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
-        plan = capture.plan
-        if self._keep_copy:
-            lazies = [(source, view) for source, view in zip(plan.sources, self._views, strict=True) if source.lazy]
-            self._check = [(s, view, s.tensor(capture.arrays).detach().clone()) for s, view in lazies]
-        compared = self._claims.by_source
-        tasks = [
+        plan, sources, compared = capture.plan, capture.plan.sources, self._claims.by_source
+        if plan.aboard:
+            self._flight = self._new_flight(copier.devices, capture)
+        comparisons = [
             Compare(move, claim)
             for index, claim in compared.items()
-            for move in chunks_of(self._views[index], plan.sources[index].tensor(capture.arrays), self._slot)
+            for move in chunks_of(self._views[index], sources[index].tensor(capture.arrays), self._slot)
         ]
-        sources = plan.sources
-        left = [index for index in plan.apart if index not in compared]
-        if plan.aboard:
-            self._board(copier.devices, capture)
-        pairs = [(self._views[index], sources[index].tensor(capture.arrays)) for index in left]
-        lazy = [(view, t.detach()) for index, (view, t) in zip(left, pairs, strict=True) if sources[index].lazy]
-        eager = [pair for index, pair in zip(left, pairs, strict=True) if not sources[index].lazy] if lazy else pairs
-        for task in tasks:
-            if task.claim.hinted and not task.seems_right():
-                task.claim.hinted = False
-        self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
-        now, later = tasks_of(eager, self._slot), tasks_of(lazy, self._slot)
-        addresses, run_bytes = np.array(capture.addresses, np.uint64), 0
-        for run in plan.runs:
-            (later if run.lazy else now).append(run_task(run, self._slot, capture, addresses))
-            run_bytes += 0 if run.lazy else int(run.nbytes.sum())
-        self.eager = CopyTasks([*now, *[task for task in tasks if not task.claim.hinted]])
-        self.lazy = CopyTasks(later)
-        self._fenced = self.lazy.complete.is_set() and self._flight is None
+        apart = [(self._views[i], sources[i].tensor(capture.arrays)) for i in plan.apart if i not in compared]
+        addresses = np.array(capture.addresses, np.uint64)
+        runs = [run_task(run, self._slot, capture, addresses) for run in plan.runs]
+        self._fenced = self._flight is None
         if self._flight is not None:
             copier.devices.start(plan, self._flight)
-        compared_bytes = sum([task.move.nbytes for task in tasks if not task.claim.hinted])
-        worth_help = compared_bytes + run_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
-        if worth_help or not self.lazy.complete.is_set():
+        nbytes = sum([task.move.nbytes for task in comparisons]) + sum([view.nbytes for view, _ in apart])
+        nbytes += sum([int(run.nbytes.sum()) for run in plan.runs])
+        self.host = CopyTasks([*tasks_of(apart, self._slot), *runs, *comparisons])
+        if nbytes >= _HELP_BYTES:
             copier.submit(self)
-        self.eager.finish()
-        if not self.hinted.complete.is_set():
-            copier.submit(self)
+        self.host.finish()
         self._settle()
         self._raise()
-
-    def help_lazily(self) -> None:
-        """Copy the lazy part and compare what is hinted; the copier's thread."""
-        while self.lazy.run_some():
-            pass
-        # Training waits for the eager part, and comparing takes memory bandwidth from it.
-        while self.eager.complete.is_set() and self.hinted.run_some():
-            pass
-        self._settle()
-
-    def finish_hints(self) -> None:
-        """Return when the tensors that are hinted to be unchanged may change. Any thread.
-
-        Raises:
-            WaitTimeoutError: another thread did not finish its last chunk.
-        """
-        self.hinted.finish()
-        self._settle()
 
     def fence(self) -> float:
         """Return when the lazy tensors may change; seconds waited. Training thread only.
 
-        Host tensors are in the arena then. Device tensors may not be: what is queued from now on in the stream that is
-        current waits until they have been read, and the host does not. Call it again where another stream is current.
+        What is queued from now on in the stream that is current waits until they have been read, and the host does not.
+        Call it again where another stream is current.
 
         Raises:
-            WaitTimeoutError: the background thread did not finish its last chunk.
-            StateError: a copy failed, or (debug mode) lazily staged bytes changed before they were copied.
+            WaitTimeoutError: the device did not reach the copies.
+            StateError: a copy failed.
         """
         began = time.perf_counter()
         self._fenced = True
-        self.lazy.finish()
-        self.hinted.finish()
         if self._flight is not None:
             self._flight.fence()
-        self._settle()
-        if self._flight is None or self._check:
-            self._require_settled()
         self._raise()
-        waited = time.perf_counter() - began
-        for source, view, expected in self._check:
-            if not _same_bytes(view, expected.cpu()):
-                raise StateError(
-                    f"{show_path(source.path)} changed between the snapshot instant and the fence",
-                    hint="it must not be declared lazy, or the fence comes too late",
-                )
-        self._check = []
-        return waited
+        return time.perf_counter() - began
 
     def wait(self, timeout: float) -> bool:
         """After the fence: wait until every byte is in the arena; False if `timeout` seconds were not enough."""
@@ -210,8 +145,8 @@ class Staging:
         """Whether it is complete, and the fence was kept."""
         return self._fenced and self.complete
 
-    def _board(self, devices: DeviceCopies, capture: CapturedState) -> None:
-        """Prepare the flight of the device tensors."""
+    def _new_flight(self, devices: DeviceCopies, capture: CapturedState) -> Flight:
+        """The flight of the device tensors, which has not started."""
         plan = capture.plan
         own = [plan.sources[index] for index in plan.aboard]
         tensors = [source.tensors(capture.arrays) for source in own]
@@ -220,57 +155,38 @@ class Staging:
             list(itertools.chain.from_iterable(tensors)),
             list(map(len, tensors)),
             [source.lazy for source in own],
+            [source.path for source in own],
         )
-        self._flight = Flight(devices.runtime, load, self._settle)
+        return Flight(devices.runtime, load, self._settle)
 
     def _settle(self) -> None:
-        for part in self._parts():
-            if not part.complete.is_set():
-                return
-        if self._told.acquire(blocking=False):
+        flight = self._flight
+        if not self.host.complete.is_set() or (flight is not None and not flight.complete.is_set()):
+            return
+        if self._reported.acquire(blocking=False):
             try:
-                self._on_staged(self._error())
+                self._on_staged(self._error() or (None if flight is None else flight.torn))
             finally:
                 self._settled.set()
 
-    def _require_settled(self) -> None:
-        if not self._settled.wait(FENCE_TIMEOUT_SECONDS):
-            raise WaitTimeoutError("the staged snapshot was not handed over")
-
-    def _parts(self) -> tuple[CopyTasks | Flight, ...]:
-        own = (self.eager, self.lazy, self.hinted)
-        return own if self._flight is None else (*own, self._flight)
-
     def _error(self) -> BaseException | None:
-        return next((part.error for part in self._parts() if part.error is not None), None)
+        return self.host.error or (None if self._flight is None else self._flight.error)
 
     def _raise(self) -> None:
-        error = next((part.error for part in self._parts() if part is not self.hinted and part.error), None)
-        if error is not None:
+        if (error := self._error()) is not None:
             raise StateError(f"staging failed: {error}") from error
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0:
-        return True
-    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(flat[0], flat[1])
 
 
 class Copier:
     """The background threads that help to copy; one per Checkpointer, started when first needed.
 
-    While training waits for an eager part it copies itself, and a thread for every other core helps. Lazy parts are
-    copied by as many threads as there are cores: a step that uses all cores ends when the slowest of them does, so that
-    one busy thread would delay it by the whole copy, and a thread on each core by a share. `devices` copies what is on
-    devices.
+    While training waits it copies itself, and a thread for every other core helps. `devices` copies what is on devices.
     """
 
     def __init__(self, helpers: int | None = None, devices: DeviceCopies | None = None) -> None:
         self.devices = devices or DeviceCopies()
         cores = len(os.sched_getaffinity(0))
-        self._eager = max(1, min(_MAX_HELPERS, cores - 1)) if helpers is None else helpers
-        self._count = max(1, min(_MAX_HELPERS, cores)) if helpers is None else helpers
+        self._count = max(1, min(_MAX_HELPERS, cores - 1)) if helpers is None else helpers
         self._current: Staging | None = None
         self._turn = 0
         self._not_begun = 0
@@ -284,7 +200,7 @@ class Copier:
         with self._wake:
             if not self._threads:
                 for index in range(self._count):
-                    thread = threading.Thread(target=self._run, args=(index,), name=f"ckpt-stage-{index}", daemon=True)
+                    thread = threading.Thread(target=self._run, name=f"ckpt-stage-{index}", daemon=True)
                     thread.start()
                     self._threads.append(thread)
             self._current = staging
@@ -309,7 +225,7 @@ class Copier:
             if thread.is_alive():
                 raise WaitTimeoutError(f"a staging thread did not stop within {timeout:.0f} s")
 
-    def _run(self, index: int) -> None:
+    def _run(self) -> None:
         seen = 0
         while True:
             with self._wake:
@@ -322,91 +238,6 @@ class Copier:
                 if self._not_begun == 0:
                     # The tensors of a snapshot are not kept alive by threads that wait for the next one.
                     self._current = None
-            if staging is None:
-                continue
-            while index < self._eager and staging.eager.run_some():
+            while staging is not None and staging.host.run_some():
                 pass
-            staging.help_lazily()
             del staging
-
-
-def copies_lazily(setting: Literal["auto", "on", "off"], device: torch.device) -> bool:
-    """Whether to stage lazily.
-
-    A lazy copy takes time from forward and backward. If they use all cores, whatever waits for the slowest of them
-    loses more than with an eager copy, which has all cores to itself (docs/benchmarks.md, "Every iteration").
-
-    Args:
-        setting: the option `lazy`.
-        device: where training computes.
-    """
-    if setting == "auto":
-        return device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
-    return setting == "on"
-
-
-_log = logging.getLogger(__name__)
-
-Fence = Callable[[], object]
-
-
-class StepFence:
-    """A process-wide hook on `torch.optim.Optimizer.step`, for steps that are not announced.
-
-    Args:
-        fence: waits for lazy copies; cheap where none is under way.
-
-    With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
-    anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
-    """
-
-    def __init__(self, fence: Fence) -> None:
-        self._fence = fence
-        self._reported: set[type] = set()
-        self._handle: RemovableHandle | None = None
-
-    def install(self) -> None:
-        """Start watching; harmless when installed already."""
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
-            leavers.add(self)
-
-    def remove(self) -> None:
-        """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def leave_fork(self) -> None:
-        """See `Leaver`: a fork has copies of the weights, and nothing copies them."""
-        self.remove()
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not self._runs_closure_first(optimizer):
-            self._fence()
-            return None
-
-        def fenced() -> Any:
-            result = closure()
-            self._fence()
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": fenced}
-        return (args[0], fenced, *args[2:]), kwargs
-
-    def _runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
-        kind = type(optimizer)
-        if getattr(kind.step, "__module__", "").startswith("torch.optim"):
-            return True
-        if kind not in self._reported:
-            self._reported.add(kind)
-            _log.info(
-                "%s.%s has its own step(): snapshots are copied before its closure runs, not during it",
-                kind.__module__,
-                kind.__qualname__,
-            )
-        return False

@@ -22,7 +22,7 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.tree import TreePath, is_dense
 
-LAZY_ON = ("cpu", "cuda")
+LAZY_ON = "cuda"
 """Kinds of devices whose tensors may be copied behind training."""
 
 
@@ -175,7 +175,7 @@ def _draft(
             raise StateError(f"cannot store {'/'.join(map(str, leaves[i].path))}: {problem}")
     name = names.unique(used[0].path)
     device = device_of(first)
-    is_lazy = lazy is not None and device.type in LAZY_ON and all(lazy(leaf.path) for leaf in used)
+    is_lazy = lazy is not None and device.type == LAZY_ON and all(lazy(leaf.path) for leaf in used)
     view = (first.dtype, first.shape, first.stride(), first.storage_offset())
     if all((a.dtype, a.shape, a.stride(), a.storage_offset()) == view for a in (arrays[i] for i in cluster)) and all(
         leaf.shard == used[0].shard for leaf in used

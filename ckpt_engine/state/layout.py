@@ -33,14 +33,12 @@ class AddressRun:
 
     Args:
         offset: of the first one.
-        lazy: as the sources that it stands for.
         arrays: index among those of a snapshot, of each.
         nbytes: of each.
         forms: dtype and shape of each, where views to copy them into are worth their making.
     """
 
     offset: int
-    lazy: bool
     arrays: np.ndarray[Any, np.dtype[np.int64]]
     nbytes: np.ndarray[Any, np.dtype[np.uint64]]
     forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
@@ -255,8 +253,8 @@ def _runs(
     """The runs of a plan, and the sources that are in none."""
     runs, apart = list[AddressRun](), list[int]()
     sizes = [entry.nbytes for entry in layout.entries]
-    kinds = [(_has_address(source, nbytes, arrays), source.lazy) for source, nbytes in zip(sources, sizes, strict=True)]
-    for (has_address, _), group in groupby(range(len(sources)), kinds.__getitem__):
+    kinds = [_has_address(source, nbytes, arrays) for source, nbytes in zip(sources, sizes, strict=True)]
+    for has_address, group in groupby(range(len(sources)), kinds.__getitem__):
         indices = list(group)
         if not has_address:
             apart += indices
@@ -275,7 +273,7 @@ def _runs(
             stop = min(stop, at + _RUN_ARRAYS, len(members))
             offset, run = layout.entries[indices[0]].offset + start, members[at:stop]
             forms = _forms([arrays[index] for index in run], int(nbytes[at:stop].mean()))
-            runs.append(AddressRun(offset, sources[indices[0]].lazy, run, nbytes[at:stop], forms))
+            runs.append(AddressRun(offset, run, nbytes[at:stop], forms))
             at, start = stop, int(ends[stop - 1])
     return tuple(runs), tuple(apart)
 
@@ -457,7 +455,7 @@ def _groups(
 
 
 def _is_lazy(leaf: ArrayLeaf, array: torch.Tensor, lazy: LazyPredicate | None) -> bool:
-    return lazy is not None and drafting.device_of(array).type in drafting.LAZY_ON and lazy(leaf.path)
+    return lazy is not None and drafting.device_of(array).type == drafting.LAZY_ON and lazy(leaf.path)
 
 
 def _packed(

@@ -32,7 +32,6 @@ OPTIONS: dict[str, Any] = {
     "slots": 1,
     "lazy": "off",
     "pickle": ["loop/*"],
-    "debug": True,
 }
 YAML = """
 overhead: 3.5%
@@ -52,7 +51,6 @@ linger: 1 min
 slots: 1
 lazy: off
 pickle: loop/*
-debug: on
 """
 
 
@@ -90,7 +88,6 @@ def test_the_list_of_options_is_frozen() -> None:
         "data",
         "hidden",
         "pickle",
-        "debug",
     )
 
 
@@ -103,7 +100,7 @@ def test_defaults() -> None:
     assert (config.on_validation_end, config.at_end) == (False, True)
     assert (config.keep.last, config.keep.every_n_steps, config.keep.best) == (2, None, None)
     assert (config.on_error, config.writer, config.slots, config.lazy) == ("warn", "process", 2, "auto")
-    assert (config.pickle, config.debug) == ((), False)
+    assert config.pickle == ()
 
 
 def test_every_way_to_say_the_same_makes_the_same_config(tmp_path: Path) -> None:

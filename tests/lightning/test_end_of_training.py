@@ -19,7 +19,7 @@ from tests.lightning.test_hidden import report
 
 def at_end(root: Path) -> AdaptiveCheckpoint:
     """Takes the final snapshot only."""
-    return AdaptiveCheckpoint(str(root), every_n_steps=10**9, writer="thread", debug=True)
+    return AdaptiveCheckpoint(str(root), every_n_steps=10**9, writer="thread")
 
 
 def longer(case: Case, **limits: Any) -> Case:

@@ -131,7 +131,7 @@ def test_the_trainer_is_left_as_it_was_found(tmp_path: Path) -> None:
 
 def sigterm(case: Case, root: Path, step: int) -> None:
     """Trains until SIGTERM arrives while batch `step` is about to be trained."""
-    ckpt = AdaptiveCheckpoint(str(root), every_n_steps=10**9, writer="thread", debug=True)
+    ckpt = AdaptiveCheckpoint(str(root), every_n_steps=10**9, writer="thread")
     with pytest.raises(SIGTERMException):
         fit(case, [ckpt, At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))])
 
@@ -195,7 +195,7 @@ def test_a_worker_that_dies_of_the_same_signal_costs_nothing(tmp_path: Path) -> 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             (tmp_path / "waits").touch()
 
-    ckpt = AdaptiveCheckpoint(str(tmp_path / "run"), every_n_steps=10**9, writer="thread", debug=True)
+    ckpt = AdaptiveCheckpoint(str(tmp_path / "run"), every_n_steps=10**9, writer="thread")
     with pytest.raises(SIGTERMException):
         fit(case, [ckpt, Waits()])
     assert [one.step for one in saved(tmp_path / "run")] == [0]
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_of_the_same_signal_costs_nothing(tmp_path: Path) -> 
 def test_sigterm_in_the_last_batch_completes_the_run(tmp_path: Path) -> None:
     """The final state is saved; the process still ends as asked, and a restart has nothing to do."""
     reference = fit(Case())
-    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread", debug=True)
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread")
     with pytest.raises(SIGTERMException) as ended:
         fit(Case(), [ckpt, At(17, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert ended.value.code == 143

@@ -16,7 +16,7 @@ from tests.lightning.test_interrupted_runs import At
 
 def asked(root: Path, what: str) -> AdaptiveCheckpoint:
     """A run that takes no snapshot by itself, and is asked for something while its sixth batch is trained."""
-    ckpt = AdaptiveCheckpoint(str(root), every_n_steps=10**9, at_end=False, writer="thread", lazy="on", debug=True)
+    ckpt = AdaptiveCheckpoint(str(root), every_n_steps=10**9, at_end=False, writer="thread", lazy="on")
 
     def ask() -> None:
         assert ckpt._run is not None

@@ -65,6 +65,7 @@ class FakeDevices:
         self._current = dict(self.main)
         self._homes: dict[int, torch.device] = {}
         self._sides: set[int] = set()
+        self._copying: dict[int, Stream] = {}
         self._eager = False
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -141,6 +142,7 @@ class FakeDevices:
 
     @contextmanager
     def copies(self, stream: Stream) -> Iterator[Copy]:
+        self._copying[threading.get_ident()] = stream
         yield partial(self._copy, stream)
 
     def _copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -161,9 +163,20 @@ class FakeDevices:
             for target, source in pairs:
                 target.copy_(source)
 
+    def add_up(self, words: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+        def run() -> None:
+            rows.copy_(words.sum(1))
+            columns.copy_(words.sum(0))
+
+        with self._lock:
+            self._copying[threading.get_ident()].work.append(run)
+
     def empty(self, stream: Stream, device: torch.device, nbytes: int) -> torch.Tensor:
         self.allocated[device] += nbytes
         return self.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8), device)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
         if len(self.registered) >= self._lockable:
@@ -179,8 +192,8 @@ class FakeDevices:
     def _require_one_piece(self, host: torch.Tensor) -> None:
         """CUDA refuses copies that cross from one page-locked range to another."""
         start, stop = host.data_ptr(), host.data_ptr() + host.numel() * host.element_size()
-        if self.registered:
-            assert any(at <= start and stop <= at + nbytes for at, nbytes in self.registered.items())
+        for at, nbytes in self.registered.items():
+            assert stop <= at or at + nbytes <= start or (at <= start and stop <= at + nbytes)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

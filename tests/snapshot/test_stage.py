@@ -26,8 +26,6 @@ from tests.persist.staged import WAIT_SECONDS
 
 PATIENCE_SECONDS = 60.0
 
-PATIENCE_SECONDS = 60.0
-
 
 def everything(_: TreePath) -> bool:
     return True
@@ -38,55 +36,26 @@ def big_state() -> dict[str, torch.Tensor]:
     return {"w": torch.randn(3_000_000), "t": torch.randn(64, 32).t(), "e": torch.empty(0), **small}
 
 
-def stage(state: dict, lazy=None, *, copier: Copier | None = None, check: bool = False):
+def stage(state: dict, lazy=None, *, copier: Copier | None = None):
     capture = Planner(Flattener()).capture(state, lazy)
     slot = SharedSlot(0, slot_bytes(capture.plan))
     done: list[BaseException | None] = []
-    staging = Staging(capture, slot.views(capture.plan), done.append, slot=slot.memory, check=check)
+    staging = Staging(capture, slot.views(capture.plan), done.append, slot=slot.memory)
     staging.begin(copier or Copier(0))
     names = [e.name for e in capture.plan.layout.entries]
     return staging, dict(zip(names, slot.views(capture.plan), strict=True)), done
 
 
-def test_an_eager_snapshot_is_complete_when_it_returns() -> None:
-    """After an eager staging the live tensors may change at once."""
+@pytest.mark.parametrize("lazy", [None, everything], ids=["eager", "lazy"])
+def test_host_memory_is_complete_when_it_returns(lazy: Callable[[TreePath], bool] | None) -> None:
+    """Live tensors in host memory may change at once, also those that are declared lazy."""
     state = big_state()
     expected = {k: v.clone() for k, v in state.items()}
-    staging, views, done = stage(state)
+    staging, views, done = stage(state, lazy)
     for tensor in state.values():
         tensor.add_(1)
     assert staging.complete and done == [None]
     assert all(torch.equal(views[k], expected[k]) for k in state)
-
-
-def test_a_lazy_snapshot_is_the_instant_when_the_fence_is_kept() -> None:
-    """The fence copies what the background thread has not copied yet."""
-    state = big_state()
-    expected = {k: v.clone() for k, v in state.items()}
-    staging, views, done = stage(state, everything)
-    assert not staging.complete and done == []
-    staging.fence()
-    for tensor in state.values():
-        tensor.add_(1)
-    assert done == [None]
-    assert all(torch.equal(views[k], expected[k]) for k in state)
-
-
-def test_background_thread_and_fence_share_the_work_without_tearing() -> None:
-    """A mutator that waits for the fence every time never tears a snapshot, over many rounds."""
-    copier = Copier()
-    state = big_state()
-    try:
-        for _ in range(20):
-            staging, views, done = stage(state, everything, copier=copier)
-            expected = {k: v.clone() for k, v in state.items()}
-            staging.fence()
-            for tensor in state.values():
-                tensor.mul_(1.5).add_(1)
-            assert done == [None]
-            assert all(torch.equal(views[k], expected[k]) for k in state)
-    finally:
-        copier.close(PATIENCE_SECONDS)
 
 
 class InPairs(Staging):
@@ -99,25 +68,19 @@ class InPairs(Staging):
             def run(self) -> None:
                 both.wait(PATIENCE_SECONDS)
 
-        self.eager = CopyTasks([Task(), Task()])  # type: ignore[list-item]
-
-    def help_lazily(self) -> None:
-        """There is nothing lazy."""
+        self.host = CopyTasks([Task(), Task()])  # type: ignore[list-item]
 
 
 def test_the_thread_that_helps_always_finds_what_is_copied() -> None:
-    """A thread that only helps with lazy parts may look first, and does not take the work from the one that helps.
-
-    Else the training thread copied everything alone in about every second snapshot.
-    """
+    """The training thread does not copy everything alone."""
     copier = Copier()
-    copier._eager, copier._count = 1, 2
+    copier._count = 1
     try:
         for _ in range(40):
             staging = InPairs()
             copier.submit(staging)
-            staging.eager.finish()
-            assert staging.eager.error is None
+            staging.host.finish()
+            assert staging.host.error is None
     finally:
         copier.close(PATIENCE_SECONDS)
 
@@ -129,40 +92,13 @@ def test_threads_that_wait_do_not_keep_a_snapshot_alive() -> None:
         staging = InPairs()
         gone = threading.Event()
         weakref.finalize(staging, gone.set)
-        copier._eager, copier._count = 1, 2
+        copier._count = 1
         copier.submit(staging)
-        staging.eager.finish()
+        staging.host.finish()
         del staging
         assert gone.wait(PATIENCE_SECONDS)
     finally:
         copier.close(PATIENCE_SECONDS)
-
-
-def test_without_the_fence_the_debug_mode_names_the_torn_tensor() -> None:
-    """Mutating a lazy tensor before the fence is found by comparing with an eager copy."""
-    state = {"model": {"w": torch.zeros(100_000)}}
-    staging, _, _ = stage(state, everything, check=True)
-    state["model"]["w"].add_(1)
-    with pytest.raises(StateError, match="model/w changed between"):
-        staging.fence()
-
-
-@pytest.mark.parametrize("elements", [100, 5000], ids=["by address", "into views"])
-def test_small_tensors_live_until_they_are_copied(elements: int) -> None:
-    """They are copied behind training, which may drop their memory at once; later nothing keeps them."""
-    state = {f"w{i}": torch.full((elements,), float(i)) for i in range(50)}
-    alive = [weakref.ref(tensor.untyped_storage()) for tensor in state.values()]
-    capture = Planner(Flattener()).capture(state, everything)
-    slot = SharedSlot(0, slot_bytes(capture.plan))
-    slot.prefault()
-    views = slot.views(capture.plan)
-    staging = Staging(capture, views, lambda _: None, slot=slot.memory)
-    staging.begin(Copier(0))
-    del state, capture
-    assert not staging.complete and all(one() is not None for one in alive)
-    staging.fence()
-    assert sorted(float(view[0]) for view in views) == [float(i) for i in range(50)]
-    assert not any(one() is not None for one in alive)
 
 
 @pytest.mark.parametrize("lazy", [None, everything], ids=["eager", "lazy"])
@@ -189,33 +125,15 @@ def test_small_tensors_in_a_slot_of_before_are_those_of_now(
             assert all(torch.equal(view.view(-1), e) for view, e in zip(views, expected, strict=True))
 
 
-def test_only_declared_leaves_are_lazy() -> None:
-    """Buffers and everything else not declared lazy are copied before staging returns."""
-    state = {"param": torch.zeros(1000), "buffer": torch.zeros(1000)}
-    staging, views, _ = stage(state, lambda path: path[0] == "param")
-    state["buffer"].add_(1)
-    assert torch.equal(views["buffer"], torch.zeros(1000))
-    assert not staging.complete
-    staging.fence()
-
-
-def test_a_tied_tensor_is_lazy_only_if_all_its_names_are() -> None:
-    """A buffer tied to a parameter is copied eagerly."""
-    shared = torch.zeros(10)
-    staging, _, done = stage({"param": shared, "buffer": shared}, lambda path: path[0] == "param")
-    assert staging.complete and done == [None]
-
-
-def test_a_failed_copy_surfaces_at_the_fence_and_names_the_cause() -> None:
-    """An error in the background is raised by the fence, and the snapshot is reported as failed."""
-    capture = Planner(Flattener()).capture({"a": torch.zeros(70_000), "b": torch.zeros(3, 2).t()}, everything)
+def test_a_failed_copy_is_raised_and_names_the_cause() -> None:
+    """The snapshot is reported as failed, once."""
+    capture = Planner(Flattener()).capture({"a": torch.zeros(70_000), "b": torch.zeros(3, 2).t()})
     slot = SharedSlot(0, slot_bytes(capture.plan))
     views = [torch.zeros(4) if entry.name == "b" else torch.zeros(70_000) for entry in capture.plan.layout.entries]
     done: list[BaseException | None] = []
     staging = Staging(capture, views, done.append, slot=slot.memory)
-    staging.begin(Copier(1))
     with pytest.raises(StateError, match="staging failed"):
-        staging.fence()
+        staging.begin(Copier(1))
     assert len(done) == 1 and done[0] is not None
 
 
@@ -356,8 +274,8 @@ def test_closing_at_once_lets_the_threads_end(tmp_path: pathlib.Path, monkeypatc
     """Nothing is in flight, so a second Ctrl-C, which waits for nothing, has no error to tell."""
     run = Copier._run
 
-    def slowly(self: Copier, index: int) -> None:
-        run(self, index)
+    def slowly(self: Copier) -> None:
+        run(self)
         threading.Event().wait(0.1)  # as on a machine whose cores are busy
 
     monkeypatch.setattr(Copier, "_run", slowly)

@@ -230,7 +230,6 @@ def every_boundary(root: Path, **options: Any) -> dict[str, Any]:
         "keep": {"last": 1000},
         "writer": "thread",
         "lazy": "on",
-        "debug": True,
         **options,
     }
 

@@ -17,29 +17,32 @@ from torch.utils.data import DataLoader, TensorDataset
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import CkptError, ClosedError
 from ckpt_engine.snapshot.copying import CopyTasks
-from ckpt_engine.snapshot.stage import Staging, StepFence
+from ckpt_engine.snapshot.step_fence import StepFence
+from tests.support.delayed_devices import Instants, delay_copies, record_instants
 from tests.tracking.runs import Case, every_boundary, saved, train_plain
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_copied_before_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any missing fence then is a torn snapshot."""
-    monkeypatch.setattr(Staging, "help_lazily", lambda staging: None)
+@pytest.fixture
+def instants(monkeypatch: pytest.MonkeyPatch) -> Instants:
+    """Of a run on a device whose copies are delayed until a fence waits for them."""
+    delay_copies(monkeypatch)
+    return record_instants(monkeypatch)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_snapshot_is_torn(accumulate: int, tmp_path: Path) -> None:
-    """Every lazily copied byte is compared with an immediate copy."""
+def test_no_snapshot_is_torn(accumulate: int, tmp_path: Path, instants: Instants) -> None:
+    """The fence comes before each step of an optimizer."""
     case = Case(accumulate=accumulate)
-    watched = train_plain(case, every_boundary(tmp_path, every_n_steps=2))
+    watched = train_plain(case, every_boundary(tmp_path, every_n_steps=2, on_error="raise"))
     assert watched == train_plain(case, None)
-    assert len(saved(tmp_path)) >= 2
+    assert len(saved(tmp_path)) >= 2 and instants.torn(tmp_path) == []
 
 
-def test_the_comparison_sees_a_missing_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("instants")
+def test_a_missing_fence_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the fence at optimizer steps the same run fails, so the test above can."""
     monkeypatch.setattr(StepFence, "install", lambda fence: None)
-    with pytest.raises(CkptError, match="changed"):
+    with pytest.raises(CkptError, match="changed while it was copied"):
         train_plain(Case(evaluation=None), every_boundary(tmp_path, every_n_steps=2, on_error="raise"))
 
 

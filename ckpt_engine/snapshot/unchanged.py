@@ -1,0 +1,118 @@
+"""Knows which host tensors seem not to have changed since their bytes came into an arena slot.
+
+`_version` alone proves nothing: writes through `.data` and some optimizers do not count there. So what seems unchanged
+is compared with the slot instead of copied, before training continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ckpt_engine.copy.job import Layout
+from ckpt_engine.snapshot.copying import Claim, is_movable
+from ckpt_engine.state.layout import CapturedState, StatePlan
+
+LEAST_BYTES = 1 << 20
+"""Smaller tensors are copied: it takes no time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tag:
+    """What is the same as long as nothing counted has changed a tensor. The weak reference keeps its number unique."""
+
+    storage: StorageWeakRef
+    form: tuple[Any, ...]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tag:
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(storage, _form(tensor), tensor._version)
+
+    def is_same(self, tensor: torch.Tensor) -> bool:
+        """Whether it is of the same memory, in the same form, however often changed."""
+        return _form(tensor) == self.form
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Of one snapshot, by index of the source. What is not claimed is copied."""
+
+    slot: int = -1
+    by_source: dict[int, Claim] = field(default_factory=dict)
+    tags: dict[int, _Tag] = field(default_factory=dict)
+
+
+class Unchanged:
+    """The tags of all slots of one run. `claim`, then `settle` once that snapshot is staged, in turn."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Mapping[int, _Tag]] = {}
+        """By slot the tags of what it holds in the current layout, by index of the source."""
+        self._last: dict[str, _Tag] = {}
+        self._changing: set[str] = set()
+        self._layout: Layout | None = None
+        self._large: Sequence[int] = ()
+
+    def claim(self, slot: int, known: Sequence[int], capture: CapturedState) -> Claims:
+        """What `slot` seems to hold already of an instant. Until `settle` it counts as holding nothing.
+
+        Args:
+            known: all slots that exist.
+        """
+        plan = capture.plan
+        if plan.layout is not self._layout:
+            self._layout, self._large = plan.layout, _large(plan)
+            self._held.clear()
+        there = self._held.pop(slot, {})
+        self._held = {index: one for index, one in self._held.items() if index in known}
+        claims = Claims(slot)
+        for index in self._large:
+            name, source = plan.layout.entries[index].name, plan.sources[index]
+            tensor = capture.arrays[source.array]
+            if name in self._changing or not _is_candidate(tensor):
+                continue
+            last = self._last.get(name)
+            if last is not None and (not last.is_same(tensor) or last.version != tensor._version):
+                self._give_up(name)
+                continue
+            tag = self._last[name] = last or _Tag.of(tensor)
+            claims.tags[index] = tag
+            if there.get(index) is tag:
+                claims.by_source[index] = Claim(name)
+        return claims
+
+    def settle(self, claims: Claims, *, staged: bool) -> None:
+        """The snapshot is staged, or that has failed: learn which claims were wrong. Any thread."""
+        for claim in claims.by_source.values():
+            if claim.differs:
+                self._give_up(claim.name)
+        if staged:
+            self._held[claims.slot] = claims.tags
+
+    def _give_up(self, name: str) -> None:
+        """It changes: it is copied from now on."""
+        self._changing.add(name)
+        self._last.pop(name, None)
+
+
+def _large(plan: StatePlan) -> list[int]:
+    entries = zip(plan.layout.entries, plan.sources, strict=True)
+    return [
+        index
+        for index, (entry, source) in enumerate(entries)
+        if entry.nbytes >= LEAST_BYTES and source.storage_bytes is None and source.members is None
+    ]
+
+
+def _is_candidate(tensor: torch.Tensor) -> bool:
+    return is_movable(tensor) and not (tensor.requires_grad or tensor.is_inference())

@@ -219,9 +219,7 @@ def test_sigterm_in_the_last_batch_completes_the_run(tmp_path: Path) -> None:
 
 def test_where_sigterm_is_not_ours_lightning_stops_the_run(tmp_path: Path) -> None:
     """As it does without us: in a validation too, where nothing is saved because weights may be averaged ones."""
-    ckpt = AdaptiveCheckpoint(
-        str(tmp_path), every_n_steps=10**9, writer="thread", debug=True, preemption={"signals": []}
-    )
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread", preemption={"signals": []})
     with pytest.raises(SIGTERMException):
         fit(Case(val=3), [ckpt, At(2, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert saved(tmp_path) == []

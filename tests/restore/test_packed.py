@@ -109,16 +109,15 @@ def test_a_structure_that_changes_has_another_schema(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
 def test_a_pack_is_of_one_instant(is_lazy: bool) -> None:
-    """What changes after the snapshot, or after its fence, changes nothing in the slot; the debug copy agrees."""
+    """What changes after the snapshot changes nothing in the slot."""
     state = _state()
     expected = torch.cat([one.flatten().clone() for one in state["model"].values()])
     capture = Planner(Flattener()).capture(state, (lambda _: True) if is_lazy else None)
     slot, copier = SharedSlot(0, slot_bytes(capture.plan)), Copier()
     views = slot.views(capture.plan)
     done: list[BaseException | None] = []
-    staging = Staging(capture, views, done.append, check=True, slot=slot.memory)
+    staging = Staging(capture, views, done.append, slot=slot.memory)
     staging.begin(copier)
-    staging.fence()
     torch._foreach_zero_(list(state["model"].values()))
     pack = next(index for index, one in enumerate(capture.plan.layout.entries) if one.name.startswith("model/packed"))
     assert done == [None] and torch.equal(views[pack], expected)

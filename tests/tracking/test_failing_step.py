@@ -109,7 +109,7 @@ def failing(train: Any, monkeypatch: pytest.MonkeyPatch) -> Ends:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *args: made.append(kind(*args)) or made[-1])
             try:
-                train(case, {"tiers": str(root), "every_n_steps": 5, "writer": "thread", "debug": True})
+                train(case, {"tiers": str(root), "every_n_steps": 5, "writer": "thread"})
             except Failure:
                 made[0].close()
                 return

@@ -260,6 +260,7 @@ class LeaseHeldError(CkptError):
     - A trainer died a moment ago: its writer finishes its last snapshots, and a new start waits for that by itself.
     - A machine died: its lease on object storage ends by itself within minutes.
     - Two runs on purpose: they need two folders.
+    - The folder is a copy by hard links (`cp -al`): the message says which file of it to remove.
     """
 
     code = "CKPT500"

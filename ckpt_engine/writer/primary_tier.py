@@ -43,6 +43,7 @@ from ckpt_engine.store.lease import (
     acquire,
     lockable,
     read_holder,
+    way_out_of_links,
 )
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
@@ -412,7 +413,7 @@ def waiting(
         other = None if said else read_holder(storage)
         if other is not None and other != holder:
             said = True
-            emit(_waits_for(other, holder, storage.url, seconds))
+            emit(_waits_for(other, holder, storage, seconds))
         time.sleep(pause_seconds)
 
     return pause
@@ -422,18 +423,19 @@ def _is_gone(other: LeaseHolder) -> bool:
     return other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists()
 
 
-def _waits_for(other: LeaseHolder, me: LeaseHolder, url: str, seconds: float) -> Notice:
-    wait = duration(seconds)
+def _waits_for(other: LeaseHolder, me: LeaseHolder, storage: Storage, seconds: float) -> Notice:
+    url, wait = storage.url, duration(seconds)
     if other.is_process_of(me):
         return Notice("INFO", f"another writer of this process still finishes at {url}; waiting for it, at most {wait}")
     if _is_gone(other):
         return Notice(
             "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
         )
+    stop = f"`ckpt stop {url}` on {other.host} lets it save and end, or give this run another folder"
     return Notice(
         "WARNING",
-        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
-        f"{other.host} lets it save and end, or give this run another folder",
+        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; "
+        + (way_out_of_links(storage) or stop),
     )
 
 

@@ -139,7 +139,8 @@ class Persister:
             self._keeps_all = isinstance(policy, KeepAll)
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
-            self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
+            size, check = ranks.size if ranks else 1, self._primary.check_lease
+            self._attempts = AttemptRecord(plain, holder, size, check, self._emit_event)
             self._attempts.spent = self._spent
             self._attempts.begin()
             if ranks is not None and config.memory:

@@ -49,6 +49,7 @@ from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
 from ckpt_engine.store.retention import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
@@ -76,7 +77,7 @@ class PrimaryTier:
     share.
 
     Args:
-        config: of the writer. With further tiers a place that was removed is taken again.
+        config: of the writer.
         lease: None: another rank has it, and has made the run.
         acquire: takes the lease again.
         aside: reads what is there where a read that hangs must not be in the way; waits in the lane of the methods.
@@ -108,7 +109,8 @@ class PrimaryTier:
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._is_taken_again = bool(config.tiers) and lease is not None
+        folder = repository.storage.capabilities.folder
+        self._device = None if folder is None else device_of(folder.root)
         self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
@@ -143,7 +145,7 @@ class PrimaryTier:
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
         self._repository = repository
-        self._run = RunText.of(repository) if self._is_taken_again else None
+        self._run = None if self._lease is None else RunText.of(repository)
         self._known = DedupBaseline(repository, self._aside if self._ranks is None else None)
         self._whole: tuple[str, ...] = ()
 
@@ -177,8 +179,8 @@ class PrimaryTier:
             CkptError: it is not.
         """
         if self._lease is not None:
-            self.sweep()
             self._check_lease()
+            self.sweep()
             self._progress.moved()
             if isinstance(self._policy, KeepAll):  # else it comes with retention
                 self._repository.write_catalog_if_due()
@@ -365,7 +367,11 @@ class PrimaryTier:
             self._lease.release()
 
     def _check_lease(self) -> None:
-        """Raises `LeaseHeldError` if the tier is not ours. One of several is taken again if it is free."""
+        """Raises `LeaseHeldError` if the tier is not ours. A folder that was removed, renamed or replaced is taken again.
+
+        Raises:
+            StorageMissingError: its disk is not mounted any more.
+        """
         assert self._lease is not None
         self._progress.moved(LEASE_SECONDS)
         try:
@@ -377,7 +383,12 @@ class PrimaryTier:
             with suppress(CkptError, OSError):  # whatever it was, it is lost
                 self._lease.release()
             self._progress.moved(LEASE_SECONDS)
-            removed = Repository(storage).record() is None
+            removed, folder = Repository(storage).record() is None, storage.capabilities.folder
+            if removed and folder is not None and device_of(folder.root) != self._device:
+                raise StorageMissingError(
+                    f"the disk of {self._url} is gone, and the folder would be made on another one",
+                    hint="mount the disk again: the next snapshot goes there",
+                ) from None
             self._lease = self._acquire()
             try:
                 self.settle_at(adopt_run(self._run, storage))
@@ -389,6 +400,8 @@ class PrimaryTier:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
+            else:
+                self._notice(f"{self._url} was replaced while it was written: snapshots go to what is there now")
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False

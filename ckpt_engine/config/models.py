@@ -328,9 +328,11 @@ class Config(Section):
         "and what is there stays. Not given: Lightning's ckpt_path and transformers' resume_from_checkpoint say it; "
         "Accelerate and track go on.",
     )
-    on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
-        default="warn",
-        description="A snapshot that fails in the background stops training at the next step, or is reported.",
+    on_error: Annotated[Literal["raise_at_end", "raise", "warn"], one_of("raise_at_end", "raise", "warn")] = Field(
+        default="raise_at_end",
+        description="A snapshot that fails in the background is reported, and the end of training raises an error if "
+        "its last state is durable nowhere; raise: the first failure stops training at the next step; warn: all "
+        "failures are only reported.",
     )
     writer: Annotated[Literal["process", "thread"], one_of("process", "thread")] = Field(
         default="process", description="What writes snapshots: a process that outlives the trainer, or a thread of it."

@@ -150,7 +150,9 @@ class Halt(Ending):
 
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
-        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
+        is_lost = self._engine.loss is not None and self._engine.config.on_error != "warn"
+        code = stop.notice.exit_code or int(is_lost)
+        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(code)
         return self._exit
 
     @property

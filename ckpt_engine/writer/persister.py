@@ -18,6 +18,7 @@ from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
     CkptError,
+    FormatError,
     LeaseHeldError,
     StorageError,
     StorageStalledError,
@@ -410,7 +411,7 @@ class Persister:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
         if self._config.ranks is not None:
             return None  # the other ranks would not know where
-        if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError):
+        if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError | FormatError):
             return None
         self._secondary.primary_failed(error)
         if self._config.fatal:

@@ -367,9 +367,10 @@ class PrimaryTier:
             self._lease.release()
 
     def _check_lease(self) -> None:
-        """Raises `LeaseHeldError` if the tier is not ours. A folder that was removed, renamed or replaced is taken again.
+        """Take the tier again where its folder was removed, renamed or replaced.
 
         Raises:
+            LeaseHeldError: it is not ours any more.
             StorageMissingError: its disk is not mounted any more.
         """
         assert self._lease is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
-from ckpt_engine.copy.make_room import ROOMY_BYTES, collect, make_room, prune, shortage
+from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
@@ -29,6 +29,7 @@ from ckpt_engine.errors import (
     SnapshotFailedError,
     SnapshotSkippedError,
     StorageError,
+    StorageFullError,
     StorageMissingError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
@@ -47,7 +48,7 @@ from ckpt_engine.store.lease import (
 )
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
-from ckpt_engine.store.retention import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import RESERVE_BYTES, ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
@@ -117,7 +118,7 @@ class PrimaryTier:
         self._codec = config.codec
         self._aside = aside
         self._drafts_fail = False
-        self._swept = self._warned = False
+        self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
         self._session = in_flight
         self._in_flight: Container[str] = () if in_flight is None else in_flight
@@ -185,13 +186,23 @@ class PrimaryTier:
             if isinstance(self._policy, KeepAll):  # else it comes with retention
                 self._repository.write_catalog_if_due()
         self._progress.check()
-        contents = self._contents(staged)
-        self._make_room(contents)
-        while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
-            contents = self._contents(staged)
-            self._make_room(contents)
         not_undone = partial(self._not_undone, staged)
-        committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
+        refused: StorageFullError | None = None  # full nevertheless: one more snapshot goes, and so on
+        while True:
+            contents = self._contents(staged)
+            gone = self._make_room(contents, full=refused is not None)
+            if refused is not None and not gone:
+                raise refused
+            while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
+                contents = self._contents(staged)
+                self._make_room(contents)
+            try:
+                committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
+                break
+            except StorageFullError as err:
+                if self._ranks is not None:  # the others have learned that this share failed
+                    raise
+                refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
         return committed
@@ -285,9 +296,10 @@ class PrimaryTier:
         self._drafts_fail = False
         return found
 
-    def _make_room(self, contents: Plain) -> None:
+    def _make_room(self, contents: Plain, *, full: bool = False) -> bool:
+        """Whether something has gone; `full`: as of `make_room`."""
         if self._lease is None:
-            return
+            return False
         repository, nbytes = self._repository, contents.new_bytes
         if self._ranks is not None:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._ranks.members)
@@ -296,9 +308,10 @@ class PrimaryTier:
             if (short := shortage(repository, self._policy, nbytes)) is not None:
                 self._notice(f"{repository.storage.url}: {short}")
         free_bytes = repository.storage.capabilities.free_bytes()
-        plenty = free_bytes is None or free_bytes >= nbytes + ROOMY_BYTES
+        # So much beside the data is more than any manifest takes.
+        plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
         if plenty and Retention.of(self._policy).limits == ByteLimits():
-            return
+            return False
         coming = contents.manifest()
         room = make_room(
             repository,
@@ -310,11 +323,20 @@ class PrimaryTier:
             protected=self._unsure(),
             verified=self._whole,
             in_flight=self._in_flight,
+            full=full,
         )
-        if room is not None:
-            self._made_room(room.plan.remove)
-            for event in room.events(self._url):
-                self._emit(event)
+        if room is None:
+            return False
+        self._made_room(room.plan.remove)
+        for event in room.events(self._url):
+            self._emit(event)
+        if room.plan.gave_way and not self._gives_way:
+            self._gives_way = True
+            self._notice(
+                f"{self._url} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
+                "fewer. Pinned ones stay"
+            )
+        return bool(room.forgotten)
 
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""

@@ -99,7 +99,7 @@ def test_defaults() -> None:
     assert (config.max_lost_work, config.mtbf, config.every_n_steps, config.every_seconds) == (None, "auto", None, None)
     assert (config.on_validation_end, config.at_end) == (False, True)
     assert (config.keep.last, config.keep.every_n_steps, config.keep.best) == (2, None, None)
-    assert (config.on_error, config.writer, config.slots, config.lazy) == ("warn", "process", 2, "auto")
+    assert (config.on_error, config.writer, config.slots, config.lazy) == ("raise_at_end", "process", 2, "auto")
     assert config.pickle == ()
 
 

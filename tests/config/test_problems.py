@@ -66,7 +66,10 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"mtbf": "never"}, "or a number of seconds, or 'auto', got 'never'"),
         ({"every_n_steps": 1.5}, "every_n_steps: must be a whole number, got 1.5"),
         ({"at_end": 1}, "at_end: must be true or false, got 1"),
-        ({"on_error": "rais"}, "on_error: must be 'raise' or 'warn', got 'rais'; did you mean 'raise'?"),
+        (
+            {"on_error": "rais"},
+            "on_error: must be 'raise_at_end' or 'raise' or 'warn', got 'rais'",
+        ),
         ({"lazy": 1}, "lazy: must be 'auto' or 'on' or 'off', got 1"),
         ({"slots": "x" * 200}, f"slots: must be a whole number, got '{'x' * 56}... →"),
         ({"pickle": True}, "pickle: must be a list of paths such as ['loop/custom', 'callbacks/*'], got true"),

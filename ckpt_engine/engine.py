@@ -564,6 +564,7 @@ class Engine:
         failures = self._pipeline.failures
         failure = failures.pop(0) if failures else None
         if failure is not None and self.config.on_error == "raise":
+            self._loss = None  # the script knows now, and decides
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure
 

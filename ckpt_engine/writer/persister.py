@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,7 @@ from ckpt_engine.errors import (
     FormatError,
     LeaseHeldError,
     StorageError,
+    StorageMissingError,
     StorageStalledError,
 )
 from ckpt_engine.observe.events import (
@@ -31,6 +32,7 @@ from ckpt_engine.observe.events import (
     SnapshotFound,
     TierDegraded,
 )
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
@@ -233,6 +235,12 @@ class Persister:
                 self._notice(f"the lease could not be given back: {err.message}")
 
     def _release(self) -> None:
+        with suppress(StorageError):  # not reached is not removed
+            alone = not self._config.tiers and self._config.ranks is None
+            if alone and (gone := self._primary.removed()) is not None:
+                parsed, why = names.parse_id(gone), "it was removed after it had become durable"
+                step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
+                self._emit_event(SnapshotFailed(gone, step, self._config.url, code, why))
         if self._attempts is not None:
             self._attempts.end(self.ending)
         try:

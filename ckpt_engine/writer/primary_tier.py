@@ -379,6 +379,19 @@ class PrimaryTier:
         for event in pruned.events(self._url):
             self._emit(event)
 
+    def removed(self) -> str | None:
+        """The newest snapshot that this writer has made durable, if somebody has removed it; None: it exists.
+
+        Raises:
+            StorageError: the tier does not say.
+        """
+        for snapshot in self._whole:
+            try:
+                self._repository.storage.get(names.manifest_name(snapshot))
+            except StorageMissingError:
+                return snapshot
+        return None
+
     def release(self) -> None:
         """Give back the lease, if this writer has it.
 

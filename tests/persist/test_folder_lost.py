@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -96,6 +97,22 @@ def test_later_snapshots_are_at_the_configured_path(
     assert found is not None and torch.equal(found["w"], _state(5)["w"])
     said = [record for record in caplog.records if "while it was written" in record.message]
     assert len(said) == (change is not _snapshots_removed)
+
+
+@pytest.mark.parametrize("change", [one for one in CHANGES if one is not _lease_removed])
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_last_snapshot_that_is_removed_before_the_end_is_lost(
+    change: Callable[[Path], None], writer: Literal["thread", "process"], tmp_path: Path
+) -> None:
+    """It was durable, and is not any more: no later snapshot brings that to light, so the end looks."""
+    root = tmp_path / "parent" / "run"
+    with Checkpointer(root, writer="thread") as ckpt:
+        _save(ckpt, 1)
+    shutil.copytree(root, root.with_name("older"))
+    with pytest.raises(SnapshotFailedError, match="step 3 is lost"), Checkpointer(root, writer=writer) as ckpt:
+        ckpt.load()
+        _save(ckpt, 2, 3)
+        change(root)
 
 
 def test_the_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:

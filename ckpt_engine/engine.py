@@ -58,7 +58,6 @@ CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
 T = TypeVar("T")
 U = TypeVar("U")
-_ON_ERROR = "`on_error: raise` stops training at the first failure, `on_error: warn` ends without this error"
 _UNDECIDED = (WaitTimeoutError.code, SnapshotSkippedError.code)
 """The writer still goes on with the snapshot; another rank was busy."""
 
@@ -317,9 +316,12 @@ class Engine:
         if self._loss is None or (self._newest is not None and self._newest.has_raised):
             return None
         newest = "no snapshot is durable" if self._durable_step < 0 else f"step {self._durable_step:,} is the newest"
+        hints = [self._loss.hint, "`on_error: raise` stops training at the first failure"]
+        if self.config.on_error != "warn":
+            hints.append("`on_error: warn` ends without this error")
         return SnapshotFailedError(
             f"step {self._newest_step:,} is lost, its state is durable nowhere, {newest}: {self._loss.message}",
-            hint=f"{self._loss.hint}; {_ON_ERROR}" if self._loss.hint else _ON_ERROR,
+            hint="; ".join(filter(None, hints)),
         )
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:

@@ -239,9 +239,8 @@ class Halt(Ending):
             return
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
-        handle = take("signal")
-        if handle is not None:
-            handle.wait(_left(stop))
+        if take("signal") is not None:
+            self._engine.wait(_left(stop))
 
     def _tell(self, stop: Stop) -> None:
         self._engine.poll()

@@ -15,6 +15,7 @@ from torch import nn
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import SnapshotFailedError
+from ckpt_engine.observe.events import Requested
 from ckpt_engine.store.storage.disk import Disk
 
 STATE = {"w": torch.ones(10)}
@@ -122,6 +123,28 @@ def test_a_further_tier_that_has_it_is_enough(tmp_path: Path) -> None:
         other.rename(near)
         ckpt.save(STATE, step=2).wait(60)
     assert Checkpointer(far).snapshots()[-1].step == 2
+
+
+@pytest.mark.parametrize(("on_error", "is_full", "status"), [(None, True, 1), ("warn", True, 0), (None, False, 0)])
+def test_a_run_that_was_asked_to_stop_ends_with_another_status(
+    tmp_path: Path, broken: Any, on_error: Any, is_full: bool, status: int
+) -> None:
+    """`ckpt stop` ends it with 0, but not where the snapshot that it takes then is lost."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+    with (
+        pytest.raises(SystemExit) as caught,
+        Checkpointer(tmp_path, writer="thread", on_error=on_error, every_n_steps=1000) as ckpt,
+    ):
+        run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        for batch in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+            if run.global_step == 2:
+                broken(is_full)
+                ckpt.engine.events.emit(Requested("stop", "somebody"))
+    assert caught.value.code == status
 
 
 @pytest.mark.parametrize("on_error", [None, "warn"])

@@ -242,7 +242,8 @@ class Checkpointer:
         Raises:
             WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself. This is
                 only logged where a stop leaves less time.
-            SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
+            SnapshotFailedError: the last state that was to be saved is durable nowhere (not with `on_error: warn`, nor
+                while another exception is handled); with `on_error: raise`, a failure that was not surfaced yet.
 
         Example:
             >>> ckpt.close(timeout=60)  # or `with Checkpointer(...) as ckpt`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,8 +14,15 @@ from typing import Any, TypeVar
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from ckpt_engine.copy.job import WriterConfig
-from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.copy.job import ErrorRecord, WriterConfig
+from ckpt_engine.errors import (
+    ArgumentError,
+    CkptError,
+    ConfigError,
+    SnapshotFailedError,
+    SnapshotSkippedError,
+    WaitTimeoutError,
+)
 from ckpt_engine.observe.events import (
     LOGGER_NAME,
     AttemptsFound,
@@ -22,6 +30,7 @@ from ckpt_engine.observe.events import (
     EventSink,
     LogSink,
     Notice,
+    SnapshotCommitted,
     SnapshotFailed,
     SystemClock,
     TierDegraded,
@@ -49,6 +58,8 @@ CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
 T = TypeVar("T")
 U = TypeVar("U")
+_UNDECIDED = (WaitTimeoutError.code, SnapshotSkippedError.code)
+"""The writer still goes on with the snapshot; another rank was busy."""
 
 
 class Ending:
@@ -133,6 +144,11 @@ class Engine:
         self._why: Callable[[], str] = str
         self._closing = False
         self._close_by = math.inf
+        self._newest: SaveHandle | None = None
+        """Of the newest snapshot that was taken; None: the newest one failed in the call."""
+        self._newest_step, self._durable_step = -1, -1
+        self._loss: CkptError | None = None
+        """Why the newest snapshot that was wanted is durable nowhere; None: it is, or may become so."""
         self._in_vain_seconds = 0.0
         """The newest `wait` since a snapshot was taken took so long, and did not see the end of what is in flight."""
 
@@ -278,11 +294,35 @@ class Engine:
         began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
         if handle.skipped is None:
+            self._newest, self._newest_step, self._loss = handle, wanted.step, None
             self._in_vain_seconds = 0.0
         self.times.waited("stall", time.monotonic() - began)
         self._pipeline.spend(self.times)
         self._say_what_stays()
         return handle
+
+    def lacks(self, step: int, why: CkptError) -> None:
+        """The state of this step was to be saved, and is not: said at the end unless a newer one is.
+
+        Args:
+            step: its number.
+            why: the cause.
+        """
+        self._newest, self._newest_step, self._loss = None, step, why
+
+    @property
+    def loss(self) -> SnapshotFailedError | None:
+        """What the run loses if it ends now: the last state that was to be saved is durable nowhere. None: nothing."""
+        if self._loss is None or (self._newest is not None and self._newest.has_raised):
+            return None
+        newest = "no snapshot is durable" if self._durable_step < 0 else f"step {self._durable_step:,} is the newest"
+        hints = [self._loss.hint, "`on_error: raise` stops training at the first failure"]
+        if self.config.on_error != "warn":
+            hints.append("`on_error: warn` ends without this error")
+        return SnapshotFailedError(
+            f"step {self._newest_step:,} is lost, its state is durable nowhere, {newest}: {self._loss.message}",
+            hint="; ".join(filter(None, hints)),
+        )
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         """Of several ranks: this one takes no snapshot of `step` although the others do.
@@ -461,8 +501,15 @@ class Engine:
             self.ending.leave()
             if self._closing:
                 self.tenure.over()
-        self._surface()
+        loss = self.loss
+        if loss is None or self._fatal:
+            self._surface()
         self.ending.ended()
+        ends_otherwise = failed or sys.exception() is not None  # the user must see that exception, not this one
+        if loss is not None and (ends_otherwise or self.config.on_error == "warn"):
+            logging.getLogger(LOGGER_NAME).error("%s", loss)
+        elif loss is not None:
+            raise loss from self._loss
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
@@ -487,6 +534,11 @@ class Engine:
             return
         if isinstance(event, AttemptsFound):
             self.times.found(event)
+        if isinstance(event, SnapshotCommitted):
+            self._durable_step = event.step
+            self._loss = None if event.step == self._newest_step else self._loss
+        elif isinstance(event, SnapshotFailed) and event.step == self._newest_step and event.code not in _UNDECIDED:
+            self._loss = ErrorRecord(event.code, event.message, event.hint).exception()
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):
@@ -514,6 +566,7 @@ class Engine:
         failures = self._pipeline.failures
         failure = failures.pop(0) if failures else None
         if failure is not None and self.config.on_error == "raise":
+            self._loss = None  # the script knows now, and decides
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure
 

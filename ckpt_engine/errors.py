@@ -260,6 +260,7 @@ class LeaseHeldError(CkptError):
     - A trainer died a moment ago: its writer finishes its last snapshots, and a new start waits for that by itself.
     - A machine died: its lease on object storage ends by itself within minutes.
     - Two runs on purpose: they need two folders.
+    - The folder is a copy by hard links (`cp -al`): the message says which file of it to remove.
     """
 
     code = "CKPT500"
@@ -301,8 +302,10 @@ class SnapshotSkippedError(WriterError):
 class SnapshotFailedError(WriterError):
     """A snapshot did not become durable; the message has the cause. Older ones are whole.
 
-    With `on_error: warn`, the default, training goes on and the next snapshot tries again. `on_failure: fail` of a tier
-    and `on_error: raise` stop training. `ckpt doctor ROOT` tries the place.
+    Training goes on, and the next snapshot tries again; `on_failure: fail` of a tier and `on_error: raise` end it.
+    `close()`, or the end of `fit` or `train`, raises this if the last state that was to be saved is durable nowhere, so
+    that the job does not end with status 0: save the state that is still in memory elsewhere, or set `on_error: warn`
+    to end without it. `ckpt doctor ROOT` tries the place.
     """
 
     code = "CKPT602"

@@ -208,7 +208,7 @@ def repository_of(tier: Tier) -> Repository:
 
 def runs_below(root: str) -> list[Path]:
     """The folders of runs in a folder, or in a folder of it, at most 1,000; none where the folder is a run itself."""
-    folder = Path(os.path.expanduser(root))  # noqa: PTH111 - a ~ of no user is refused with the other options
+    folder = Path(os.path.expanduser(os.path.expandvars(root)))  # noqa: PTH111 - a ~ of no user is refused with the other options
     if "://" in root or not folder.is_dir() or (folder / RECORD).is_file():
         return []
     found = (path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{RECORD}"))

@@ -152,7 +152,7 @@ class Options(TypedDict, total=False):
     guard: Literal["off", "nan", "loss_spike"] | None
     rollback: RollbackOptions | None
     resume: Literal["auto", "off"] | None
-    on_error: Literal["raise", "warn"] | None
+    on_error: Literal["raise_at_end", "raise", "warn"] | None
     writer: Literal["process", "thread"] | None
     linger: Duration | None
     slots: int | None

@@ -399,7 +399,7 @@ def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
             f"{shown(source)}, of type {type(source).__name__}, cannot be read as options",
             hint="give the path of a YAML file, a folder or storage URL, or a mapping",
         )
-    path = Path(text)
+    path = Path(os.path.expanduser(os.path.expandvars(text)))  # noqa: PTH111 - a ~ of no user names no file
     if not text.isprintable() or path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or path.is_dir():
         return {"tiers": text}, OptionOrigin("options")
     if not path.exists():

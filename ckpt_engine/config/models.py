@@ -60,19 +60,31 @@ _ALMOST_URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)|(s3a?|gc?s|az|abfss?|hdfs|hf|file)(?::/*|//)", re.IGNORECASE
 )
 """Else a bucket would silently be a folder of this machine, which is lost with it."""
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
+"""What `os.path.expandvars` replaces."""
 _MAY_BE_SECRET = frozenset("@?#")
 """Before the first may be a login, after the others a signature."""
 
 
+def _without_variables(text: str) -> str:
+    """The text with `$NAME` and `${NAME}` replaced by what the environment says.
+
+    Raises:
+        ValueError: a variable is not set, or empty: what is left would be another place.
+    """
+    for found in _VARIABLE.finditer(text):
+        name = found[1] or found[2]
+        if not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set: set it, or write the place itself")
+    return os.path.expandvars(text)
+
+
 def _location(value: object) -> str:
-    """A storage URL or `memory` as given, or a folder as an absolute path (of the working directory, `~` expanded)."""
-    text = nonempty_text(value)
+    """A storage URL, `memory`, or the absolute path of a folder, with variables of the environment and `~` replaced."""
+    text = _without_variables(nonempty_text(value))
     scheme = _SCHEME.match(text)
     if text == MEMORY:
         return text
-    if os.path.expandvars(text) != text:
-        # Not with what it stands for, which may be a secret.
-        raise ValueError("must not name shell variables, as nothing fills them in here: write what they stand for")
     if scheme is None:
         if (almost := _ALMOST_URL.match(text)) is not None:
             if not _MAY_BE_SECRET.isdisjoint(text):
@@ -153,7 +165,7 @@ class Tier(Section):
 
     url: Annotated[str, checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
         description="A folder, relative to the working directory if not absolute, or a storage URL such as "
-        "s3://bucket/run, or memory."
+        "s3://bucket/run, or memory. Environment variables and a leading ~ are replaced."
     )
     every: Duration | None = Field(
         default=None, description="Time between snapshots on this tier; without it as failures and bytes make worth."
@@ -316,9 +328,11 @@ class Config(Section):
         "and what is there stays. Not given: Lightning's ckpt_path and transformers' resume_from_checkpoint say it; "
         "Accelerate and track go on.",
     )
-    on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
-        default="warn",
-        description="A snapshot that fails in the background stops training at the next step, or is reported.",
+    on_error: Annotated[Literal["raise_at_end", "raise", "warn"], one_of("raise_at_end", "raise", "warn")] = Field(
+        default="raise_at_end",
+        description="A snapshot that fails in the background is reported, and the end of training raises an error if "
+        "its last state is durable nowhere; raise: the first failure stops training at the next step; warn: all "
+        "failures are only reported.",
     )
     writer: Annotated[Literal["process", "thread"], one_of("process", "thread")] = Field(
         default="process", description="What writes snapshots: a process that outlives the trainer, or a thread of it."

@@ -376,7 +376,11 @@ class Keep(Rules):
     quota: Size | None = Field(
         default=None, description="Bytes the run may occupy at most, the snapshot being written included."
     )
-    min_free: Size | None = Field(default=None, description="Bytes that stay free on the disk.")
+    min_free: Size | None = Field(
+        default=None,
+        description="Bytes that stay free on the disk, the newest snapshot is refused for them; without it 1 % of the "
+        "run's and the free bytes, at most 268 MB, for which only older snapshots go.",
+    )
     components: dict[str, Rules] | None = Field(
         default=None, description="Rules by component: older snapshots lose it and keep the rest."
     )

@@ -104,17 +104,40 @@ def _call_mmap(address: int | None, nbytes: int, protection: int, flags: int, fd
     return int(found)
 
 
-def memory_file(nbytes: int) -> int:
-    """A descriptor of new memory.
+def shared_memory(name: str, nbytes: int) -> tuple[int, memoryview]:
+    """New shared memory: its descriptor, and its bytes, all of them zero.
+
+    Args:
+        name: shown by the system.
 
     Raises:
-        OSError: there is none.
+        StateError: the system refuses it.
     """
-    fd = os.memfd_create("ckpt-share", os.MFD_CLOEXEC)
-    os.ftruncate(fd, max(1, nbytes))
-    return fd
+    fd = -1
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(fd, max(1, nbytes))
+        return fd, shared_bytes(fd, nbytes, writable=True)
+    except OSError as err:
+        if fd >= 0:
+            os.close(fd)
+        raise StateError(
+            f"cannot reserve {size(nbytes)} of host memory: {err.strerror}", hint=_WAYS_OUT.get(err.errno or 0, _LESS)
+        ) from err
 
 
+_LESS = "lower `slots`, or give the job more memory"
+_NO_MEMFD = "allow the system call memfd_create, which this sandbox refuses: snapshots are staged in what it makes"
+MORE_FILES = "raise the limit of open files (`ulimit -n`)"
+_WAYS_OUT = {
+    errno.EFBIG: "raise the limit of the size of files (`ulimit -f`): it is for shared memory and for data files alike",
+    errno.EMFILE: MORE_FILES,
+    errno.ENFILE: MORE_FILES,
+    errno.ENOSYS: _NO_MEMFD,
+    errno.EPERM: _NO_MEMFD,
+    errno.EACCES: _NO_MEMFD,
+}
+"""What to do where the system refuses shared memory, by its error."""
 RESERVE = 0.05
 """Share of what is available that is left to everybody else."""
 WRITER_BYTES = 32_000_000

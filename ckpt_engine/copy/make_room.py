@@ -21,6 +21,7 @@ from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Data, Repository, lacking
 from ckpt_engine.store.retention import (
     OTHER_LINE,
+    RESERVE_BYTES,
     SLACK_BYTES,
     ByteLimits,
     Retention,
@@ -209,6 +210,7 @@ def make_room(
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
     in_flight: Container[str] = (),
+    full: bool = False,
 ) -> Pruned | None:
     """Before a write: forget and collect so much that it breaks no limit at any instant. None: there is room.
 
@@ -216,6 +218,7 @@ def make_room(
         incoming_bytes: everything the write will store: data files and manifest.
         incoming: the snapshot to be written, as far as it is known.
         line, protected, verified, in_flight: as of `prune`.
+        full: as of `plan_before_write`.
 
     Raises:
         StorageFullError: it does not fit beside what must stay; nothing was forgotten. Do not write.
@@ -223,8 +226,8 @@ def make_room(
     """
     storage, limits = repository.storage, Retention.of(policy).limits
     free_bytes = storage.capabilities.free_bytes()
-    needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or 0)
-    if limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
+    needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or RESERVE_BYTES)
+    if not full and limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
         return None
     keep = pins.protection(storage) | dict(protected)
 
@@ -243,6 +246,7 @@ def make_room(
             verified=whole,
             usage=measure(repository),
             incoming=incoming,
+            full=full,
         )
         return replace(found, keep={**found.keep, **others})
 
@@ -448,10 +452,6 @@ def _is_whole(repository: Repository, snapshot: str) -> bool:
     except (FormatError, StorageMissingError):
         return False
     return not lacking(repository.storage, manifest.files)
-
-
-ROOMY_BYTES = 256 << 20
-"""With so much left beside the data the size of the manifest does not matter."""
 
 
 def shortage(repository: Repository, policy: RetentionPolicy, data_bytes: int) -> str | None:

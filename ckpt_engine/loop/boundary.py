@@ -24,7 +24,7 @@ from ckpt_engine.config.live import change
 from ckpt_engine.config.sections import Status
 from ckpt_engine.data.private_names import is_dead_worker
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageError, WriterError
+from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
@@ -491,6 +491,7 @@ class TrainingRun:
             if wrong or isinstance(err, LeaseHeldError) or self.config.on_error == "raise":
                 raise
             self._log.error("no snapshot of step %d: %s", step, err)
+            self.engine.lacks(step, err)
             self.cadence.skipped(step, "error")
             return None
         stall = time.perf_counter() - began
@@ -512,7 +513,9 @@ class TrainingRun:
     def take_at_end(self, instant: RunInstant, reason: str) -> None:
         """The final snapshot, for which there is time; weights may change when this returns."""
         if not self.engine.ready() and not self.engine.wait(self.stopping.halt.seconds_left(END_WAIT_SECONDS)):
-            self._log.error("the final state was not saved: earlier snapshots are still being written")
+            late = WaitTimeoutError("the final state was not saved: earlier snapshots are still being written")
+            self._log.error("%s", late.message)
+            self.engine.lacks(instant.step, late)
             self.engine.miss(instant.step, "busy")
             return
         self.take(instant, reason)

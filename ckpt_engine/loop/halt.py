@@ -150,7 +150,9 @@ class Halt(Ending):
 
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
-        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
+        is_lost = self._engine.loss is not None and self._engine.config.on_error != "warn"
+        code = stop.notice.exit_code or int(is_lost)
+        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(code)
         return self._exit
 
     @property
@@ -237,9 +239,8 @@ class Halt(Ending):
             return
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
-        handle = take("signal")
-        if handle is not None:
-            handle.wait(_left(stop))
+        if take("signal") is not None:
+            self._engine.wait(_left(stop))
 
     def _tell(self, stop: Stop) -> None:
         self._engine.poll()

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import memory_file, shared_bytes
+from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
 from ckpt_engine.errors import (
     CkptError,
     CorruptError,
@@ -200,17 +200,12 @@ def own_memory(nbytes: int, beside: int) -> tuple[int, memoryview]:
 
     Raises:
         WriterError: the machine has too little.
-        OSError: the system refuses.
+        StateError: the system refuses.
     """
     room = host_memory.look()
     if room is not None and nbytes * beside > room.nbytes // 2:
         raise WriterError(f"too little memory for a share of another machine: {nbytes} bytes for each rank here")
-    fd = memory_file(nbytes)
-    try:
-        return fd, shared_bytes(fd, nbytes, writable=True)
-    except OSError:
-        os.close(fd)
-        raise
+    return shared_memory("ckpt-share", nbytes)
 
 
 def attach_together(

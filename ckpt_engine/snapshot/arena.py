@@ -5,7 +5,6 @@ It knows which slot is free, being filled or being persisted, and makes slots re
 
 from __future__ import annotations
 
-import errno
 import math
 import mmap
 import os
@@ -21,9 +20,8 @@ from operator import itemgetter
 import torch
 
 from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, map_shared
+from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, shared_memory
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
-from ckpt_engine.observe.units import size
 from ckpt_engine.snapshot.copying import SlotMemory
 from ckpt_engine.snapshot.cuda import CUDA, Cuda, Pinned
 from ckpt_engine.state.entries import WITHOUT_COPY
@@ -32,7 +30,6 @@ from ckpt_engine.store.manifest_codec import uncollected
 
 _PREFAULT_BYTES = 8 << 20
 _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
-_LARGER_FILES = "raise the limit of the size of files (`ulimit -f`): it is for shared memory and for data files alike"
 
 
 @dataclass(slots=True)
@@ -61,16 +58,7 @@ class SharedSlot:
         self._huge = nbytes >= _HUGE_FROM_BYTES
         unit = HUGE_BYTES if self._huge else mmap.PAGESIZE
         self.nbytes = -(-nbytes // unit) * unit
-        try:
-            self.fd = os.memfd_create(f"ckpt-arena-{index}", os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, self.nbytes)
-            memory = map_shared(self.fd, self.nbytes, writable=True)
-        except OSError as err:
-            limited = err.errno == errno.EFBIG
-            raise StateError(
-                f"cannot reserve {size(self.nbytes)} of host memory for the arena: {err}",
-                hint=_LARGER_FILES if limited else "lower `slots`, or give the job more memory",
-            ) from err
+        self.fd, memory = shared_memory(f"ckpt-arena-{index}", self.nbytes)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.is_cold = True
         """Not every page is there and mapped: see `SlotMemory`."""
@@ -268,14 +256,24 @@ class Slots:
         return self._touched_seconds + (self._warm_up.cpu_seconds if self._warm_up is not None else 0.0)
 
     def warm_up(self, plan: StatePlan) -> None:
-        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is."""
+        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is.
+
+        Raises:
+            StateError: the system refuses the memory of one; none is made then.
+        """
         self._collect_warm()
         if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
             return
         self._retire_small(plan.layout.nbytes)
-        missing = self.count - len(self._free) - len(self._busy)
-        if missing > 0:
-            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], plan.devices)
+        made: list[SharedSlot] = []
+        try:
+            made.extend(self._new(plan) for _ in range(self.count - len(self._free) - len(self._busy)))
+        except StateError:
+            for slot in made:
+                slot.close()
+            raise
+        if made:
+            self._warm_up = _WarmUp(made, plan.devices)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

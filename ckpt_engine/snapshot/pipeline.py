@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_engine.copy import host_memory
 from ckpt_engine.copy.job import JobDone, Mirrored, SlotFreed
-from ckpt_engine.errors import SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.errors import CkptError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
     Event,
     Notice,
@@ -113,10 +113,11 @@ class Pipeline:
         what goes wrong is raised by the first call after that. After a writer was lost the next one is not waited for.
 
         Raises:
-            LeaseHeldError, StorageError, WriterError
+            LeaseHeldError, StorageError, WriterError, StateError
         """
         if self._writer is not None:
             return
+        self._pulse = self._pulse or Pulse()
         if self._shared is not None and self._starting is None:
             self._shared.reopens()
         if self._lost:
@@ -144,8 +145,12 @@ class Pipeline:
     def _arrived(self, client: WriterClient) -> None:
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
-        self._pulse = self._pulse or Pulse()
-        client.attach_pulse(self._pulse.fd)
+        assert self._pulse is not None
+        try:
+            client.attach_pulse(self._pulse.fd)
+        except CkptError:
+            client.close(CLOSE_SECONDS)  # else it would keep the lease
+            raise
 
     @property
     def started(self) -> bool:

@@ -95,6 +95,7 @@ class SaveHandle:
         held: it is in memory, where it survives the trainer (only if not `durable`).
         snapshot: id of the snapshot once it is durable, else None.
         error: why it did not become durable, or None.
+        has_raised: `wait` has raised it.
 
     Example:
         >>> handle = ckpt.save(state, step=step)
@@ -111,6 +112,7 @@ class SaveHandle:
         self.held = False
         self.snapshot: str | None = None
         self.error: CkptError | None = None
+        self.has_raised = False
 
     def done(self) -> bool:
         """Whether the outcome is known: durable, in memory, failed or skipped. Never blocks."""
@@ -137,6 +139,7 @@ class SaveHandle:
                 f"the snapshot of step {self.step} is not {'durable' if self.durable else 'with the writer'} yet"
             )
         if self.error is not None:
+            self.has_raised = True
             raise SnapshotFailedError(
                 f"the snapshot of step {self.step} did not become durable: {self.error.message}", hint=self.error.hint
             ) from self.error

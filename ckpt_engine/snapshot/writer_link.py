@@ -106,12 +106,11 @@ class Handover:
             error: CkptError | None = None
             try:
                 client = coming.result()
-            except Exception as err:  # noqa: BLE001 - raised below, or said
-                error = err if isinstance(err, CkptError) else ErrorRecord.of(err).exception()
-                self._messages.append(WriterLost(f"no other writer starts: {error.message}"))
-            else:
                 self._messages += coming.events
                 self._arrived(client)
+            except Exception as err:  # noqa: BLE001 - raised below, or said
+                client, error = None, err if isinstance(err, CkptError) else ErrorRecord.of(err).exception()
+                self._messages.append(WriterLost(f"no other writer starts: {error.message}"))
             with self._lock:
                 self.client, self._error = client, error
                 while self._waiting:

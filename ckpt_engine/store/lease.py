@@ -117,6 +117,7 @@ def acquire(
         if other is not None and other.is_process_of(holder):
             whose = f"another writer of this process: {other}"
             hint = "close() its Checkpointer, or wait until it is done; two runs at the same time need two folders"
+        hint = way_out_of_links(storage) or hint
         raise LeaseHeldError(f"the run at {storage.url} is being written by {whose}", hint=hint) from err
 
 
@@ -136,6 +137,24 @@ def read_holder(storage: Storage) -> LeaseHolder | None:
         return parse_holder(storage.get(names.LEASE), f"{storage.url}/{names.LEASE}")
     except CkptError:
         return None
+
+
+def way_out_of_links(storage: Storage) -> str | None:
+    """What to do where the lease file has further names, in copies that `cp -al` makes; None: it has one.
+
+    A lock is on the file and not on its name: who holds it may write any of these folders.
+    """
+    folder = lockable(storage)
+    try:
+        links = 1 if folder is None else os.lstat(folder.path(names.LEASE)).st_nlink
+    except OSError:  # it is gone meanwhile
+        return None
+    if folder is None or links < 2:
+        return None
+    return (
+        f"{names.LEASE} has {links} hard links, so that process may write another folder that shares the file "
+        f"(`cp -al` makes such copies): if it does, `rm {folder.path(names.LEASE)}` and start again"
+    )
 
 
 def parse_holder(text: bytes, where: str) -> LeaseHolder | None:

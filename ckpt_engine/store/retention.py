@@ -303,6 +303,9 @@ NEWEST_WHOLE = "newest whole snapshot"
 NO_RULE = "no rule keeps it"
 SLACK_BYTES = 64 << 10
 """Room that a quota leaves for what is small: the record, the lease, pins, the last page of a file."""
+RESERVE_BYTES = 256 << 20
+_RESERVE = 0.01
+"""Without `min_free`: this share of the run's and the free bytes stays free, at most `RESERVE_BYTES`."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -366,6 +369,7 @@ class RetentionPlan:
         why: the reason of each removal.
         slim: kept snapshots that lose components, and which.
         short_bytes: what is missing to keep the limits although everything that may be removed were; else 0.
+        gave_way: those of `remove` that a rule keeps, and for which the disk has no room.
     """
 
     keep: Mapping[str, str]
@@ -373,6 +377,7 @@ class RetentionPlan:
     why: Mapping[str, str] = field(default_factory=dict)
     slim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     short_bytes: int = 0
+    gave_way: tuple[str, ...] = ()
 
 
 def plan(
@@ -421,17 +426,18 @@ def plan_before_write(
     verified: str | None = None,
     usage: Usage | None = None,
     incoming: SnapshotInfo | None = None,
+    full: bool = False,
 ) -> RetentionPlan:
     """What has to go before a snapshot of `incoming_bytes` may be written, so that no limit breaks at any instant.
 
     Nothing goes while there is room. First goes what the policy will not keep beside the new snapshot, then the oldest,
-    then the best ones; never what is protected, nor the newest whole snapshot. To make room on a disk without limits
-    only the first kind goes.
+    then the best ones; never what is protected, nor the newest whole snapshot. Nothing goes in vain.
 
     Args:
         incoming_bytes: everything the write will store: data files and manifest.
         free_bytes: of the storage, if known.
         incoming: the snapshot to come, as far as it is known.
+        full: the storage has refused the write whatever it says of its room (inodes, a user's quota): one more goes.
 
     Returns:
         A plan. If it has `short_bytes` nothing is removed and the write MUST NOT begin.
@@ -444,15 +450,27 @@ def plan_before_write(
     after = retention.keep([*in_order, coming])
     loose = [info.id for info in in_order if info.id not in after]
     shed.to_limits(retention.limits, free_bytes, incoming_bytes, first=loose)
-    if free_bytes is not None and not shed.short_bytes:
-        need_bytes = incoming_bytes + SLACK_BYTES - free_bytes - shed.freed_bytes
-        shed.to_free(need_bytes, loose, f"room for {units.size(incoming_bytes)}, {units.size(free_bytes)} are free")
+    limited = set(shed.why)
+    if not shed.short_bytes:
+        order = [*loose, *shed.by_worth()]
+        short_bytes = 0 if free_bytes is None else incoming_bytes + SLACK_BYTES - free_bytes - shed.freed_bytes
+        need_bytes = max(int(full), short_bytes)
+        reserve_bytes = 0
+        if free_bytes is not None and retention.limits.min_free_bytes is None:
+            reserve_bytes = min(RESERVE_BYTES, int(_RESERVE * (shed.used_bytes + free_bytes)))
+        why = f"room for {units.size(incoming_bytes)}" + (
+            "" if free_bytes is None else f", {units.size(free_bytes)} are free"
+        )
+        if shed.to_free(max(need_bytes, short_bytes + reserve_bytes), order, why):
+            shed.to_free(need_bytes, order, why)
     if shed.short_bytes:
         return RetentionPlan(
             {info.id: "removing it would not make room" for info in in_order}, (), {}, {}, shed.short_bytes
         )
     kept = {info.id: after.get(info.id) or protected.get(info.id, "there is room") for info in shed.left}
-    return RetentionPlan(kept, shed.removed_in_order(), shed.why)
+    removed = shed.removed_in_order()
+    gave_way = tuple(one for one in removed if one in after and one not in limited)
+    return RetentionPlan(kept, removed, shed.why, gave_way=gave_way)
 
 
 class _Shedding:
@@ -474,6 +492,10 @@ class _Shedding:
     def left(self) -> list[SnapshotInfo]:
         return [info for info in self._in_order if info.id not in self.why]
 
+    @property
+    def used_bytes(self) -> int:
+        return self._usage.used_bytes
+
     def removed_in_order(self) -> tuple[str, ...]:
         return tuple([info.id for info in self._in_order if info.id in self.why])
 
@@ -490,7 +512,7 @@ class _Shedding:
         """Remove until both limits hold with `incoming_bytes` more, those in `first` first."""
         if limits == ByteLimits():
             return
-        order = [*first, *(snapshot for snapshot in self._by_worth() if snapshot not in set(first))]
+        order = [*first, *(snapshot for snapshot in self.by_worth() if snapshot not in set(first))]
         short_bytes = [0]
         if limits.quota_bytes is not None:
             slack = SLACK_BYTES if incoming_bytes else 0
@@ -520,7 +542,7 @@ class _Shedding:
             self.remove(snapshot, why)
         return 0
 
-    def _by_worth(self) -> list[str]:
+    def by_worth(self) -> list[str]:
         """The oldest first, and after all others what is kept for being the best."""
         best: set[str] = set()
         for rule in rules_in(self._retention.rule):

@@ -72,7 +72,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ckpt_engine.errors import WriterError
+from ckpt_engine.copy.host_memory import MORE_FILES, shared_memory
+from ckpt_engine.errors import StateError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.metrics import MEASURED, TIMES, RunTimes
 
@@ -120,6 +121,21 @@ class _Frame:
     fds: tuple[int, ...]
 
 
+def duplicates(fds: Sequence[int]) -> tuple[int, ...]:
+    """Descriptors of the same files for a message, which has them to itself.
+
+    Raises:
+        StateError: this process has as many open files as it may have.
+    """
+    made: list[int] = []
+    try:
+        made.extend(map(os.dup, fds))
+    except OSError as err:
+        _close_all(made)
+        raise StateError(f"cannot share memory with the writer: {err.strerror}", hint=MORE_FILES) from err
+    return tuple(made)
+
+
 class Channel:
     """One end of a connection. Any thread may `send` and ask for the `backlog`; the rest is for the one that owns it.
 
@@ -162,13 +178,16 @@ class Channel:
 
         Returns:
             False when the channel is closed: the message went nowhere.
+
+        Raises:
+            StateError: as `duplicates`; nothing was sent.
         """
         data = encode({**body, "fds": len(fds)} if fds else body)
         frame = memoryview(_LENGTH.pack(len(data)) + data)
         with self._lock:
             if self._closed:
                 return False
-            self._outgoing.append(_Frame(frame, tuple(os.dup(fd) for fd in fds)))
+            self._outgoing.append(_Frame(frame, duplicates(fds)))
             if len(self._outgoing) > 1:
                 return True  # the owner already waits until the socket takes more
             self._send_some()
@@ -547,13 +566,15 @@ class SpentTimes:
 
 
 class Pulse:
-    """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes."""
+    """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes.
+
+    Raises:
+        StateError: the system refuses the memory.
+    """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("ckpt-pulse", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
-        self._step, self._moment = memoryview(self._page)[:8].cast("q"), memoryview(self._page)[8:16].cast("d")
+        self.fd, self._page = shared_memory("ckpt-pulse", mmap.PAGESIZE)
+        self._step, self._moment = self._page[:8].cast("q"), self._page[8:16].cast("d")
         self._count, self._spends_at = 0, -math.inf
         self.beat(-1)
         self.fill(-1, -1)
@@ -582,7 +603,7 @@ class Pulse:
         if self.fd >= 0:
             self._step.release()
             self._moment.release()
-            self._page.close()
+            self._page.release()
             os.close(self.fd)
             self.fd = -1
 

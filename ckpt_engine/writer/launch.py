@@ -21,7 +21,7 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.writer import channel as protocol
-from ckpt_engine.writer.channel import Body, Channel, decode, encode
+from ckpt_engine.writer.channel import Body, Channel, decode, duplicates, encode
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
 from ckpt_engine.writer.job_queue import JobQueue
 
@@ -59,7 +59,7 @@ class ThreadWriter(WriterClient):
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
         # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
-        self._queue.put(decode(encode(body)), tuple(os.dup(fd) for fd in fds))
+        self._queue.put(decode(encode(body)), duplicates(fds))
 
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"

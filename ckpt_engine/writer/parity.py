@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine.copy.host_memory import memory_file, shared_bytes
+from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import Running
 from ckpt_engine.store.names import parse_id
@@ -245,13 +245,7 @@ class ParitySets:
             return spare
         if spare is not None:
             os.close(spare.fd)
-        room = max(1, nbytes)
-        fd = memory_file(room)
-        try:
-            return _Memory(fd, shared_bytes(fd, room, writable=True))
-        except OSError:
-            os.close(fd)
-            raise
+        return _Memory(*shared_memory("ckpt-share", max(1, nbytes)))
 
 
 def _grow(found: _Set, nbytes: int) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_engine.copy.host_memory import memory_file, shared_bytes
+from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import digesting
@@ -283,7 +283,8 @@ class Peers:
         if nbytes > self._nbytes:
             if self._fd >= 0:
                 os.close(self._fd)
-            self._fd, self._nbytes = memory_file(nbytes), nbytes
+            self._fd, self._nbytes = -1, 0
+            self._fd, self._nbytes = shared_memory("ckpt-share", nbytes)[0], nbytes
         copy = shared_bytes(self._fd, nbytes, writable=True)
         with staged.slot.image(nbytes) as image:
             copy[:] = image

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
@@ -18,8 +18,10 @@ from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
     CkptError,
+    FormatError,
     LeaseHeldError,
     StorageError,
+    StorageMissingError,
     StorageStalledError,
 )
 from ckpt_engine.observe.events import (
@@ -30,6 +32,7 @@ from ckpt_engine.observe.events import (
     SnapshotFound,
     TierDegraded,
 )
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
@@ -139,7 +142,8 @@ class Persister:
             self._keeps_all = isinstance(policy, KeepAll)
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
-            self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
+            size, check = ranks.size if ranks else 1, self._primary.check_lease
+            self._attempts = AttemptRecord(plain, holder, size, check, self._emit_event)
             self._attempts.spent = self._spent
             self._attempts.begin()
             if ranks is not None and config.memory:
@@ -231,6 +235,12 @@ class Persister:
                 self._notice(f"the lease could not be given back: {err.message}")
 
     def _release(self) -> None:
+        with suppress(StorageError):  # not reached is not removed
+            alone = not self._config.tiers and self._config.ranks is None
+            if alone and (gone := self._primary.removed()) is not None:
+                parsed, why = names.parse_id(gone), "it was removed after it had become durable"
+                step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
+                self._emit_event(SnapshotFailed(gone, step, self._config.url, code, why))
         if self._attempts is not None:
             self._attempts.end(self.ending)
         try:
@@ -409,7 +419,7 @@ class Persister:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
         if self._config.ranks is not None:
             return None  # the other ranks would not know where
-        if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError):
+        if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError | FormatError):
             return None
         self._secondary.primary_failed(error)
         if self._config.fatal:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
-from ckpt_engine.copy.make_room import ROOMY_BYTES, collect, make_room, prune, shortage
+from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
@@ -29,6 +29,7 @@ from ckpt_engine.errors import (
     SnapshotFailedError,
     SnapshotSkippedError,
     StorageError,
+    StorageFullError,
     StorageMissingError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
@@ -43,11 +44,13 @@ from ckpt_engine.store.lease import (
     acquire,
     lockable,
     read_holder,
+    way_out_of_links,
 )
 from ckpt_engine.store.manifest import RAW, Line, Manifest
 from ckpt_engine.store.repository import Repository, lacking
-from ckpt_engine.store.retention import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import RESERVE_BYTES, ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
@@ -75,7 +78,7 @@ class PrimaryTier:
     share.
 
     Args:
-        config: of the writer. With further tiers a place that was removed is taken again.
+        config: of the writer.
         lease: None: another rank has it, and has made the run.
         acquire: takes the lease again.
         aside: reads what is there where a read that hangs must not be in the way; waits in the lane of the methods.
@@ -107,14 +110,15 @@ class PrimaryTier:
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._is_taken_again = bool(config.tiers) and lease is not None
+        folder = repository.storage.capabilities.folder
+        self._device = None if folder is None else device_of(folder.root)
         self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
         self._codec = config.codec
         self._aside = aside
         self._drafts_fail = False
-        self._swept = self._warned = False
+        self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
         self._session = in_flight
         self._in_flight: Container[str] = () if in_flight is None else in_flight
@@ -142,7 +146,7 @@ class PrimaryTier:
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
         self._repository = repository
-        self._run = RunText.of(repository) if self._is_taken_again else None
+        self._run = None if self._lease is None else RunText.of(repository)
         self._known = DedupBaseline(repository, self._aside if self._ranks is None else None)
         self._whole: tuple[str, ...] = ()
 
@@ -176,19 +180,29 @@ class PrimaryTier:
             CkptError: it is not.
         """
         if self._lease is not None:
-            self.sweep()
             self._check_lease()
+            self.sweep()
             self._progress.moved()
             if isinstance(self._policy, KeepAll):  # else it comes with retention
                 self._repository.write_catalog_if_due()
         self._progress.check()
-        contents = self._contents(staged)
-        self._make_room(contents)
-        while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
-            contents = self._contents(staged)
-            self._make_room(contents)
         not_undone = partial(self._not_undone, staged)
-        committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
+        refused: StorageFullError | None = None  # full nevertheless: one more snapshot goes, and so on
+        while True:
+            contents = self._contents(staged)
+            gone = self._make_room(contents, full=refused is not None)
+            if refused is not None and not gone:
+                raise refused
+            while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
+                contents = self._contents(staged)
+                self._make_room(contents)
+            try:
+                committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
+                break
+            except StorageFullError as err:
+                if self._ranks is not None:  # the others have learned that this share failed
+                    raise
+                refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
         return committed
@@ -282,9 +296,10 @@ class PrimaryTier:
         self._drafts_fail = False
         return found
 
-    def _make_room(self, contents: Plain) -> None:
+    def _make_room(self, contents: Plain, *, full: bool = False) -> bool:
+        """Whether something has gone; `full`: as of `make_room`."""
         if self._lease is None:
-            return
+            return False
         repository, nbytes = self._repository, contents.new_bytes
         if self._ranks is not None:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._ranks.members)
@@ -293,9 +308,10 @@ class PrimaryTier:
             if (short := shortage(repository, self._policy, nbytes)) is not None:
                 self._notice(f"{repository.storage.url}: {short}")
         free_bytes = repository.storage.capabilities.free_bytes()
-        plenty = free_bytes is None or free_bytes >= nbytes + ROOMY_BYTES
+        # So much beside the data is more than any manifest takes.
+        plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
         if plenty and Retention.of(self._policy).limits == ByteLimits():
-            return
+            return False
         coming = contents.manifest()
         room = make_room(
             repository,
@@ -307,11 +323,20 @@ class PrimaryTier:
             protected=self._unsure(),
             verified=self._whole,
             in_flight=self._in_flight,
+            full=full,
         )
-        if room is not None:
-            self._made_room(room.plan.remove)
-            for event in room.events(self._url):
-                self._emit(event)
+        if room is None:
+            return False
+        self._made_room(room.plan.remove)
+        for event in room.events(self._url):
+            self._emit(event)
+        if room.plan.gave_way and not self._gives_way:
+            self._gives_way = True
+            self._notice(
+                f"{self._url} is full: older snapshots that `keep` wants give way to newer ones; free space, or keep "
+                "fewer. Pinned ones stay"
+            )
+        return bool(room.forgotten)
 
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
@@ -354,6 +379,19 @@ class PrimaryTier:
         for event in pruned.events(self._url):
             self._emit(event)
 
+    def removed(self) -> str | None:
+        """The newest snapshot that this writer has made durable, if somebody has removed it; None: it exists.
+
+        Raises:
+            StorageError: the tier does not say.
+        """
+        for snapshot in self._whole:
+            try:
+                self._repository.storage.get(names.manifest_name(snapshot))
+            except StorageMissingError:
+                return snapshot
+        return None
+
     def release(self) -> None:
         """Give back the lease, if this writer has it.
 
@@ -364,7 +402,12 @@ class PrimaryTier:
             self._lease.release()
 
     def _check_lease(self) -> None:
-        """Raises `LeaseHeldError` if the tier is not ours. One of several is taken again if it is free."""
+        """Take the tier again where its folder was removed, renamed or replaced.
+
+        Raises:
+            LeaseHeldError: it is not ours any more.
+            StorageMissingError: its disk is not mounted any more.
+        """
         assert self._lease is not None
         self._progress.moved(LEASE_SECONDS)
         try:
@@ -376,7 +419,12 @@ class PrimaryTier:
             with suppress(CkptError, OSError):  # whatever it was, it is lost
                 self._lease.release()
             self._progress.moved(LEASE_SECONDS)
-            removed = Repository(storage).record() is None
+            removed, folder = Repository(storage).record() is None, storage.capabilities.folder
+            if removed and folder is not None and device_of(folder.root) != self._device:
+                raise StorageMissingError(
+                    f"the disk of {self._url} is gone, and the folder would be made on another one",
+                    hint="mount the disk again: the next snapshot goes there",
+                ) from None
             self._lease = self._acquire()
             try:
                 self.settle_at(adopt_run(self._run, storage))
@@ -388,6 +436,8 @@ class PrimaryTier:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
+            else:
+                self._notice(f"{self._url} was replaced while it was written: snapshots go to what is there now")
 
     def _not_undone(self, staged: Staged, err: CkptError) -> None:
         self._swept = False
@@ -412,7 +462,7 @@ def waiting(
         other = None if said else read_holder(storage)
         if other is not None and other != holder:
             said = True
-            emit(_waits_for(other, holder, storage.url, seconds))
+            emit(_waits_for(other, holder, storage, seconds))
         time.sleep(pause_seconds)
 
     return pause
@@ -422,18 +472,19 @@ def _is_gone(other: LeaseHolder) -> bool:
     return other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists()
 
 
-def _waits_for(other: LeaseHolder, me: LeaseHolder, url: str, seconds: float) -> Notice:
-    wait = duration(seconds)
+def _waits_for(other: LeaseHolder, me: LeaseHolder, storage: Storage, seconds: float) -> Notice:
+    url, wait = storage.url, duration(seconds)
     if other.is_process_of(me):
         return Notice("INFO", f"another writer of this process still finishes at {url}; waiting for it, at most {wait}")
     if _is_gone(other):
         return Notice(
             "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
         )
+    stop = f"`ckpt stop {url}` on {other.host} lets it save and end, or give this run another folder"
     return Notice(
         "WARNING",
-        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
-        f"{other.host} lets it save and end, or give this run another folder",
+        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; "
+        + (way_out_of_links(storage) or stop),
     )
 
 

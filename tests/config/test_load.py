@@ -99,7 +99,7 @@ def test_defaults() -> None:
     assert (config.max_lost_work, config.mtbf, config.every_n_steps, config.every_seconds) == (None, "auto", None, None)
     assert (config.on_validation_end, config.at_end) == (False, True)
     assert (config.keep.last, config.keep.every_n_steps, config.keep.best) == (2, None, None)
-    assert (config.on_error, config.writer, config.slots, config.lazy) == ("warn", "process", 2, "auto")
+    assert (config.on_error, config.writer, config.slots, config.lazy) == ("raise_at_end", "process", 2, "auto")
     assert config.pickle == ()
 
 
@@ -152,6 +152,44 @@ def test_relative_folders_are_relative_to_the_working_directory(
     assert load_config(Path("runs/1")).root_url == str(tmp_path / "runs/1")
     assert load_config("~/runs").root_url == "/home/someone/runs"
     assert load_config("file:///data/run%201").root_url == "file:///data/run%201"
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("$SCRATCH/run1", "/scratch/me/run1"),
+        ("${SCRATCH}-2/run1", "/scratch/me-2/run1"),
+        ("$UP/run1", "/home/someone/up/run1"),
+        ("file://$SCRATCH/run1", "file:///scratch/me/run1"),
+        ("s3://bucket/$JOB_ID/run", "s3://bucket/17/run"),
+        ("/data/$/a$", "/data/$/a$"),
+    ],
+)
+def test_variables_of_the_environment_are_replaced_in_places(
+    place: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As keyword, in a mapping, in a list of tiers and in a file; the path of a file may have one as well."""
+    for name, value in {"SCRATCH": "/scratch/me", "UP": "~/up", "JOB_ID": "17", "HOME": "/home/someone"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CONF", str(tmp_path))
+    _yaml(tmp_path, f"tiers: {place}\n")
+    given: list[Any] = [place, {"tiers": place}, {"tiers": [{"url": place}]}, "$CONF/ckpt.yaml"]
+    assert [load_config(one).root_url for one in given] == [found] * 4
+    assert load_config(tiers=["/d", place]).tiers[1].url == found
+
+
+@pytest.mark.parametrize("place", ["$SCRATCH/run1", "${SCRATCH}/run1", "s3://bucket/$SCRATCH", "/data/$SCRATCH/run1"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_variable_that_is_not_set_is_refused_by_its_name(
+    place: str, empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would be in a folder named $SCRATCH, or, where it is empty, in the root of the machine."""
+    monkeypatch.setenv("SCRATCH", "")
+    if not empty:
+        monkeypatch.delenv("SCRATCH")
+    with pytest.raises(ConfigError, match="environment variable SCRATCH is not set") as caught:
+        load_config(place)
+    assert caught.value.code == "CKPT100"
 
 
 def test_a_folder_may_be_called_yaml(tmp_path: Path) -> None:

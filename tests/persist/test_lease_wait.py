@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,19 @@ def test_a_second_writer_says_at_once_whom_it_waits_for(kind: Any, processes: Wr
         "another folder",
     ):
         assert word in notice.message
+
+
+def test_who_waits_for_a_run_whose_lease_file_it_shares_by_a_link_is_not_told_to_stop_it(
+    processes: Writers, tmp_path: Path
+) -> None:
+    """A copy that `cp -al` has made: the other run is another one, and has nothing to do with this folder."""
+    processes.start(holder=replace(LeaseHolder.current(), pid=os.getppid()))
+    shutil.copytree(processes.root, tmp_path / "copy", copy_function=os.link)
+    heard: list[Event] = []
+    with pytest.raises(LeaseHeldError, match="hard links"):
+        ThreadWriter.start(completed(WriterConfig(str(tmp_path / "copy"), lease_wait_seconds=0.3)), heard.append)
+    (notice,) = heard
+    assert isinstance(notice, Notice) and "hard links" in notice.message and "ckpt stop" not in notice.message
 
 
 def test_another_writer_of_the_same_process_is_no_stranger(processes: Writers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,30 @@ def test_a_second_process_is_refused_naming_the_first(tmp_path: Path, other: sub
     assert f"process {other.pid} on {os.uname().nodename} since 2" in text
     assert sys.executable in text
     assert "→" in text
+
+
+@pytest.mark.parametrize("linked", ["the copy", "the copy of a copy", "the original"])
+def test_the_refusal_names_hard_links_of_the_lease_file(tmp_path: Path, linked: str) -> None:
+    """`cp -al` of a run that lives: its lock is on the copy's file, too. Without that file the copy is free."""
+    run, copy, again = (LocalStorage(tmp_path / name) for name in ("run", "copy", "again"))
+    writes, starts = {"the copy": (run, copy), "the copy of a copy": (run, again), "the original": (copy, run)}[linked]
+    acquire(run).release()
+    shutil.copytree(run.root, copy.root, copy_function=os.link)
+    shutil.copytree(run.root, again.root, copy_function=os.link)
+    with acquire(writes) as lease:
+        with pytest.raises(LeaseHeldError, match="3 hard links") as caught:
+            acquire(starts)
+        assert f"`rm {starts.root}/lease.json`" in str(caught.value)
+        Path(starts.root, "lease.json").unlink()
+        acquire(starts).release()
+        lease.check()
+
+
+def test_a_lease_file_with_one_name_says_nothing_of_links(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    """There the holder writes this very folder."""
+    with pytest.raises(LeaseHeldError) as caught:
+        acquire(LocalStorage(tmp_path))
+    assert f"process {other.pid}" in str(caught.value) and "link" not in str(caught.value)
 
 
 def test_a_killed_holder_frees_the_lease_at_once(tmp_path: Path, other: subprocess.Popen[str]) -> None:

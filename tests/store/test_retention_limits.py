@@ -216,13 +216,46 @@ def test_room_comes_first_from_what_would_go_anyway() -> None:
     assert plan_before_write(infos, lasting, UNIT, None).remove == (infos[1].id,)
 
 
-def test_a_disk_without_room_costs_only_what_the_rules_drop_anyway() -> None:
-    """No limit is set: the snapshot that the new one pushes out goes early, and nothing else for lack of space."""
+def test_a_disk_without_room_costs_the_oldest_and_nothing_in_vain() -> None:
+    """No limit is set: first what the new one pushes out, then the oldest; nothing where that makes too little room."""
     infos = _run(1, 2, 3)
     assert plan_before_write(infos, KeepLast(3), UNIT, UNIT // 2).remove == (infos[0].id,)
+    done = plan_before_write(infos, KeepLast(9), UNIT, UNIT // 2)
+    assert done.remove == done.gave_way == (infos[0].id,)
+    assert plan_before_write(infos, KeepLast(3), UNIT, UNIT // 2).gave_way == ()
+    assert plan_before_write(infos, KeepLast(9), 2 * UNIT, UNIT // 2).remove == (infos[0].id, infos[1].id)
     assert plan_before_write(infos, KeepLast(3), 9 * UNIT, UNIT // 2).remove == ()
-    assert plan_before_write(infos, KeepAll(), UNIT, UNIT // 2).remove == ()
     assert plan_before_write(infos, KeepLast(2), UNIT, 9 * UNIT).remove == ()
+
+
+def test_the_best_and_what_is_protected_give_way_last_and_never() -> None:
+    """The newest whole one stays as well, and so nothing goes where these are all that there is."""
+    infos = _run(1, 2, 3, 4)
+    best = policy_from({"last": 9, "best": {"monitor": "loss", "mode": "max", "k": 1}})
+    first = max(infos, key=lambda info: info.metrics["loss"])
+    others = [info for info in infos[:-1] if info is not first]
+    assert plan_before_write(infos, best, UNIT, 0).remove[0] == others[0].id
+    pinned = {info.id: "pinned" for info in infos[:-1]}
+    assert plan_before_write(infos, KeepLast(9), UNIT, 0, protected=pinned).remove == ()
+
+
+def test_without_min_free_a_little_stays_free_and_the_newest_is_not_refused_for_it() -> None:
+    """One percent of what the run and the free space are together; a limit that was given takes its place."""
+    infos = _run(1, 2, 3)
+    tight = UNIT + SLACK_BYTES + (3 * UNIT + UNIT + SLACK_BYTES) // 200
+    assert plan_before_write(infos, KeepLast(9), UNIT, tight).remove == (infos[0].id,)
+    assert plan_before_write(infos[-1:], KeepLast(9), UNIT, tight).short_bytes == 0
+    given = Retention(KeepLast(9), ByteLimits(min_free_bytes=1))
+    assert plan_before_write(infos, given, UNIT, tight).remove == ()
+
+
+def test_a_storage_that_is_full_whatever_it_says_costs_one_more() -> None:
+    """Files that cannot be made, or a user's quota: no number tells how much is missing."""
+    infos = _run(1, 2, 3)
+    for free_bytes in (None, 9 * UNIT):
+        assert plan_before_write(infos, KeepLast(9), UNIT, free_bytes, full=True).remove == (infos[0].id,)
+        assert plan_before_write(infos[-1:], KeepLast(9), UNIT, free_bytes, full=True).remove == ()
+    assert plan_before_write(infos, KeepLast(9), 9 * UNIT, UNIT // 2, full=True).remove == ()
 
 
 def test_a_limit_that_cannot_hold_removes_nothing_and_says_so() -> None:

@@ -221,11 +221,8 @@ class LocalStorage:
 
     def free_bytes(self) -> int:
         """Bytes that the file system still has for us."""
-        path = self.root
-        while not os.path.exists(path) and path != "/":
-            path = os.path.dirname(path)
         with translating("measure", self.root):
-            stat = os.statvfs(path)
+            stat = os.statvfs(_existing(self.root))
         return stat.f_bavail * stat.f_frsize
 
     def path(self, name: str) -> str:
@@ -359,6 +356,23 @@ class LocalStorage:
                     except FileNotFoundError:
                         continue
         return found
+
+
+def device_of(path: str) -> int:
+    """The file system that has the folder `path`, or would get it.
+
+    Raises:
+        StorageError
+    """
+    with translating("look at", path):
+        return os.stat(_existing(path)).st_dev
+
+
+def _existing(path: str) -> str:
+    """The nearest folder on the way up that exists."""
+    while not os.path.exists(path) and path != "/":
+        path = os.path.dirname(path)
+    return path
 
 
 def _lock(fd: int) -> bool:

@@ -101,14 +101,14 @@ def _origin_of(module: str) -> str | None:
     for length in range(1, len(parts) + 1):
         spec = find_spec(".".join(parts[:length]))
         if spec is None or spec.origin is not None:  # a namespace has none, and no code either
-            return spec and spec.origin
+            return spec.origin if spec is not None else None
     return None
 
 
 def _is_recorded(package: Distribution, origin: str) -> bool:
     """Whether an installer has recorded that a file belongs to a package, or is of the folder that is its source."""
     rows = csv.reader((package.read_text("RECORD") or "").splitlines())
-    if any(os.path.normpath(package.locate_file(row[0])) == os.path.normpath(origin) for row in rows if row):
+    if any(os.path.normpath(str(package.locate_file(row[0]))) == os.path.normpath(origin) for row in rows if row):
         return True
     source = json.loads(package.read_text("direct_url.json") or "{}")
     is_editable = source.get("dir_info", {}).get("editable") is True

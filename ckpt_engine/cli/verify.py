@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_away, print_json, progress
+from ckpt_engine.cli.output import json_option, print_away, print_json, print_text, progress
 from ckpt_engine.cli.root import Run, open_run, storage_options
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe import units
@@ -127,11 +127,11 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> d
 def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered: bool) -> None:
     for copies in checked:
         if is_tiered:
-            click.secho(copies.url, bold=True)
+            print_text(copies.url, bold=True)
         _print_verdicts(copies.verdicts)
         for problem in copies.others:
-            click.secho(f"{problem.file}  DAMAGED", fg="red")
-            click.echo(f"  [{problem.code}] {problem.message}")
+            print_text(f"{problem.file}  DAMAGED", fg="red")
+            print_text(f"  [{problem.code}] {problem.message}")
     verdicts = [verdict for copies in checked for verdict in copies.verdicts]
     whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
     read_bytes = sum(verdict.read_bytes for verdict in verdicts)
@@ -140,23 +140,23 @@ def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered:
         total = "1 copy" if len(verdicts) == 1 else f"{len(verdicts):,} copies"
     damaged = sum(len(copies.others) for copies in checked)
     others = f", {count(damaged, 'other file')} damaged" if damaged else ""
-    click.echo(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
+    print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
     print_away(away)
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         if verdict.forgotten:
-            click.echo(f"{verdict.snapshot}  removed by retention meanwhile")
+            print_text(f"{verdict.snapshot}  removed by retention meanwhile")
         elif verdict.ok:
             shares = f": the shares of {verdict.partial}; the rest is on other nodes" if verdict.partial else ""
-            click.secho(f"{verdict.snapshot}  ok{shares}", fg="green")
+            print_text(f"{verdict.snapshot}  ok{shares}", fg="green")
         else:
-            click.secho(f"{verdict.snapshot}  DAMAGED", fg="red")
+            print_text(f"{verdict.snapshot}  DAMAGED", fg="red")
             for problem in verdict.problems[:MAX_SHOWN]:
-                click.echo(f"  {_line(problem)}")
+                print_text(f"  {_line(problem)}")
             if len(verdict.problems) > MAX_SHOWN:
-                click.echo(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
+                print_text(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
 
 
 def _line(problem: SnapshotProblem) -> str:

@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[str, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         before, self._depth = self._nodes, self._depth + 1
         is_alias, anchor = isinstance(event, yaml.AliasEvent), event.anchor
         if is_alias and anchor in self.anchors and anchor not in self._sizes:
@@ -496,4 +496,4 @@ def _error(problems: Sequence[OptionProblem], count: int) -> ConfigError:
         return ConfigError(str(problems[0]), hint=hint)
     lines = [f"  {p}" for p in sorted(problems[:_MAX_PROBLEMS], key=lambda p: p.line or 0)]
     more = [f"  ... and {count - len(lines):,} more"] if count > len(lines) else []
-    return ConfigError("\n".join((f"{count:,} problems:", *lines, *more, " ")), hint=hint)
+    return ConfigError(f"{count:,} problems:", *lines, *more, " ", hint=hint)

@@ -55,8 +55,7 @@ def members_of(manifest: Manifest, level: str | None, start: int, piece: Piece) 
 def _at(manifest: Manifest, level: str | None, name: str, start: int) -> Piece | None:
     if level is not None:
         return manifest.bases.get(level, {}).get(name, {}).get(start)
-    there = manifest.entries[name].placed() if name in manifest.entries else ()
-    return next((piece for at, piece in there if at == start), None)
+    return manifest.entries[name].piece_at.get(start) if name in manifest.entries else None
 
 
 class Turns:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import commands
 from ckpt_engine.store.container import digest
+from ckpt_engine.store.manifest import Entry
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.support.forged import forge
 
@@ -85,3 +86,28 @@ def test_a_file_that_is_named_often_is_read_once(root: Path, monkeypatch: pytest
     assert state is not None and torch.equal(state["w"], torch.arange(512.0))
     assert CliRunner().invoke(commands, ["verify", str(root)]).exit_code == 0
     assert len([name for name in asked if name.startswith("data/")]) < 20
+
+
+def test_a_piece_of_a_group_is_found_without_a_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of many pieces that are encoded together is looked through once, and not once for each of them."""
+    looked = list[str]()
+    before = Entry.placed
+
+    def counted(self: Entry) -> Any:
+        looked.append(self.dtype)
+        return before(self)
+
+    def cut(body: dict[str, Any]) -> None:
+        [piece] = body["entries"]["w"]["pieces"]
+        pieces = [
+            {**piece, "offset": piece["offset"] + 4 * n, "nbytes": 4, "codec": "adam", "base": "b", "group": ["w"]}
+            for n in range(512)
+        ]
+        body["entries"]["w"]["pieces"] = pieces
+        plain = [{"file": 0, "offset": one["offset"], "nbytes": 4, "digest": "x"} for one in pieces]
+        body["bases"] = {"b": {"w": [{"start": 4 * n, **one} for n, one in enumerate(plain)]}}
+
+    forge(root, cut)
+    monkeypatch.setattr(Entry, "placed", counted)
+    assert CliRunner().invoke(commands, ["verify", str(root)]).exit_code == 1
+    assert len(looked) < 20

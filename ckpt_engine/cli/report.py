@@ -309,6 +309,11 @@ def _round_step(least: float, is_time: bool) -> float:
     return next((one for one in rounds if one >= least), least)
 
 
+def _shown(value: Any) -> Any:
+    """A text of others as characters; what is HTML already has lines of its own."""
+    return visible(value) if type(value) is str else value
+
+
 def page(found: RunReport) -> str:
     """The page as HTML."""
     try:
@@ -326,12 +331,7 @@ def page(found: RunReport) -> str:
     apart = Axis(
         min(gaps, default=1.0) / 1.5, max(gaps, default=1.0) * 1.5, HEIGHT - BOTTOM, TOP, log=True, is_time=True
     )
-    environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,
-    )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     environment.filters |= {"duration": units.duration, "size": units.size, "percent": percent}
     return environment.from_string(_TEMPLATE.read_text()).render(
         report=found,

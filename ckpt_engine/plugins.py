@@ -80,7 +80,7 @@ def plugin(group: str, name: str) -> Any:
 def _registered(group: str) -> Mapping[str, Mapping[str, tuple[EntryPoint, Distribution]]]:
     """By name and by what it refers to, the entry points of installed packages; of two versions the first on the path.
 
-    The working folder and the folder of the program are on the path without anybody's decision: they do not count.
+    The working folder and the folder of the program are on the path without a decision of the user: they do not count.
     """
     program = getattr(sys.modules["__main__"], "__file__", None) or "."
     implied = {os.path.realpath("."), os.path.realpath(Path(program).parent)}

@@ -189,7 +189,7 @@ def test_no_other_record_steers_the_terminal(run: Path, tmp_path: Path, name: st
 
 
 def test_a_pin_with_a_hostile_note_is_shown(run: Path, tmp_path: Path) -> None:
-    """Whoever pinned it may be somebody else."""
+    """Another user may have pinned the snapshot."""
     root = tmp_path / "run"
     shutil.copytree(run, root)
     _invoked("pin", root, tmp_path)

@@ -42,13 +42,24 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def visible(text: str) -> str:
+    """A text that others may have written, as one line: what is not printable in it is an escape, as in `repr`.
+
+    So no name in a store moves the cursor, breaks a line or turns its direction.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 class CkptError(Exception):
     """Base of every error of this project; by itself what has no code of its own.
 
     Usually a version of a trainer lacks what is needed: use one that docs/support.md lists.
 
     Args:
-        message: what went wrong and where.
+        message: what went wrong and where, in one line.
+        more: further lines of the message.
         hint: what the user does next; appended to the text.
 
     Example:
@@ -60,10 +71,10 @@ class CkptError(Exception):
 
     code: ClassVar[str] = "CKPT000"
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
-        self.message = message
-        self.hint = hint
-        super().__init__(f"[{self.code}] {message}" + (f" → {hint}" if hint else ""))
+    def __init__(self, message: str, *more: str, hint: str | None = None) -> None:
+        self.message = "\n".join(map(visible, (message, *more)))
+        self.hint = hint and visible(hint)
+        super().__init__(f"[{self.code}] {self.message}" + (f" → {self.hint}" if hint else ""))
 
 
 class ConfigError(CkptError, ValueError):

@@ -10,7 +10,7 @@ from functools import partial
 
 import click
 
-from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, progress, say_waiting
+from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, print_text, progress, say_waiting
 from ckpt_engine.cli.root import LATEST, Run, open_run, options_of, storage_options
 from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import catalogue, compact
@@ -219,12 +219,12 @@ def _print(done: _Done, run: Run, *, as_json: bool) -> None:
         print_json({**fields_of(done), "away": run.away})
         return
     for one in done.failed:
-        click.secho(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
+        print_text(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
     for snapshot, shares in done.partial.items():
-        click.echo(f"{snapshot}  has the shares of {shares} there: copy the folders of the other nodes, too")
+        print_text(f"{snapshot}  has the shares of {shares} there: copy the folders of the other nodes, too")
     before = f", {done.present:,} there already" if done.present else ""
     copied = count(len(done.copied), "snapshot")
-    click.echo(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
+    print_text(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
     print_away(run.away)
 
 
@@ -267,7 +267,7 @@ def compact_command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_jso
         print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
         return
     for one in done:
-        click.echo(f"{one.id} at {one.tier}: {_fate(one)}")
+        print_text(f"{one.id} at {one.tier}: {_fate(one)}")
 
 
 def _fate(one: _Compacted) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json
+from ckpt_engine.cli.output import json_option, print_json, print_text
 from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.errors import CkptError, StorageExistsError
@@ -69,15 +69,15 @@ def command(url: str, size: str, as_json: bool) -> None:
         findings: list[Finding] = []
         reports.append((place, findings))
         if not as_json:
-            click.secho(place, bold=True)
+            print_text(place, bold=True)
         for one in _examine(place, options, nbytes):  # each is shown when it is found: a storage may hang at the next
             findings.append(one)
             if not as_json:
                 _show(one)
         if not as_json and any(one.mark is Mark.BAD for one in findings):
-            click.secho("  no run should be put here", fg="red")
+            print_text("  no run should be put here", fg="red")
         elif not as_json:
-            click.secho("  a run is safe here", fg="green")
+            print_text("  a run is safe here", fg="green")
     if as_json:
         print_json([{"root": place, "findings": findings} for place, findings in reports])
     if any(finding.mark is Mark.BAD for _, findings in reports for finding in findings):
@@ -89,9 +89,9 @@ def _show(finding: Finding) -> None:
     width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
     lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
     first, *more = lines or [""]
-    click.echo(f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}{first}")
+    print_text(f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}{first}")
     for line in more:
-        click.echo(f"{'':<{TEXT_COLUMN}}{line}")
+        print_text(f"{'':<{TEXT_COLUMN}}{line}")
 
 
 def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Finding]:

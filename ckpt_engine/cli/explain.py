@@ -13,7 +13,7 @@ import click
 import yaml
 from click.shell_completion import get_completion_class
 
-from ckpt_engine.cli.output import check_free, json_option, new_file, print_json
+from ckpt_engine.cli.output import check_free, json_option, new_file, print_json, print_text
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.errors import CkptError, ConfigError
 
@@ -54,10 +54,10 @@ def explain(code: str | None, as_json: bool) -> None:
         print_json([{"code": one.code, "name": one.__name__, "page": page_of(one)} for one in found])
     elif code is None:
         for one in found:
-            click.echo(f"{one.code}  {_first_sentence(one)}")
+            print_text(f"{one.code}  {_first_sentence(one)}")
     else:
-        click.secho(f"{found[0].code}  {found[0].__name__}\n", bold=True)
-        click.echo(page_of(found[0]))
+        print_text(f"{found[0].code}  {found[0].__name__}", "", bold=True)
+        print_text(*page_of(found[0]).split("\n"))
 
 
 @click.command("init", short_help="Write a first ckpt.yaml.")
@@ -86,7 +86,7 @@ def init(file: Path, preset: str | None, tiers: tuple[str, ...], force: bool) ->
     load_config(file)
     with new_file(file.with_name(_SCHEMA_FILE), replace=True) as out:
         out.write((json.dumps(_schema(), indent=2, ensure_ascii=False) + "\n").encode())
-    click.echo(f"wrote {file} and {_SCHEMA_FILE}: give it to Checkpointer, AdaptiveCheckpoint or TransformersCallback")
+    print_text(f"wrote {file} and {_SCHEMA_FILE}: give it to Checkpointer, AdaptiveCheckpoint or TransformersCallback")
 
 
 def _text(preset: str, places: list[str]) -> str:
@@ -145,4 +145,4 @@ def completion(shell: str | None) -> None:
     with new_file(file, replace=True) as out:
         out.write(kind(commands, {}, "ckpt", "_CKPT_COMPLETE").source().encode())
     more = " if ~/.zshrc has `fpath+=~/.zfunc` before `compinit`" if name == "zsh" else ""
-    click.echo(f"wrote {file}: new shells complete `ckpt`{more}")
+    print_text(f"wrote {file}: new shells complete `ckpt`{more}")

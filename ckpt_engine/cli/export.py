@@ -26,6 +26,7 @@ from ckpt_engine.cli.output import (
     new_folder,
     print_away,
     print_json,
+    print_text,
     progress,
 )
 from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
@@ -276,9 +277,9 @@ def _state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Write]:
 
 def _print(done: Exported) -> None:
     verb = "wrote" if done.written else "would write"
-    click.echo(f"{verb} {done.out}: {count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}")
+    print_text(f"{verb} {done.out}: {count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}")
     for note in done.notes:
-        click.echo(f"  {note}")
+        print_text(f"  {note}")
 
 
 _BLOCK_BYTES = 4 << 20

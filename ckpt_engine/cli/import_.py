@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, progress
+from ckpt_engine.cli.output import json_option, print_json, print_text, progress
 from ckpt_engine.cli.root import options_of, repository_of, storage_options
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import CkptError, ConfigError, MismatchError
@@ -149,8 +149,8 @@ def _save(found: Imported, planned: ImportResult, config: Config) -> str:
 def _print(done: ImportResult) -> None:
     what = f"{count(done.arrays, 'tensor')}, {units.size(done.nbytes)}, step {done.step}"
     if done.snapshot is None:
-        click.echo(f"would import {done.source} ({done.form}) into {done.root}: {what}")
+        print_text(f"would import {done.source} ({done.form}) into {done.root}: {what}")
     else:
-        click.echo(f"imported {done.source} ({done.form}) as {done.snapshot} at {done.root}: {what}")
+        print_text(f"imported {done.source} ({done.form}) as {done.snapshot} at {done.root}: {what}")
     for note in done.notes:
-        click.echo(f"  {note}")
+        print_text(f"  {note}")

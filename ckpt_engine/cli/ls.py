@@ -17,6 +17,7 @@ from ckpt_engine.cli.output import (
     print_away,
     print_json,
     print_table,
+    print_text,
     say_waiting,
 )
 from ckpt_engine.cli.root import Run, away_of, open_run, runs_below, storage_options
@@ -100,7 +101,7 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
         for row in rows
     ]
     print_table(("run", "snapshots", "step", "newest"), table, numbers=("snapshots", "step"))
-    click.echo(f"{count(len(rows), 'run')} below {root}")
+    print_text(f"{count(len(rows), 'run')} below {root}")
 
 
 def listings(run: Run) -> tuple[list[TierListing], tuple[Away, ...]]:
@@ -193,16 +194,16 @@ def _print(root: str, tiers: Sequence[TierListing], away: Sequence[Away], *, is_
         )
     for tier in tiers:
         for bad in tier.listing.damaged:
-            click.secho(f"{bad.id}  damaged{f' on tier {tier.number}' if is_tiered else ''}: {bad.error}", fg="red")
+            print_text(f"{bad.id}  damaged{f' on tier {tier.number}' if is_tiered else ''}: {bad.error}", fg="red")
     for tier in tiers:
         damaged = len(tier.listing.damaged)
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"
         text = f"{total}; {damaged} damaged" if damaged else total
-        click.echo(f"tier {tier.number}: {text}" if is_tiered else text)
+        print_text(f"tier {tier.number}: {text}" if is_tiered else text)
     for number, branch in enumerate(found if len(found) > 1 else ()):
         many = f"branch {branch.id}: {count(len(branch.snapshots), 'snapshot')} up to step {branch.newest.step:,}"
         fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume goes on with this one"
-        click.echo(f"{many}; {fate}")
+        print_text(f"{many}; {fate}")
     print_away(away)
 
 

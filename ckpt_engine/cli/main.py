@@ -12,7 +12,7 @@ from importlib import import_module
 
 import click
 
-from ckpt_engine.cli.output import at_work
+from ckpt_engine.cli.output import at_work, print_text
 from ckpt_engine.errors import CkptError
 
 VERBS = {
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         commands.main(None if arguments is None else list(arguments), prog_name="ckpt")
     except CkptError as err:
-        click.echo(f"ckpt: {err}", err=True)
+        print_text(*f"ckpt: {err}".split("\n"), err=True)
         sys.exit(2)
 
 

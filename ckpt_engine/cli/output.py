@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ckpt_engine.errors import StorageExistsError, StorageMissingError
+from ckpt_engine.errors import StorageExistsError, StorageMissingError, visible
 from ckpt_engine.observe import units
 from ckpt_engine.store.storage.disk import translated
 
@@ -40,11 +40,21 @@ json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
 )
 
 
+def print_text(*lines: str, nl: bool = True, err: bool = False, **style: Any) -> None:
+    """Writes lines, in a style of `click.style`: the one way in which commands write text.
+
+    What is not printable in a line is shown as an escape: a store's names and reasons are others' texts.
+    """
+    text = "\n".join(map(visible, lines))
+    click.echo(click.style(text, **style) if style else text, nl=nl, err=err)
+
+
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
     """Prints aligned columns; those whose title is in `numbers` to the right. No line is cut or wrapped.
 
     A listing may have 10,000 rows.
     """
+    rows = [list(map(visible, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     pads = [str.rjust if title in numbers else str.ljust for title in titles]
 
@@ -53,14 +63,14 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
         return "  ".join(padded).rstrip()
 
     if any(titles):
-        click.secho(line(titles), bold=True)
+        print_text(line(titles), bold=True)
     click.echo("".join(f"{line(row)}\n" for row in rows), nl=False)
 
 
 def print_away(away: Sequence[Away]) -> None:
     """Says which tiers are left out of what was printed, and why."""
     for one in away:
-        click.secho(f"{one.url} is left out: [{one.code}] {one.reason}", fg="red")
+        print_text(f"{one.url} is left out: [{one.code}] {one.reason}", fg="red")
 
 
 def say_waiting(line: str) -> None:
@@ -85,10 +95,10 @@ class _AtWork:
     def say(self, line: str) -> None:
         with self.lock:
             self._next = time.monotonic() + _LINES_SECONDS
-            click.echo(f"{_CLEARED if sys.stderr.isatty() else ''}{line}", err=True)
+            click.echo(f"{_CLEARED if sys.stderr.isatty() else ''}{visible(line)}", err=True)
 
     def draw(self) -> None:
-        click.echo(f"{_CLEARED}{self.now()}", err=True, nl=False)
+        click.echo(f"{_CLEARED}{visible(self.now())}", err=True, nl=False)
 
     def watch(self, ended: threading.Event) -> None:
         """Shows it, or says it after some seconds, and now and then after that, until the command has ended."""
@@ -159,8 +169,8 @@ def _far(done: int, total: int, seconds: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON: a dataclass as an object of its fields; NaN and infinities, which JSON lacks, as texts."""
-    click.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False))
+    """`value` as JSON in ASCII: a dataclass as an object of its fields; NaN and infinities as texts."""
+    click.echo(json.dumps(_plain(value), indent=2))
 
 
 def fields_of(value: Any) -> dict[str, Any]:

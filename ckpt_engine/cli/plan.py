@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_table, showing
+from ckpt_engine.cli.output import json_option, print_json, print_table, print_text, showing
 from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.cli.status import bar, percent
 from ckpt_engine.config import Config, load_config
@@ -129,7 +129,7 @@ def command(
     else:
         _print(planned, wanted, costs, restart, measured, ended, charged)
         for name in left:
-            click.echo(f"{name} is left out: it takes too many snapshots in that time; --days simulates it as well")
+            print_text(f"{name} is left out: it takes too many snapshots in that time; --days simulates it as well")
 
 
 def _simulate(
@@ -388,16 +388,16 @@ def _print(
     prices: Mapping[str, float],
 ) -> None:
     said = "as this run has measured" if measured else "assumed: nothing was measured"
-    click.echo(f"failures   {wanted.source}")
-    click.echo(
+    print_text(f"failures   {wanted.source}")
+    print_text(
         f"snapshots  stall {units.duration(costs.stall_seconds)}, slowdown {units.duration(costs.slowdown_seconds)}, "
         f"durable in {units.duration(costs.latency_seconds)}, {units.size(costs.written_bytes)}"
     )
-    click.echo(f"           steps of {units.duration(costs.step_seconds)}; {said}")
+    print_text(f"           steps of {units.duration(costs.step_seconds)}; {said}")
     process, machine = (restart.down[one] + restart.startup + restart.restore for one in (PROCESS, MACHINE))
     said = "assumed" if restart == RESTART else "as in this run"
-    click.echo(
-        f"restarts   {units.duration(process)} after a process, {units.duration(machine)} after a machine ({said})\n"
+    print_text(
+        f"restarts   {units.duration(process)} after a process, {units.duration(machine)} after a machine ({said})", ""
     )
     most = max(1.0 - one.goodput for one in found)
     rows = [
@@ -416,13 +416,13 @@ def _print(
     print_table(titles, rows, numbers=titles[1:-1])
     spreads = [one.spread for one in found if one.spread is not None]
     by = f"goodput ± {100.0 * max(spreads):.1f} by chance" if spreads else "too few to say much of goodput"
-    click.echo(f"\n{days:.3g} simulated days, {count(found[0].failures, 'failure')}: {by}")
-    click.echo("lost: work of one failure, on average")
+    print_text("", f"{days:.3g} simulated days, {count(found[0].failures, 'failure')}: {by}")
+    print_text("lost: work of one failure, on average")
     if len(found) > 1:
-        click.echo("rules know the true costs and the true failure rate; ckpt-engine learns both")
+        print_text("rules know the true costs and the true failure rate; ckpt-engine learns both")
     for name, price in prices.items():
         what = "hours that are of no use" if name == "hour" else f"GB written to tier {name}"
         for one in found:
             idle = (1.0 - one.goodput) * days * 24.0
             amount = idle if name == "hour" else one.tiers[int(name) - 1] * days / 1e9
-            click.echo(f"{one.name}: {amount * price:,.2f} for {amount:,.1f} {what}")
+            print_text(f"{one.name}: {amount * price:,.2f} for {amount:,.1f} {what}")

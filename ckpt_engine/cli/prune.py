@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, json_option, print_json, print_table
+from ckpt_engine.cli.output import age, json_option, print_json, print_table, print_text
 from ckpt_engine.cli.root import Run, open_run, options_of, storage_options
 from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
 from ckpt_engine.errors import ConfigError, StorageMissingError
@@ -96,7 +96,7 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
     else:
         for outcome in outcomes:
             if len(outcomes) > 1:
-                click.secho(outcome.url, bold=True)
+                print_text(outcome.url, bold=True)
             _print(outcome)
     if any(outcome.plan.short_bytes for outcome in outcomes):
         sys.exit(1)
@@ -203,19 +203,19 @@ def _print(outcome: _Outcome) -> None:
     else:
         slimmed = f" ({len(outcome.done.slimmed):,} without components)" if outcome.done.slimmed else ""
         text = f"{removed} removed, {units.size(outcome.done.collected.freed_bytes)} freed"
-    click.echo(f"{kept} kept{slimmed}, {text} at {outcome.url}")
+    print_text(f"{kept} kept{slimmed}, {text} at {outcome.url}")
     if any(info.partial is not None for info in outcome.infos):
-        click.echo("this is one node's part: what other nodes still have of these snapshots is not known here")
+        print_text("this is one node's part: what other nodes still have of these snapshots is not known here")
     if outcome.plan.short_bytes:
         short = units.size(outcome.plan.short_bytes)
-        click.secho(f"the limits cannot be kept, {short} too much stays: nothing was removed for them", fg="red")
+        print_text(f"the limits cannot be kept, {short} too much stays: nothing was removed for them", fg="red")
     if outcome.done is not None:
         for snapshot, why in outcome.done.not_slimmed.items():
-            click.secho(f"{snapshot} keeps all its components: {why}", fg="red")
+            print_text(f"{snapshot} keeps all its components: {why}", fg="red")
         if outcome.done.collected.withheld_bytes:
             damaged = ", ".join(bad.id for bad in outcome.done.collected.damaged)
             withheld = units.size(outcome.done.collected.withheld_bytes)
-            click.echo(f"{withheld} stay because damaged manifests may need them: {damaged}")
+            print_text(f"{withheld} stay because damaged manifests may need them: {damaged}")
 
 
 def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
@@ -251,11 +251,11 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
         print_json({"root": nearest.storage.url, "pins": shown})
     elif made:
         for pin in made:
-            click.echo(f"{pin.id}  {pin}")
+            print_text(f"{pin.id}  {pin}")
     else:
         if shown:
             print_table(("snapshot", "pinned", "note"), [(pin.id, age(pin.created), pin.note) for pin in shown])
-        click.echo(f"{count(len(shown), 'pin')} at {nearest.storage.url}")
+        print_text(f"{count(len(shown), 'pin')} at {nearest.storage.url}")
 
 
 @click.command("unpin", short_help="Leave snapshots to retention again.")
@@ -272,7 +272,7 @@ def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         print_json({"root": run.tiers[0], "unpinned": was_pinned})
     else:
         for snapshot, was in was_pinned.items():
-            click.echo(f"{snapshot}  {'unpinned' if was else 'was not pinned'}")
+            print_text(f"{snapshot}  {'unpinned' if was else 'was not pinned'}")
 
 
 def _find(run: Run, name: str) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.ls import TierListing, listings, merged, named_branches
-from ckpt_engine.cli.output import age, json_option, new_file, print_json
+from ckpt_engine.cli.output import age, json_option, new_file, print_json, print_text
 from ckpt_engine.cli.root import Run, open_run, options_of, storage_options
 from ckpt_engine.cli.status import MEANINGS, failure_of, history_of, percent
 from ckpt_engine.cli.verify import all_ok, check_run
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, visible
 from ckpt_engine.observe import units
 from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.observe.resume_report import FILE_NAME, ResumeReport
@@ -148,7 +148,7 @@ def command(root: str, file: Path, verify: bool, force: bool, as_json: bool) -> 
     with new_file(file, replace=force) as out:
         out.write(page(found).encode())
     size = units.size(file.stat().st_size)
-    click.echo(f"{file} ({size}): {count(len(found.snapshots), 'snapshot')}, {count(len(found.lives), 'attempt')}")
+    print_text(f"{file} ({size}): {count(len(found.snapshots), 'snapshot')}, {count(len(found.lives), 'attempt')}")
 
 
 def read_report(root: str, *, verify: bool = False, hidden: bool = True) -> RunReport:
@@ -309,6 +309,11 @@ def _round_step(least: float, is_time: bool) -> float:
     return next((one for one in rounds if one >= least), least)
 
 
+def _shown(value: Any) -> Any:
+    """A text of others as characters; what is HTML already has lines of its own."""
+    return visible(value) if type(value) is str else value
+
+
 def page(found: RunReport) -> str:
     """The page as HTML."""
     try:
@@ -326,7 +331,7 @@ def page(found: RunReport) -> str:
     apart = Axis(
         min(gaps, default=1.0) / 1.5, max(gaps, default=1.0) * 1.5, HEIGHT - BOTTOM, TOP, log=True, is_time=True
     )
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     environment.filters |= {"duration": units.duration, "size": units.size, "percent": percent}
     return environment.from_string(_TEMPLATE.read_text()).render(
         report=found,

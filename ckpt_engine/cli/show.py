@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table
+from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table, print_text
 from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
@@ -162,10 +162,10 @@ def _print(
     print_table(("", ""), rows)
     print_away(run.away)
     _print_components(manifest)
-    click.secho("\nstate", bold=True)
+    print_text("", "state", bold=True)
     for key, node in manifest.tree.items():
         for line in _outline(manifest, key or "(state)", node, 0):
-            click.echo(line)
+            print_text(line)
     _print_entries(manifest, everything=everything)
 
 
@@ -175,7 +175,7 @@ def _print_components(manifest: Manifest) -> None:
         (_component(manifest, name), units.size(nbytes), units.share(nbytes / total))
         for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1])
     ]
-    click.echo()
+    print_text("")
     print_table(("component", "size", "share"), rows, numbers=("size", "share"))
 
 
@@ -202,11 +202,11 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
         (name, entry.dtype, " x ".join(map(str, entry.shape)) or "scalar", units.size(nbytes))
         for name, entry, nbytes in sized
     ]
-    click.echo()
+    print_text("")
     print_table(("entry", "dtype", "shape", "size"), rows, numbers=("size",))
     hidden = len(manifest.entries) - len(sized)
     if hidden:
-        click.echo(f"... {_entries(hidden)} more; --all lists them")
+        print_text(f"... {_entries(hidden)} more; --all lists them")
 
 
 def _stored(nbytes: int, stored: _Stored) -> str:
@@ -341,15 +341,15 @@ def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
         both = {"a": a.info.id, "b": b.info.id}
         print_json({**both, "compared": comparison.compared, "differences": found, "stored": stored})
     elif not found:
-        click.echo(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
+        print_text(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
     else:
         for one in found if everything else found[:DIFFERENCES]:
-            click.echo(str(one))
+            print_text(str(one))
         hidden = 0 if everything else max(len(found) - DIFFERENCES, 0)
         more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
-        click.echo(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
+        print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
     if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
-        click.echo(f"{origins[0]}\n{origins[1]}\n{units.size(shared)} of it is the same data")
+        print_text(*map(str, origins), f"{units.size(shared)} of it is the same data")
     if found:
         sys.exit(1)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, fields_of, json_option, print_json, print_table, say_waiting
+from ckpt_engine.cli.output import age, fields_of, json_option, print_json, print_table, print_text, say_waiting
 from ckpt_engine.cli.root import options_of, quantity, repository_of, storage_options
 from ckpt_engine.config import Config
 from ckpt_engine.config.sections import parse_duration_seconds
@@ -167,9 +167,9 @@ def command(root: str, as_json: bool) -> None:
     else:
         _print(holder, status, rows, why)
         if spent is not None:
-            click.echo(f"{_headline(spent)}: `ckpt goodput` says of what")
+            print_text(f"{_headline(spent)}: `ckpt goodput` says of what")
         if live is not None:
-            click.echo(live.text())
+            print_text(*live.text().split("\n"))
 
 
 @click.command("top", short_help="Show how a run is, again and again.")
@@ -185,14 +185,14 @@ def top(ctx: click.Context, root: str, every: float) -> None:
         while True:
             if sys.stdout.isatty():
                 click.clear()
-            click.secho(f"{root} at {time.strftime('%H:%M:%S')}", bold=True)
+            print_text(f"{root} at {time.strftime('%H:%M:%S')}", bold=True)
             try:
                 ctx.invoke(command, root=root, as_json=False)
             except CkptError as err:
-                click.secho(str(err), fg="red")
+                print_text(str(err), fg="red")
             threading.Event().wait(every)
     except KeyboardInterrupt:
-        click.echo()
+        print_text("")
 
 
 def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
@@ -216,20 +216,20 @@ def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_
     print_table(titles, [_cells(row) for row in rows], numbers=("snapshots",))
     for row in rows:
         if row.error:
-            click.secho(f"{row.url} does not answer: {row.error}", fg="red")
+            print_text(f"{row.url} does not answer: {row.error}", fg="red")
         if row.writer is not None and row.writer.state != WORKING:
-            click.secho(f"{row.url} failed {age(row.writer.since)}: [{row.writer.code}] {row.writer.message}", fg="red")
+            print_text(f"{row.url} failed {age(row.writer.since)}: [{row.writer.code}] {row.writer.message}", fg="red")
         if row.writer is not None and row.writer.encoding:
-            click.echo(f"{row.url}: {row.writer.encoding}")
+            print_text(f"{row.url}: {row.writer.encoding}")
     if why:
-        click.secho(why, fg="red")
+        print_text(why, fg="red")
     if rows[0].error:
-        click.echo("what its writer says is at the nearest tier")
+        print_text("what its writer says is at the nearest tier")
     else:
-        click.echo(f"written by {holder}" if holder else "no process writes it now")
+        print_text(f"written by {holder}" if holder else "no process writes it now")
     if status is not None:
         what = "the writer ended" if status.ended else "the writer was heard of"
-        click.echo(f"{what} {age(status.written)}")
+        print_text(f"{what} {age(status.written)}")
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
@@ -342,8 +342,8 @@ def failure_of(one: Attempt) -> str:
 
 
 def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
-    click.secho(_headline(spent), bold=True, nl=False)
-    click.echo(f" at {url}\n")
+    print_text(_headline(spent), bold=True, nl=False)
+    print_text(f" at {url}", "")
     cells = []
     for name, seconds in spent.parts.items():
         if seconds <= 0.0 and name != "productive":
@@ -355,12 +355,12 @@ def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
         cells.append((name, percent(share), units.duration(seconds), bar(share), meaning))
     print_table(("", "share", "time", "", ""), cells, numbers=("share", "time"))
     if spent.idle > 0.0:
-        click.echo(f"\nranks waited for each other for {percent(spent.idle_share)} of it because of snapshots")
+        print_text("", f"ranks waited for each other for {percent(spent.idle_share)} of it because of snapshots")
     failures = Counter(one.failure for one in (*rows[:-1], *(one for one in rows[-1:] if one.end)) if one.failure)
     classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
-    click.echo(f"\n{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
-    click.echo(f" ({classes})" if classes else "")
-    click.echo(f"the last attempt {failure_of(rows[-1])}")
+    print_text("", f"{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
+    print_text(f" ({classes})" if classes else "")
+    print_text(f"the last attempt {failure_of(rows[-1])}")
 
 
 def _headline(spent: RunSpent) -> str:
@@ -396,9 +396,9 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"root": url, "asked": True, "ended": seconds is not None})
     elif seconds is not None:
-        click.echo(f"the run at {url} has ended")
+        print_text(f"the run at {url} has ended")
     else:
-        click.echo(f"asked: the run at {url} takes a snapshot at the end of its step, and ends")
+        print_text(f"asked: the run at {url} takes a snapshot at the end of its step, and ends")
 
 
 @click.command("save-now", short_help="Take a snapshot of a run that is being trained.")
@@ -423,9 +423,9 @@ def save_now(root: str, wait: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"root": url, "asked": True, "snapshot": new[-1] if new else None})
     elif new:
-        click.echo(f"{new[-1]} is durable at {url}")
+        print_text(f"{new[-1]} is durable at {url}")
     else:
-        click.echo(f"asked: the run at {url} takes a snapshot at the end of its step")
+        print_text(f"asked: the run at {url} takes a snapshot at the end of its step")
 
 
 def ask_trainer(root: str, what: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_away, print_json, progress
+from ckpt_engine.cli.output import json_option, print_away, print_json, print_text, progress
 from ckpt_engine.cli.root import Run, open_run, storage_options
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe import units
@@ -127,11 +127,11 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> d
 def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered: bool) -> None:
     for copies in checked:
         if is_tiered:
-            click.secho(copies.url, bold=True)
+            print_text(copies.url, bold=True)
         _print_verdicts(copies.verdicts)
         for problem in copies.others:
-            click.secho(f"{problem.file}  DAMAGED", fg="red")
-            click.echo(f"  [{problem.code}] {problem.message}")
+            print_text(f"{problem.file}  DAMAGED", fg="red")
+            print_text(f"  [{problem.code}] {problem.message}")
     verdicts = [verdict for copies in checked for verdict in copies.verdicts]
     whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
     read_bytes = sum(verdict.read_bytes for verdict in verdicts)
@@ -140,23 +140,23 @@ def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered:
         total = "1 copy" if len(verdicts) == 1 else f"{len(verdicts):,} copies"
     damaged = sum(len(copies.others) for copies in checked)
     others = f", {count(damaged, 'other file')} damaged" if damaged else ""
-    click.echo(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
+    print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
     print_away(away)
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         if verdict.forgotten:
-            click.echo(f"{verdict.snapshot}  removed by retention meanwhile")
+            print_text(f"{verdict.snapshot}  removed by retention meanwhile")
         elif verdict.ok:
             shares = f": the shares of {verdict.partial}; the rest is on other nodes" if verdict.partial else ""
-            click.secho(f"{verdict.snapshot}  ok{shares}", fg="green")
+            print_text(f"{verdict.snapshot}  ok{shares}", fg="green")
         else:
-            click.secho(f"{verdict.snapshot}  DAMAGED", fg="red")
+            print_text(f"{verdict.snapshot}  DAMAGED", fg="red")
             for problem in verdict.problems[:MAX_SHOWN]:
-                click.echo(f"  {_line(problem)}")
+                print_text(f"  {_line(problem)}")
             if len(verdict.problems) > MAX_SHOWN:
-                click.echo(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
+                print_text(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
 
 
 def _line(problem: SnapshotProblem) -> str:
@@ -303,24 +303,24 @@ class Checker:
         problems: list[SnapshotProblem] = []
         try:
             require_decodable(manifest)
-        except CorruptError as err:
+        except FormatError as err:
             problems.append(SnapshotProblem(err.code, err.message, name))
         read_bytes = 0
         sizes = {item.name: item.nbytes for item in self._storage.list(names.DATA)}
-        for index, file in enumerate(manifest.files):
-            if file.name not in sizes:
-                problems.append(
-                    SnapshotProblem(StorageMissingError.code, f"missing; it holds {_holds(manifest, index)}", file.name)
-                )
+        stored, whole = _by_file(manifest)
+        for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
+            pieces = stored.get(file, [])
+            if file not in sizes:
+                problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {_holds(pieces)}", file))
                 continue
-            if sizes[file.name] != file.nbytes:
-                text = f"has {sizes[file.name]:,} bytes instead of {file.nbytes:,}"
-                problems.append(SnapshotProblem(CorruptError.code, text, file.name))
-            problems += self._header(manifest, index)
-            for found, nbytes in self._pieces(manifest, index):
+            if sizes[file] != nbytes:
+                text = f"has {sizes[file]:,} bytes instead of {nbytes:,}"
+                problems.append(SnapshotProblem(CorruptError.code, text, file))
+            problems += self._header(file, whole.get(file, {}))
+            for found, done in self._pieces(file, pieces):
                 problems += found
-                read_bytes += nbytes
-                self._advance(nbytes)
+                read_bytes += done
+                self._advance(done)
         return problems, read_bytes
 
     def _verdict(
@@ -331,9 +331,8 @@ class Checker:
             return Verdict(snapshot, (), read_bytes, forgotten=True)
         return Verdict(snapshot, tuple(problems), read_bytes, partial=partial)
 
-    def _header(self, manifest: Manifest, index: int) -> Iterator[SnapshotProblem]:
+    def _header(self, name: str, entries: Mapping[str, Entry]) -> Iterator[SnapshotProblem]:
         """The container's own header, which the digests do not cover and other programs read."""
-        name = manifest.files[index].name
         try:
             nbytes = container.header_nbytes(self._storage.get(name, 0, 8))
             header = container.parse_header(self._storage.get(name, 0, nbytes))
@@ -341,18 +340,14 @@ class Checker:
             yield SnapshotProblem(err.code, f"header: {err.message}", name)
             return
         arrays = {array.name: array for array in header.entries}
-        for entry_name, entry in manifest.entries.items():
-            if _in_file(manifest, entry, index) and not _says_the_same(arrays.get(entry_name), entry):
+        for entry_name, entry in entries.items():
+            if not _says_the_same(arrays.get(entry_name), entry):
                 text = "the file's header does not say what the manifest says"
                 yield SnapshotProblem(CorruptError.code, text, name, entry_name)
 
-    def _pieces(self, manifest: Manifest, index: int) -> Iterator[tuple[list[SnapshotProblem], int]]:
-        name = manifest.files[index].name
-        pieces = [
-            _Stored(entry_name, piece)
-            for entry_name, piece in dict.fromkeys(stored_pieces(manifest))
-            if piece.file == index and (name, piece.offset, piece.nbytes, piece.digest) not in self._good
-        ]
+    def _pieces(self, name: str, stored: Sequence[_Stored]) -> Iterator[tuple[list[SnapshotProblem], int]]:
+        good = self._good
+        pieces = [one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in good]
         pending: deque[Future[tuple[list[SnapshotProblem], int]]] = deque()
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-verify") as pool:
             for span in joined(pieces, PIECE_BYTES):
@@ -396,11 +391,17 @@ def _kind(name: str) -> str:
     return folder + found or name
 
 
-def _in_file(manifest: Manifest, entry: Entry, index: int) -> bool:
-    """Whether the entry is an array of that file as it is: whole, and not encoded."""
-    if not entry.pieces:
-        return len(manifest.files) == 1
-    return entry.pieces[0].file == index and is_plain(entry)
+def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:
+    """By the name of a file, the pieces in it, and the entries that are arrays of it as they are."""
+    stored: dict[str, list[_Stored]] = {}
+    for entry_name, piece in dict.fromkeys(stored_pieces(manifest)):
+        stored.setdefault(manifest.files[piece.file].name, []).append(_Stored(entry_name, piece))
+    whole: dict[str, dict[str, Entry]] = {}
+    for entry_name, entry in manifest.entries.items():
+        if is_plain(entry) and (entry.pieces or len(manifest.files) == 1):
+            file = manifest.files[entry.pieces[0].file if entry.pieces else 0]
+            whole.setdefault(file.name, {})[entry_name] = entry
+    return stored, whole
 
 
 def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool:
@@ -412,6 +413,6 @@ def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool
     return (array.start, array.end) == (start, start + entry.nbytes)
 
 
-def _holds(manifest: Manifest, index: int) -> str:
-    names = list(dict.fromkeys(name for name, piece in stored_pieces(manifest) if piece.file == index))
+def _holds(pieces: Sequence[_Stored]) -> str:
+    names = list(dict.fromkeys(one.entry for one in pieces))
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

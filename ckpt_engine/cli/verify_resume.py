@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, say_waiting, showing
+from ckpt_engine.cli.output import json_option, print_json, print_text, say_waiting, showing
 from ckpt_engine.cli.rehearsal_runs import PythonCommand, Runs, Suite, SuiteReport, Trace
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.observe.units import count
@@ -144,9 +144,9 @@ def _print_suite(report: SuiteReport) -> None:
         ("left out, as it fails without ckpt-engine", report.failed_before),
     ):
         for row in rows:
-            click.echo(f"{title}: {row.test}")
-            click.echo(f"  {row.line}")
-    click.echo(
+            print_text(f"{title}: {row.test}")
+            print_text(f"  {row.line}")
+    print_text(
         f"{count(len(report.new_failures), 'new failure')}; {count(report.passed, 'test')} passed with and without "
         f"ckpt-engine, {report.skipped:,} skipped"
     )
@@ -166,7 +166,7 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
 
     def say(text: str) -> None:
         if not quiet:
-            click.echo(text, err=True)
+            print_text(text, err=True)
 
     say(f"run 1: uninterrupted, to step {steps}")
     whole = runs.uninterrupted()
@@ -252,33 +252,33 @@ def _about_folders(*traces: Trace) -> tuple[str, ...]:
 def _print(report: Report) -> None:
     what = f"{count(report.snapshots, 'snapshot')}, {count(report.values, 'value')}"
     if report.fresh is not None and not report.seeded:
-        click.echo(f"not seeded: two runs from the start differ at step {report.fresh.step}, before anything is killed")
+        print_text(f"not seeded: two runs from the start differ at step {report.fresh.step}, before anything is killed")
         _print_divergence(report.fresh)
     if report.exact:
-        click.echo(
+        print_text(
             f"exact: killed after step {report.killed_after}, equal to the uninterrupted run up to the end ({what})"
         )
     elif report.resumed is not None:
         blamed = "NOT EXACT" if report.seeded else "the restart differs as well, which may have the same cause"
-        click.echo(f"{blamed}: the runs differ at step {report.resumed.step} after the restart")
+        print_text(f"{blamed}: the runs differ at step {report.resumed.step} after the restart")
         _print_divergence(report.resumed)
     if report.fresh is not None and report.seeded:
-        click.echo(f"note: {report.fresh.first} differs from start to start: {report.fresh.cause}")
+        print_text(f"note: {report.fresh.first} differs from start to start: {report.fresh.cause}")
     for note in report.notes:
-        click.echo(f"note: {note}")
+        print_text(f"note: {note}")
     if report.scratch is not None:
-        click.echo(f"snapshots and output are in {report.scratch}")
+        print_text(f"snapshots and output are in {report.scratch}")
 
 
 def _print_divergence(divergence: FirstDifference) -> None:
-    click.echo(f"  first: {divergence.first}")
+    print_text(f"  first: {divergence.first}")
     for moved in divergence.moved:
-        click.echo(f"  hidden state that the resume did not put back: {moved}")
+        print_text(f"  hidden state that the resume did not put back: {moved}")
     for declared in divergence.declared:
-        click.echo(f"  the resume report says: {declared}")
+        print_text(f"  the resume report says: {declared}")
     if not divergence.moved and not divergence.declared:
-        click.echo(f"  usual cause: {divergence.cause}")
+        print_text(f"  usual cause: {divergence.cause}")
     for other in divergence.others:
-        click.echo(f"  also: {other}")
+        print_text(f"  also: {other}")
     if divergence.hidden:
-        click.echo(f"  and {divergence.hidden:,} more")
+        print_text(f"  and {divergence.hidden:,} more")

@@ -13,8 +13,9 @@ import fractions
 import math
 import os
 import re
+import stat
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,22 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import Config, Tier
 from ckpt_engine.config.sections import Best, Keep, Log, Preemption, Section, Source, Status
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
+
+_MAX_DEPTH = 16
+_MAX_NODES = 5000
+_MAX_BYTES = 1 << 18
+"""Of a file of options."""
+_MAX_PROBLEMS, _MAX_TEXT_CHARACTERS = 20, 200
+"""That one error lists, and of names of others in it."""
 
 _RULES: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -39,9 +50,40 @@ _RULES: tuple[tuple[str, str, str], ...] = (
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalar rules above instead of YAML 1.1's."""
+    """SafeLoader with the scalar rules above instead of YAML 1.1's, and with bounds that no file of options meets.
+
+    What an alias stands for counts each time: a few of them can stand for more than any memory holds.
+    """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own class attribute
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._nodes = self._depth = 0
+        self._sizes: dict[str, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        before, self._depth = self._nodes, self._depth + 1
+        is_alias, anchor = isinstance(event, yaml.AliasEvent), event.anchor
+        if is_alias and anchor in self.anchors and anchor not in self._sizes:
+            raise ComposerError(None, None, "an alias that contains itself", event.start_mark)
+        self._nodes += self._sizes.get(anchor, 1) if is_alias else 1
+        if self._nodes > _MAX_NODES or self._depth > _MAX_DEPTH:
+            what = "nested too deeply" if self._depth > _MAX_DEPTH else f"more than {_MAX_NODES:,} keys and values"
+            raise ComposerError(None, None, what, event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if anchor is not None:
+            self._sizes[anchor] = self._nodes - before
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as err:
+            problem = f"a value that is no {node.tag.rpartition(':')[2]:.20} ({err!s:.60})"
+            raise ConstructorError(None, None, problem, node.start_mark) from err
 
 
 for _tag, _pattern, _first in _RULES:
@@ -97,12 +139,17 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     """Reads one YAML document.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, has several documents, or names a key twice.
+        ConfigError: the file cannot be read, is not YAML, has several documents, names a key twice, or is far larger
+            than options can be.
     """
     try:
-        content = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
     except OSError as err:
         raise ConfigError(f"{os.fspath(path)}: cannot be read: {err.strerror or err}") from err
+    if len(content) > _MAX_BYTES:
+        line = content.count(b"\n") + 1
+        raise ConfigError(f"{os.fspath(path)}, line {line}: the file has more than {_MAX_BYTES:,} bytes", hint=_INIT)
     try:
         loader = _Loader(content)
         try:
@@ -116,7 +163,8 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     except _DuplicateKeyError as err:
         raise ConfigError(f"{os.fspath(path)}, {err}", hint="leave one of them") from err
     except yaml.YAMLError as err:
-        raise ConfigError(f"{os.fspath(path)}{_where(err)}: not valid YAML: {_what(err)}", hint=_INIT) from err
+        where = _where(err, content)
+        raise ConfigError(f"{os.fspath(path)}{where}: not valid YAML: {_shortened(_what(err))}", hint=_INIT) from err
 
 
 class _DuplicateKeyError(Exception):
@@ -134,7 +182,7 @@ def _lines(node: yaml.Node, path: KeyPath, seen: set[int]) -> Iterator[tuple[Key
             name, line = str(key.value), key.start_mark.line + 1
             if name in first and key.tag != "tag:yaml.org,2002:merge":
                 raise _DuplicateKeyError(
-                    f"line {line}: {'.'.join(map(str, (*path, name)))}: given twice, first on line {first[name]}"
+                    f"line {line}: {_dotted((*path, name))}: given twice, first on line {first[name]}"
                 )
             first[name] = line
             yield (*path, name), line
@@ -145,7 +193,18 @@ def _lines(node: yaml.Node, path: KeyPath, seen: set[int]) -> Iterator[tuple[Key
             yield from _lines(item, (*path, index), seen)
 
 
-def _where(err: yaml.YAMLError) -> str:
+def _dotted(path: KeyPath) -> str:
+    return _shortened(".".join(map(str, path)))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT_CHARACTERS else f"{text[:_MAX_TEXT_CHARACTERS]}..."
+
+
+def _where(err: yaml.YAMLError, content: bytes) -> str:
+    if isinstance(err, ReaderError):
+        line = content.count(b"\n", 0, err.position) + 1
+        return f", line {line}"
     mark = getattr(err, "problem_mark", None) or getattr(err, "context_mark", None)
     return f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
 
@@ -167,7 +226,6 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "log": Log,
 }
 _MAX_VALUE_CHARACTERS = 60
-_MAX_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +251,7 @@ class OptionProblem:
 
     def __str__(self) -> str:
         where = self.origin.name if self.line is None else f"{self.origin.name}, line {self.line}"
-        return f"{where}: {'.'.join(map(str, self.path))}: {self.text}"
+        return f"{where}: {_dotted(self.path)}: {self.text}"
 
 
 def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list[OptionProblem]) -> Any:
@@ -236,7 +294,7 @@ def _plain_number(value: Any) -> Any:
 def explain(
     error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, OptionOrigin], default: OptionOrigin
 ) -> list[OptionProblem]:
-    """The problems behind a pydantic error, in the order of the options.
+    """The first problems behind a pydantic error, in the order of the options.
 
     Args:
         values: what was validated.
@@ -244,7 +302,7 @@ def explain(
         default: the origin of what is missing.
     """
     problems = []
-    for detail in error.errors(include_url=False):
+    for detail in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         loc: KeyPath = detail["loc"]
         path = _as_written(loc, values, detail["type"])
         problems.append(OptionProblem(origins.get(str(path[0]), default), path, _text(detail, loc, path, values)))
@@ -378,10 +436,11 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
     try:
         config = Config.model_validate(merged)
     except ValidationError as err:
+        count = len(problems) + err.error_count()
         problems += explain(err, merged, origins, origin)
-        raise _error(problems) from None  # it says all that pydantic does
+        raise _error(problems, count) from None  # it says all that pydantic does
     if problems:
-        raise _error(problems)
+        raise _error(problems, len(problems))
     return config
 
 
@@ -399,17 +458,27 @@ def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
             f"{shown(source)}, of type {type(source).__name__}, cannot be read as options",
             hint="give the path of a YAML file, a folder or storage URL, or a mapping",
         )
-    path = Path(os.path.expanduser(os.path.expandvars(text)))  # noqa: PTH111 - a ~ of no user names no file
-    if not text.isprintable() or path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or path.is_dir():
+    found = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - a ~ of no user names no file
+    path = Path(found)
+    if not text.isprintable() or path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or _is(found, stat.S_ISDIR):
         return {"tiers": text}, OptionOrigin("options")
-    if not path.exists():
-        raise ConfigError(f"{text}: no such file", hint="paths are relative to the working directory")
+    if not _is(found, stat.S_ISREG):  # a pipe would be waited for
+        what = "no such file" if not _is(found, bool) else "not a regular file"
+        raise ConfigError(f"{text}: {what}", hint="paths are relative to the working directory")
     document = read_document(path)
     if document.value is not None and not isinstance(document.value, Mapping):
         raise ConfigError(
             f"{text}: must contain a mapping such as 'tiers: /data/run1', not a bare value or list", hint=_INIT
         )
     return document.value or {}, OptionOrigin(text, document.lines)
+
+
+def _is(path: str, kind: Callable[[int], bool]) -> bool:
+    """Whether there is something of this kind; whatever cannot be looked at is not there."""
+    try:
+        return kind(Path(path).stat().st_mode)
+    except OSError:
+        return False
 
 
 def _text_of(source: object) -> str | None:
@@ -421,9 +490,11 @@ def _text_of(source: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _error(problems: list[OptionProblem]) -> ConfigError:
+def _error(problems: Sequence[OptionProblem], count: int) -> ConfigError:
+    """The error of `count` problems, of which at least the first ones are known."""
     hint = "`ckpt schema` prints every option"
-    if len(problems) == 1:
+    if count == 1:
         return ConfigError(str(problems[0]), hint=hint)
-    lines = [f"  {p}" for p in sorted(problems, key=lambda p: p.line or 0)]
-    return ConfigError("\n".join((f"{len(problems)} problems:", *lines, " ")), hint=hint)
+    lines = [f"  {p}" for p in sorted(problems[:_MAX_PROBLEMS], key=lambda p: p.line or 0)]
+    more = [f"  ... and {count - len(lines):,} more"] if count > len(lines) else []
+    return ConfigError(f"{count:,} problems:", *lines, *more, " ", hint=hint)

@@ -120,7 +120,7 @@ class ErrorRecord:
 
     def exception(self) -> errors.CkptError:
         """An exception of the same class with the same text."""
-        return _CLASSES.get(self.code, errors.WriterError)(self.message, hint=self.hint)
+        return _CLASSES.get(self.code, errors.WriterError)(*self.message.split("\n"), hint=self.hint)
 
 
 def _classes() -> dict[str, type[errors.CkptError]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_engine.errors import visible
 from ckpt_engine.observe.units import duration, size
 
 FILE_NAME = "resume-report.json"
@@ -101,18 +102,12 @@ class ResumeReport:
         lines += _section("not restored", [(one.name, one.why) for one in self.not_restored])
         lines += _section("passed over", [(one.id, f"[{one.code}] {one.reason}") for one in self.rejected])
         lines += [f"  note: {note}" for note in (*self.notes, *self.away, *self._rhythm)]
-        return "\n".join(lines)
+        return "\n".join(map(visible, lines))
 
     def line(self) -> str:
         """The report in one line."""
-        return "; ".join(
-            [
-                self._headline(),
-                *(note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS))),
-                *self.away,
-                *self._rhythm,
-            ]
-        )
+        notes = [note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS))]
+        return visible("; ".join([self._headline(), *notes, *self.away, *self._rhythm]))
 
     @property
     def _rhythm(self) -> list[str]:

@@ -316,20 +316,25 @@ def require_none(where: Sequence[Repository], search: Search, step: int | None) 
     named = [place.storage.url for place in where if place.storage.url != URL] or [URL]
     urls = ", ".join(named)
     missed = search.missed(where)
-    away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in missed)
+    away = [f"  {one.url}: [{one.code}] {one.reason}" for one in missed]
     if any(one.snapshot not in search.unfinished for one in search.rejected):
-        lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
+        lines = [f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected]
         instead = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
             instead = f"remove {named[0]} on every node to start a new run"
         raise NoUsableSnapshotError(
-            f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
+            f"none of the {len(search.rejected)} snapshots in {urls} is usable:",
+            *lines,
+            *away,
+            "",
             hint=f"look closer with `ckpt verify {named[0]}`, or {instead}",
         )
     if away:
         missing = " and ".join(one.url for one in missed)
         raise NoUsableSnapshotError(
-            f"there is no snapshot in {urls} that is visible, but not every place answers:\n{away}",
+            f"there is no snapshot in {urls} that is visible, but not every place answers:",
+            *away,
+            "",
             hint=f"start it again when {missing} answers; to begin a new run without it, remove it from `tiers`",
         )
     if step is not None:
@@ -522,7 +527,7 @@ def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, 
     lines += _section("other shape", [f"{k}: {list(found[k])} saved, {list(expected[k])} here" for k in reshaped])
     if any(name.endswith("_orig") and name.removesuffix("_orig") in missing for name in unexpected):
         hint = _PRUNED
-    raise MismatchError("\n".join(lines) + "\n", hint=hint)
+    raise MismatchError(*lines, "", hint=hint)
 
 
 def _near(key: str, others: list[str]) -> str:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from ckpt_engine.errors import CorruptError, FormatError, StorageError
+from ckpt_engine.errors import CorruptError, FormatError, NewerFormatError, StorageError
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
@@ -55,8 +55,7 @@ def members_of(manifest: Manifest, level: str | None, start: int, piece: Piece) 
 def _at(manifest: Manifest, level: str | None, name: str, start: int) -> Piece | None:
     if level is not None:
         return manifest.bases.get(level, {}).get(name, {}).get(start)
-    there = manifest.entries[name].placed() if name in manifest.entries else ()
-    return next((piece for at, piece in there if at == start), None)
+    return manifest.entries[name].piece_at.get(start) if name in manifest.entries else None
 
 
 class Turns:
@@ -315,11 +314,15 @@ def needed_for(manifest: Manifest, name: str, start: int, piece: Piece) -> dict[
 
 
 def require_decodable(manifest: Manifest) -> None:
-    """Whether a manifest says of each of its pieces where everything is that decoding it takes.
+    """Whether a manifest says of each of its pieces where everything is that decoding it takes, and by which codec.
 
     Raises:
         CorruptError: it does not; names the first entry. Reading the snapshot would fail there.
+        NewerFormatError: there is no codec of that name.
     """
+    for codec, is_group in {(piece.codec, bool(piece.group)) for _, piece in stored_pieces(manifest)}:
+        if codec != RAW or is_group:
+            (get_group_codec if is_group else get_codec)(codec)
     for name, entry in manifest.entries.items():
         for start, piece in entry.placed():
             if piece.base is not None or piece.group:
@@ -452,8 +455,10 @@ class Decoder:
             data = stack.enter_context(self._stored(name, piece)) if stored is None else stored
             try:
                 codec.decode(data, out, base)
-            except CorruptError as err:
-                raise CorruptError(f"{name!r}: {err.message}") from err
+            except (NewerFormatError, MemoryError):
+                raise
+            except Exception as err:  # a package's codec raises its own
+                raise CorruptError(f"{name!r}: {getattr(err, 'message', repr(err))}") from err
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[memoryview]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -151,7 +152,7 @@ class Piece:
         return self.digest if self.codec == RAW else self.raw_digest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entry:
     """One stored array: a name in a safetensors container plus what safetensors cannot say.
 
@@ -176,6 +177,11 @@ class Entry:
         """Its pieces, each with the byte of the array at which it begins."""
         starts = accumulate(map(_raw_nbytes, self.pieces), initial=0)
         return zip(starts, self.pieces)  # noqa: B905 - the last start is the end
+
+    @cached_property
+    def piece_at(self) -> Mapping[int, Piece]:
+        """Its pieces by that byte."""
+        return dict(self.placed())
 
 
 @dataclass(frozen=True, slots=True)

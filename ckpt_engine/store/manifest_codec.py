@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from math import prod
 from typing import Any
 
@@ -146,18 +147,24 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
     body = _verified_body(data)
     try:
         document = container.loads(body)
+        named = [(file["name"], file["nbytes"]) for file in document["files"]]
+        places = {name: number for number, name in enumerate(dict(named))}
+        require(len(set(named)) == len(places), "a data file has two sizes")
+        # Several ranks may have named the same one.
+        numbers = {number: places[name] for number, (name, _) in enumerate(named)}
         manifest = Manifest(
             info=info_from_json(document["info"]),
             run=document["run"],
             world=document["world"],
             software=document["software"],
-            files=tuple([DataFile(file["name"], file["nbytes"]) for file in document["files"]]),
-            entries={name: _entry_from_json(entry) for name, entry in document["entries"].items()},
+            files=tuple(starmap(DataFile, dict(named).items())),
+            entries={name: _entry_from_json(entry, numbers) for name, entry in document["entries"].items()},
             tree=document["tree"],
             notes=document["notes"],
             bases={
                 snapshot: {
-                    name: {row["start"]: _piece_from_json(row) for row in rows} for name, rows in entries.items()
+                    name: {row["start"]: _piece_from_json(row, numbers) for row in rows}
+                    for name, rows in entries.items()
                 }
                 for snapshot, entries in document.get("bases", {}).items()
             },
@@ -325,13 +332,14 @@ def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
     )
 
 
-def _entry_from_json(row: Mapping[str, Any]) -> Entry:
-    return Entry(row["dtype"], tuple(row["shape"]), tuple(map(_piece_from_json, row["pieces"])), row["container_dtype"])
+def _entry_from_json(row: Mapping[str, Any], files: Mapping[int, int]) -> Entry:
+    pieces = tuple([_piece_from_json(piece, files) for piece in row["pieces"]])
+    return Entry(row["dtype"], tuple(row["shape"]), pieces, row["container_dtype"])
 
 
-def _piece_from_json(row: Mapping[str, Any]) -> Piece:
+def _piece_from_json(row: Mapping[str, Any], files: Mapping[int, int]) -> Piece:
     return Piece(
-        row["file"],
+        files.get(row["file"], row["file"]),
         row["offset"],
         row["nbytes"],
         row["digest"],
@@ -347,6 +355,8 @@ MOST_OVERHEAD_BYTES = 4096
 """By which the stored bytes of an encoded piece may exceed those it stands for."""
 MOST_SHARED = 4
 """Together the pieces name at most so many times the bytes of the files: each is read, and digested, as often."""
+MOST_UNUSED = 1 << 16
+"""Files of ranks that have written nothing."""
 _MOST_RANKS = 1 << 24
 _NAME = re.compile(r"[0-9A-Za-z_]{1,40}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -371,9 +381,6 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
     require(is_shallow(beside, tree.MAX_DEPTH + 1), f"something is nested deeper than {tree.MAX_DEPTH} levels")
     size = manifest.world.get("size", 1)
     require(is_whole(size, 1, _MOST_RANKS), "'size' of the world is none")
-    for file in manifest.files:
-        if type(file.name) is not str or names.data_owner(file.name) is None or not is_whole(file.nbytes):
-            raise ValueError(f"bad data file name {file.name!r:.80}, or size {file.nbytes!r:.40}")
     _check_pieces(manifest)
     for name, entry in manifest.entries.items():
         _check_entry(name, entry)
@@ -432,13 +439,18 @@ def _is_metric(value: Any) -> bool:
 
 def _check_pieces(manifest: Manifest) -> None:
     sizes = [file.nbytes for file in manifest.files]
-    named = 0
+    named, used = 0, set[int]()
     for name, piece in stored_pieces(manifest):
         _check_piece(name, piece, sizes)
         named += piece.nbytes
-    files = sum({file.name: file.nbytes for file in manifest.files}.values())
-    if named > MOST_SHARED * files:
-        raise CorruptError(f"its pieces name {named} bytes of files that have {files}")
+        used.add(piece.file)
+    unused = len(sizes) - len(used)
+    require(unused <= min(manifest.world_size, MOST_UNUSED), f"no piece lies in {unused:,} of its {len(sizes):,} files")
+    for file in manifest.files:
+        if type(file.name) is not str or names.data_owner(file.name) is None or not is_whole(file.nbytes):
+            raise ValueError(f"bad data file name {file.name!r:.80}, or size {file.nbytes!r:.40}")
+    if named > MOST_SHARED * sum(sizes):
+        raise CorruptError(f"its pieces name {named} bytes of files that have {sum(sizes)}")
 
 
 def _check_piece(name: str, piece: Piece, sizes: Sequence[int]) -> None:

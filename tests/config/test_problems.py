@@ -248,10 +248,14 @@ def test_yaml_1_1_surprises_do_not_happen(tmp_path: Path) -> None:
 
 
 def test_aliases_that_contain_themselves_end(tmp_path: Path) -> None:
-    """A cyclic document is refused instead of followed forever."""
-    assert "keep: nested too deeply; does it contain itself?" in _message(
+    """A cyclic document is refused instead of followed forever, and so is a mapping of the user's."""
+    assert "line 3, column 9: not valid YAML: an alias that contains itself" in _message(
         _file(tmp_path, "tiers: /d\nkeep: &k\n  best: *k\n")
     )
+    keep: dict[str, object] = {}
+    keep["best"] = keep
+    with pytest.raises(ConfigError, match=r"keep: nested too deeply; does it contain itself\?"):
+        load_config({"tiers": "/d", "keep": keep})
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

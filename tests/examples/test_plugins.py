@@ -7,13 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_engine import Checkpointer
+from ckpt_engine import Checkpointer, plugins
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError, NewerFormatError
 from ckpt_engine.store.codecs import codec as codecs
@@ -39,11 +40,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """They are importable, here and in a writer process, as long as a test runs."""
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
     monkeypatch.setattr(codecs, "_known", {})
+    plugins._registered.cache_clear()
+    yield
+    plugins._registered.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
@@ -120,6 +124,7 @@ def test_a_package_that_cannot_be_imported_is_named(
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (broken / "entry_points.txt").write_text("[ckpt_engine.storages]\nnear = nowhere:Storage\nsqlite = else:Storage\n")
     monkeypatch.syspath_prepend(tmp_path)
+    plugins._registered.cache_clear()
     with pytest.raises(ConfigError, match=r"nowhere:Storage.*No module named 'nowhere'"):
         open_storage("near:///a")
     with pytest.raises(ConfigError, match="both register 'sqlite'"):

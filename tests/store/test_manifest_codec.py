@@ -81,7 +81,7 @@ def _manifests(draw: st.DrawFn) -> Manifest:
     kept = st.dictionaries(_names, st.dictionaries(sizes, pieces, max_size=2), max_size=2)
     bases = draw(st.dictionaries(_names, kept, max_size=2))
     tree = draw(st.dictionaries(_names, _json, max_size=3))
-    return Manifest(about, "ab" * 16, {"size": 1}, {"torch": "2"}, files, table, tree, notes, bases)
+    return Manifest(about, "ab" * 16, {"size": len(files)}, {"torch": "2"}, files, table, tree, notes, bases)
 
 
 def _comparable(value: SnapshotInfo) -> SnapshotInfo:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.errors import ConfigError, CorruptError, NewerFormatError
 from ckpt_engine.observe.units import duration, size
 from ckpt_engine.plugins import CODECS, plugin
 
@@ -82,21 +82,34 @@ def get_codec(name: str) -> Codec:
     """The codec that `Piece.codec` names, also one that an installed package registers in `ckpt_engine.codecs`.
 
     Raises:
-        NewerFormatError: neither this version nor a package has a codec of that name.
-        ConfigError: the package that registers it cannot be imported.
+        NewerFormatError: neither this version nor a package has a codec of that name, or the package is not as it
+            should be.
     """
     codec = _known.get(name)
     if codec is None:
-        if name in _CODECS:
-            module, attribute = _CODECS[name]
-            made = getattr(importlib.import_module(f"ckpt_engine.store.codecs.{module}"), attribute)
-        elif (made := plugin(CODECS, name)) is None:
-            raise NewerFormatError(
-                f"a piece is encoded with {name!r}; this version knows {', '.join(_CODECS)}",
-                hint="install the package that has this codec, or the version of ckpt-engine that wrote it",
-            )
-        codec = _known.setdefault(name, cast(Codec, made()))
+        codec = _known.setdefault(name, _of_ours(name) if name in _CODECS else _of_a_package(name))
     return codec
+
+
+def _of_ours(name: str) -> Codec:
+    module, attribute = _CODECS[name]
+    made = getattr(importlib.import_module(f"ckpt_engine.store.codecs.{module}"), attribute)
+    return cast(Codec, made())
+
+
+def _of_a_package(name: str) -> Codec:
+    hint = "install the package that has this codec, or the version of ckpt-engine that wrote it"
+    try:
+        made = plugin(CODECS, name)
+        codec = made and made()
+    except Exception as err:  # whatever the class of a package raises
+        text, hint = (err.message, err.hint or hint) if isinstance(err, ConfigError) else (repr(err), hint)
+        raise NewerFormatError(f"a piece is encoded with {name!r:.80}: {text}", hint=hint) from err
+    if codec is None or codec.name != name:
+        raise NewerFormatError(
+            f"a piece is encoded with {name!r:.80}; this version knows {', '.join(_CODECS)}", hint=hint
+        )
+    return cast(Codec, codec)
 
 
 def get_group_codec(name: str) -> AdamCodec:
@@ -107,7 +120,7 @@ def get_group_codec(name: str) -> AdamCodec:
     """
     if name != "adam":
         raise NewerFormatError(
-            f"pieces are encoded together with {name!r}; this version knows adam",
+            f"pieces are encoded together with {name!r:.80}; this version knows adam",
             hint="read it with the version of ckpt-engine that wrote it, or a later one",
         )
     from ckpt_engine.store.codecs.adam import AdamCodec  # most readers need it not

@@ -18,7 +18,7 @@ from operator import itemgetter
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, reading_source, settle_data
-from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, plan, plan_alone
+from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
 from ckpt_engine.copy.write_snapshot import Plain, Staged
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -86,7 +86,7 @@ def put_encoded(
     """
     if manifest.info.partial is None:
         classes = {class_of(name, entry.dtype) for name, entry in manifest.entries.items() if entry.pieces}
-        planned, rank = plan(manifest, target, differences=DELTA in map(pick, classes)), 0
+        planned, rank = plan(manifest, target, DELTA in map(pick, classes), target.storage), 0
     else:
         planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
     files = Files(manifest, planned, rank)
@@ -218,7 +218,7 @@ def encoded(
     """
     digests, seconds = staged.timed_digest()
     source = staged.manifest(repository.run_id, digests)
-    planned = plan(source, repository, codec == DELTA) if make_plan is None else make_plan(source)
+    planned = plan(source, repository, codec == DELTA, repository.storage) if make_plan is None else make_plan(source)
     return Encoded(staged, repository, source, planned, codec, older_at(repository, planned.before), seconds)
 
 
@@ -267,7 +267,8 @@ class DedupBaseline:
         manifest = staged.manifest(self._repository.run_id, digests)
         with staged.slot.image(staged.nbytes) as image:
             differs = partial(self._seems_in_few_rows, manifest, before, image)
-            planned = decide(manifest, before, {file.name for file in before.files}, differs, bounds)
+            usable = {file.name for file in before.files}
+            planned = decide_sound(manifest, before, usable, differs, bounds, self._repository.storage)
         self._expects = planned.pays
         if not planned.pays or not self._repository.still_has(before.info.id, before.files):
             return None
@@ -286,7 +287,8 @@ class DedupBaseline:
         if before is not None and not self._repository.still_has(before.info.id, before.files):
             before = None
         usable = {file.name for file in before.files} if before is not None else set[str]()
-        return decide(manifest, before, usable, lambda _: False, write_plan.ENCODED)
+        storage = self._repository.storage
+        return decide_sound(manifest, before, usable, lambda _: False, write_plan.ENCODED, storage)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""

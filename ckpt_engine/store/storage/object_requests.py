@@ -306,7 +306,7 @@ class Backoff:
 
 
 class OtherAnswerError(ConnectionError):
-    """What answers says something else than the store would: a proxy, a login page. A later answer may be the store's."""
+    """What answers is no store, such as a proxy or a login page. A later answer may be that of the store."""
 
 
 def require_empty(prefix: str, level: Collection[str], has_record: Callable[[], bool]) -> None:

@@ -152,7 +152,8 @@ class FsspecStorage:
             self._write_and_move(path, blocks, exclusive=exclusive)
         if exclusive:  # else another may have replaced it by now
             there = self._info(path)
-            require_stored(path, sum(block.nbytes for block in blocks), there and int(there["size"]))
+            nbytes = None if there is None else int(there["size"])
+            require_stored(path, sum(block.nbytes for block in blocks), nbytes)
 
     def _write_and_move(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
         folder, _, file = path.rpartition("/")
@@ -231,7 +232,7 @@ class FsspecStorage:
 
         return self._trying(find, "list", folder)
 
-    def _level(self, skip: int) -> list[str]:
+    def _level(self, skip: int) -> Sequence[str]:
         try:
             rows = self._fresh().ls(self._root, detail=True)
         except FileNotFoundError:

@@ -133,7 +133,7 @@ def _damaged(target: Storage, manifest: Manifest, there: Sequence[bool]) -> int 
     if not pieces:
         return None
     index, piece = pieces[manifest.info.seq % len(pieces)]
-    return None if is_sound(target, manifest.files[index].name, piece) else index
+    return None if is_sound(target.get_into, manifest.files[index].name, piece) else index
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,8 @@ changes is then written a second time, and hardly ever a third time."""
 _ROW_BYTES, _MORE_BYTES = 160, 260
 """Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
 
+ReadInto = Callable[[str, int, memoryview], object]
+"""As `Storage.get_into`."""
 Key = tuple[str, int]
 """An entry, and a byte of it at which a piece begins."""
 Needed = Mapping[tuple[str | None, str], Piece]
@@ -162,14 +163,12 @@ class WritePlan:
         return sum(job.raw_nbytes for job in jobs) + headers + len(manifest) + texts
 
 
-def plan(
-    manifest: Manifest, target: Repository, differences: bool = False, storage: Storage | None = None
-) -> WritePlan:
+def plan(manifest: Manifest, target: Repository, differences: bool = False, read: ReadInto | None = None) -> WritePlan:
     """How `manifest` is stored encoded at `target`, where the newest older snapshot may have some of it.
 
     Args:
         differences: whether what has changed may be stored as differences to what is there.
-        storage: see `decide_sound`.
+        read: see `decide_sound`.
 
     Raises:
         StorageError: from the target.
@@ -177,7 +176,7 @@ def plan(
     before = _before(manifest, target)
     there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if before is not None else {}
     usable = {file.name for file in (before.files if before else ()) if there.get(file.name) == file.nbytes}
-    return decide_sound(manifest, before, usable, lambda _: differences, ENCODED, storage)
+    return decide_sound(manifest, before, usable, lambda _: differences, ENCODED, read)
 
 
 def decide_sound(
@@ -186,37 +185,37 @@ def decide_sound(
     usable: set[str],
     differs: Callable[[str], bool],
     bounds: SharingBounds,
-    storage: Storage | None,
+    read: ReadInto | None,
 ) -> WritePlan:
     """As `decide`; a data file is not referred to if one of its pieces that is read back does not match its digest.
 
     Each snapshot has another piece read back, by its number, so that damage is found before all snapshots depend on it.
 
     Args:
-        storage: where `before` is; None: nothing is read back.
+        read: `Storage.get_into` of the place of `before`; None: nothing is read back.
 
     Raises:
-        StorageError: from it.
+        StorageError: from `read`.
     """
     while True:
         planned = decide(manifest, before, usable, differs, bounds)
         work = (one.over for part in planned.parts for job in part for one in job.work)
         refers = [*planned.old.values(), *(over.needed for over in work if over is not None)]
         pieces = {(piece.file, piece.offset): piece for needed in refers for piece in needed.values()}
-        if before is None or storage is None or not pieces:
+        if before is None or read is None or not pieces:
             return planned
         piece = pieces[sorted(pieces)[manifest.info.seq % len(pieces)]]
         name = before.files[piece.file].name
-        if is_sound(storage, name, piece):
+        if is_sound(read, name, piece):
             return planned
         usable = usable - {name}
 
 
-def is_sound(storage: Storage, name: str, piece: Piece) -> bool:
+def is_sound(read: ReadInto, name: str, piece: Piece) -> bool:
     """Whether a data file has the bytes of a piece; reads them. Raises `StorageError` if that cannot be found out."""
     found = bytearray(piece.nbytes)
     try:
-        storage.get_into(name, piece.offset, memoryview(found))
+        read(name, piece.offset, memoryview(found))
     except (StorageMissingError, FormatError):
         return False
     return digest(found) == piece.digest

@@ -247,7 +247,9 @@ class S3Calls:
             except Exception as err:
                 if not is_transient(err) or is_hopeless(err):
                     raise
-                wait = backoff.next_wait(told_wait_seconds(err))
+                # A login page that does not pass within seconds stays: the endpoint is a wrong one, or a tier is down.
+                is_other = isinstance(err, NotS3Error) and backoff.failures >= _OTHER_ANSWERS
+                wait = None if is_other else backoff.next_wait(told_wait_seconds(err))
                 if wait is None:
                     err.add_note(f"gave up after {backoff.failures} attempts")
                     raise
@@ -459,6 +461,8 @@ _ANSWERS: Mapping[str, tuple[str, ...]] = {
     "GetObject": ("", "ETag", "ContentLength"),
 }
 """The root element of an answer, "" where it has none, and what every S3 store puts into it."""
+_OTHER_ANSWERS = 6
+"""So many answers of something else are waited for to pass."""
 _NO_CONTENT = frozenset({"DeleteObject", "AbortMultipartUpload"})
 
 

@@ -44,7 +44,7 @@ _NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
-_T = TypeVar("_T")
+_T, _Of = TypeVar("_T"), TypeVar("_Of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,17 +349,14 @@ class Repository:
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged, owners)
 
     def _require_gone(self, snapshots: Collection[str]) -> None:
-        def is_there(parsed: names.ParsedId) -> bool:
+        def is_there(snapshot: str) -> bool:
             with suppress(StorageMissingError, CorruptError):  # no file of ours has that name
-                return bool(self.storage.get(names.manifest_name(parsed.id), 0, 1))
+                return bool(self.storage.get(names.manifest_name(snapshot), 0, 1))
             return False
 
-        asked = [parsed for one in sorted(snapshots) if (parsed := names.parse_id(one))]
-        if any(self._at_once(is_there, asked)):
-            raise StorageError(
-                f"a listing of {self.storage.url} lacks snapshots that are there: nothing is removed",
-                hint="look at the store, and what stands before it; it is tried again",
-            )
+        if any(self._at_once(is_there, sorted(snapshots))):
+            problem = f"a listing of {self.storage.url} lacks snapshots that are there: nothing is removed"
+            raise StorageError(problem, hint="look at the store, and what stands before it; it is tried again")
         self._unlisted.clear()
 
     def needed_by(self, snapshot: str) -> tuple[str, ...]:
@@ -464,7 +461,7 @@ class Repository:
         missing = [parsed for parsed, _ in listed if parsed.id not in known]
         return tuple([bad for bad in self._at_once(attempt, missing) if bad]) if missing else ()
 
-    def _at_once(self, work: Callable[[names.ParsedId], _T], ids: Sequence[names.ParsedId]) -> Iterable[_T]:
+    def _at_once(self, work: Callable[[_Of], _T], ids: Sequence[_Of]) -> Iterable[_T]:
         if len(ids) < 2 or self.storage.capabilities.cheap_reads:
             return map(work, ids)
         pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")

@@ -1,4 +1,4 @@
-"""A listing that lacks what is there removes nothing, whichever part of a run it lacks, and whoever asks."""
+"""A listing that lacks what is there removes nothing, whichever part of a run it lacks."""
 
 from __future__ import annotations
 

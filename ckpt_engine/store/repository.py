@@ -44,7 +44,8 @@ _NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
-_T, _Of = TypeVar("_T"), TypeVar("_Of")
+_T = TypeVar("_T")
+_Of = TypeVar("_Of")
 
 
 @dataclass(frozen=True, slots=True)

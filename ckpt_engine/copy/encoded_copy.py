@@ -18,7 +18,7 @@ from operator import itemgetter
 from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, reading_source, settle_data
-from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide, paired, plan, plan_alone
+from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
 from ckpt_engine.copy.write_snapshot import Plain, Staged
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
@@ -86,7 +86,7 @@ def put_encoded(
     """
     if manifest.info.partial is None:
         classes = {class_of(name, entry.dtype) for name, entry in manifest.entries.items() if entry.pieces}
-        planned, rank = plan(manifest, target, differences=DELTA in map(pick, classes)), 0
+        planned, rank = plan(manifest, target, DELTA in map(pick, classes), target.storage.get_into), 0
     else:
         planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
     files = Files(manifest, planned, rank)
@@ -218,7 +218,11 @@ def encoded(
     """
     digests, seconds = staged.timed_digest()
     source = staged.manifest(repository.run_id, digests)
-    planned = plan(source, repository, codec == DELTA) if make_plan is None else make_plan(source)
+    planned = (
+        plan(source, repository, codec == DELTA, repository.storage.get_into)
+        if make_plan is None
+        else make_plan(source)
+    )
     return Encoded(staged, repository, source, planned, codec, older_at(repository, planned.before), seconds)
 
 
@@ -243,7 +247,7 @@ class DedupBaseline:
 
     def __init__(self, repository: Repository, aside: Aside | None) -> None:
         self._repository = repository
-        self._first_look = aside
+        self._first_look = self._aside = aside
         self._rows_from = aside if repository.storage.capabilities.cheap_reads else None
         """Where reading older data back costs little; else only whole pieces are spared."""
         self._newest: Manifest | None = None
@@ -267,7 +271,8 @@ class DedupBaseline:
         manifest = staged.manifest(self._repository.run_id, digests)
         with staged.slot.image(staged.nbytes) as image:
             differs = partial(self._seems_in_few_rows, manifest, before, image)
-            planned = decide(manifest, before, {file.name for file in before.files}, differs, bounds)
+            usable = {file.name for file in before.files}
+            planned = decide_sound(manifest, before, usable, differs, bounds, self._read)
         self._expects = planned.pays
         if not planned.pays or not self._repository.still_has(before.info.id, before.files):
             return None
@@ -286,7 +291,7 @@ class DedupBaseline:
         if before is not None and not self._repository.still_has(before.info.id, before.files):
             before = None
         usable = {file.name for file in before.files} if before is not None else set[str]()
-        return decide(manifest, before, usable, lambda _: False, write_plan.ENCODED)
+        return decide_sound(manifest, before, usable, lambda _: False, write_plan.ENCODED, self._read)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""
@@ -301,15 +306,20 @@ class DedupBaseline:
                 self._newest = None  # damaged or gone: then all is written
         return self._newest
 
+    def _read(self, name: str, start: int, out: memoryview) -> None:
+        """As `Storage.get_into`; aside, where that is possible."""
+        if self._aside is None:
+            self._repository.storage.get_into(name, start, out)
+        else:
+            self._aside.read(lambda repository: repository.storage.get_into(name, start, out), out.nbytes)
+
     def _older(self, before: Manifest) -> Decoder | None:
         """Reads the older snapshot, aside; what need not be verified is not."""
-        aside = self._rows_from
-        if aside is None:
+        if self._rows_from is None:
             return None
 
         def glance(_: str, piece: Piece, out: memoryview) -> None:
-            name = before.files[piece.file].name
-            aside.read(lambda repository: repository.storage.get_into(name, piece.offset, out), out.nbytes)
+            self._read(before.files[piece.file].name, piece.offset, out)
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             glance(entry, piece, out)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from ckpt_engine.copy.write_plan import is_sound
 from ckpt_engine.copy.write_snapshot import SideBySide
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names
@@ -109,16 +110,30 @@ def copy_data(
         StorageError: from the target.
     """
     sent = present = 0
+    there = [has_file(target.storage, file) for file in manifest.files]
+    damaged = _damaged(target.storage, manifest, there)
     for index, file in enumerate(manifest.files):
-        if has_file(target.storage, file):
+        if there[index] and index != damaged:
             present += file.nbytes
         else:
-            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch)
+            exclusive = index != damaged
+            sent_bytes = _copy_file(source.storage, target.storage, manifest, index, scratch, exclusive)
             sent += sent_bytes
             present += file.nbytes - sent_bytes
     if present:
         settle_data(target.storage)
     return manifest, Copied(sent, present)
+
+
+def _damaged(target: Storage, manifest: Manifest, there: Sequence[bool]) -> int | None:
+    """The number of a data file at the target that is damaged; each snapshot has one piece of another one read back."""
+    pieces = [
+        (index, piece) for index, is_there in enumerate(there) if is_there for piece in _pieces_of(manifest, index)
+    ]
+    if not pieces:
+        return None
+    index, piece = pieces[manifest.info.seq % len(pieces)]
+    return None if is_sound(target.get_into, manifest.files[index].name, piece) else index
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +208,24 @@ def settle_data(storage: Storage) -> None:
         folder.settle(names.DATA)
 
 
-def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> int:
-    """Copy a data file; returns the bytes that were sent, fewer than it has where an earlier attempt is continued."""
+def _copy_file(
+    source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None, exclusive: bool
+) -> int:
+    """Copy a data file; returns the bytes that were sent, fewer than it has where an earlier attempt is continued.
+
+    Args:
+        exclusive: False: it takes the place of a damaged one.
+    """
     file = manifest.files[index]
     pieces = _pieces_of(manifest, index)
     folder = sink.capabilities.folder
-    if folder is not None and source.capabilities.folder is None:
+    if exclusive and folder is not None and source.capabilities.folder is None:
         return _stream(source, folder, file, pieces)
     with ExitStack() as opened:
         with reading_source():
             image = opened.enter_context(mapped(source, file, pieces, scratch))
         try:
-            sink.put(file.name, [image])
+            sink.put(file.name, [image], exclusive=exclusive)
         except StorageExistsError:
             if not has_file(sink, file):
                 raise

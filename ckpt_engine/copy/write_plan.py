@@ -15,8 +15,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
-from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.store import container, names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -64,6 +65,8 @@ changes is then written a second time, and hardly ever a third time."""
 _ROW_BYTES, _MORE_BYTES = 160, 260
 """Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
 
+ReadInto = Callable[[str, int, memoryview], object]
+"""As `Storage.get_into`."""
 Key = tuple[str, int]
 """An entry, and a byte of it at which a piece begins."""
 Needed = Mapping[tuple[str | None, str], Piece]
@@ -160,11 +163,12 @@ class WritePlan:
         return sum(job.raw_nbytes for job in jobs) + headers + len(manifest) + texts
 
 
-def plan(manifest: Manifest, target: Repository, differences: bool = False) -> WritePlan:
+def plan(manifest: Manifest, target: Repository, differences: bool = False, read: ReadInto | None = None) -> WritePlan:
     """How `manifest` is stored encoded at `target`, where the newest older snapshot may have some of it.
 
     Args:
         differences: whether what has changed may be stored as differences to what is there.
+        read: see `decide_sound`.
 
     Raises:
         StorageError: from the target.
@@ -172,7 +176,49 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False) -> W
     before = _before(manifest, target)
     there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if before is not None else {}
     usable = {file.name for file in (before.files if before else ()) if there.get(file.name) == file.nbytes}
-    return decide(manifest, before, usable, lambda _: differences, ENCODED)
+    return decide_sound(manifest, before, usable, lambda _: differences, ENCODED, read)
+
+
+def decide_sound(
+    manifest: Manifest,
+    before: Manifest | None,
+    usable: set[str],
+    differs: Callable[[str], bool],
+    bounds: SharingBounds,
+    read: ReadInto | None,
+) -> WritePlan:
+    """As `decide`; a data file is not referred to if one of its pieces that is read back does not match its digest.
+
+    Each snapshot has another piece read back, by its number, so that damage is found before all snapshots depend on it.
+
+    Args:
+        read: `Storage.get_into` of the place of `before`; None: nothing is read back.
+
+    Raises:
+        StorageError: from `read`.
+    """
+    while True:
+        planned = decide(manifest, before, usable, differs, bounds)
+        work = (one.over for part in planned.parts for job in part for one in job.work)
+        refers = [*planned.old.values(), *(over.needed for over in work if over is not None)]
+        pieces = {(piece.file, piece.offset): piece for needed in refers for piece in needed.values()}
+        if before is None or read is None or not pieces:
+            return planned
+        piece = pieces[sorted(pieces)[manifest.info.seq % len(pieces)]]
+        name = before.files[piece.file].name
+        if is_sound(read, name, piece):
+            return planned
+        usable = usable - {name}
+
+
+def is_sound(read: ReadInto, name: str, piece: Piece) -> bool:
+    """Whether a data file has the bytes of a piece; reads them. Raises `StorageError` if that cannot be found out."""
+    found = bytearray(piece.nbytes)
+    try:
+        read(name, piece.offset, memoryview(found))
+    except (StorageMissingError, FormatError):
+        return False
+    return digest(found) == piece.digest
 
 
 def decide(

@@ -27,6 +27,7 @@ from ckpt_engine.errors import (
     ForeignError,
     FormatError,
     NewerFormatError,
+    StorageError,
     StorageExistsError,
     StorageMissingError,
 )
@@ -44,6 +45,7 @@ _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
 _T = TypeVar("_T")
+_Of = TypeVar("_Of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class Repository:
         """The snapshots of the last listing, and those committed since."""
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
+        self._unlisted: set[str] = set()
+        """Those that were known, are not forgotten, and are in the listing no more."""
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 
@@ -312,11 +316,15 @@ class Repository:
 
         A manifest that cannot be read may refer to any data as old as itself or older: that is withheld. Files of a
         snapshot's own name that it does not need are left by a copy of it that was interrupted, and begun again with
-        another codec.
+        another codec. Nothing is unneeded on the word of one listing: a manifest that this object has not removed
+        itself and that the listing lacks is asked for by its name, and has to be missing there, too.
 
         Args:
             in_flight: ids of snapshots being written now, whose manifests are still to come.
             data: what `data` has found before the manifests were listed last; None: both are listed now.
+
+        Raises:
+            StorageError: the listing lacks a manifest that is there.
         """
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = self.data(in_flight) if data is None else data
@@ -337,7 +345,20 @@ class Repository:
         free = tuple(item for item, proven in unneeded if proven)
         owners = frozenset(owner.id for item in free if (owner := names.data_owner(item.name)))
         owners -= self._alive | self._forgotten
+        if free:
+            self._require_gone(owners | (self._unlisted - self._alive))
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged, owners)
+
+    def _require_gone(self, snapshots: Collection[str]) -> None:
+        def is_there(snapshot: str) -> bool:
+            with suppress(StorageMissingError, CorruptError):  # no file of ours has that name
+                return bool(self.storage.get(names.manifest_name(snapshot), 0, 1))
+            return False
+
+        if any(self._at_once(is_there, sorted(snapshots))):
+            problem = f"a listing of {self.storage.url} lacks snapshots that are there: nothing is removed"
+            raise StorageError(problem, hint="look at the store, and what stands before it; it is tried again")
+        self._unlisted.clear()
 
     def needed_by(self, snapshot: str) -> tuple[str, ...]:
         """The other snapshots that need data files of this one, oldest first, as far as manifests can be read."""
@@ -417,6 +438,7 @@ class Repository:
         for known in (self._infos, self._files):
             for gone in known.keys() - self._alive:
                 del known[gone]
+                self._unlisted.add(gone)
         self._last_look = [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]
         return self._last_look
 
@@ -440,7 +462,7 @@ class Repository:
         missing = [parsed for parsed, _ in listed if parsed.id not in known]
         return tuple([bad for bad in self._at_once(attempt, missing) if bad]) if missing else ()
 
-    def _at_once(self, work: Callable[[names.ParsedId], _T], ids: Sequence[names.ParsedId]) -> Iterable[_T]:
+    def _at_once(self, work: Callable[[_Of], _T], ids: Sequence[_Of]) -> Iterable[_T]:
         if len(ids) < 2 or self.storage.capabilities.cheap_reads:
             return map(work, ids)
         pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")

@@ -17,11 +17,14 @@ Actions on a request that a rule matches:
 | `block` | the body is not even taken |
 | `corrupt` | one byte of the answer's body is flipped |
 | `spoil` | one byte of the request's body is flipped |
+| `lie` | the server is not asked; the client gets status 200 and the bytes `lie` |
+| `lose` | the server is not asked; the client gets status 200 and the ETag of what it has sent |
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import re
 import socket
@@ -75,6 +78,7 @@ class Wire:
         self._random = random.Random(seed)
         self.corrupted_byte: int | None = None
         """Which byte of an answer's body `corrupt` flips, modulo its length; None: a random one."""
+        self.lie = b""
         self._writers: set[asyncio.StreamWriter] = set()
         self._down = False
         self._loop = asyncio.new_event_loop()
@@ -193,12 +197,17 @@ class Wire:
                     return
                 if action == "block":
                     await asyncio.Event().wait()
-                if action in ("503", "500", "stall"):
-                    async for _piece in _body(reader, request):
-                        pass
+                if action in ("503", "500", "stall", "lie", "lose"):
+                    taken = hashlib.md5(usedforsecurity=False)
+                    async for piece in _body(reader, request):
+                        taken.update(piece)
                     if action == "stall":
                         await asyncio.Event().wait()
-                    await _refuse(writer, action, empty=method == "HEAD")
+                    if action in _ANSWERS:
+                        await _refuse(writer, action, empty=method == "HEAD")
+                    else:
+                        lost = f'ETag: "{taken.hexdigest()}"\r\n' if action == "lose" else ""
+                        await _accept(writer, self.lie if action == "lie" else b"", lost, empty=method == "HEAD")
                     continue
                 if server is None:
                     server = await asyncio.open_connection(*self._target, limit=1 << 20)
@@ -277,6 +286,12 @@ async def _refuse(writer: asyncio.StreamWriter, status: str, *, empty: bool) -> 
     body = b"" if empty else text.encode()
     head = f"HTTP/1.1 {status} X\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
+    await writer.drain()
+
+
+async def _accept(writer: asyncio.StreamWriter, body: bytes, more: str, *, empty: bool) -> None:
+    head = f"HTTP/1.1 200 OK\r\n{more}Content-Type: text/html\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + (b"" if empty else body))
     await writer.drain()
 
 

@@ -98,6 +98,10 @@ class _Store(AbstractFileSystem):  # type: ignore[misc]
     def find(self, path: str, detail: bool = False, **_: Any) -> dict[str, Any]:
         return {name: self.info(name) for name in sorted(self.objects) if name.startswith(path + "/")}
 
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[dict[str, Any]]:
+        inner = [name[len(path) + 1 :].partition("/")[0] for name in self.objects if name.startswith(f"{path}/")]
+        return [self.info(f"{path}/{name}") for name in dict.fromkeys(inner)]
+
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return self.objects[path][start:end]
 

@@ -91,7 +91,7 @@ def test_a_commit_that_the_hub_refuses_for_now_is_tried_again(hub: Hub, url: str
 def test_a_file_that_the_repository_ignores_is_not_taken_for_written(hub: Hub, url: str) -> None:
     """The Hub leaves it out of the commit and reports success."""
     hub.ignored.append("*/data/*")
-    with pytest.raises(StorageError, match=r"nothing is there.*gitignore"):
+    with pytest.raises(StorageError, match=r"has nothing of.*gitignore"):
         put(opened(hub, url), "data/a", b"one")
 
 

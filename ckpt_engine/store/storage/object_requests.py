@@ -42,6 +42,7 @@ from ckpt_engine.errors import (
     StorageReadOnlyError,
 )
 from ckpt_engine.observe.units import LOGIN
+from ckpt_engine.store import names
 
 
 def checked(name: str) -> str:
@@ -302,6 +303,35 @@ class Backoff:
         self.failures += 1
         wait = max(told_seconds, self._uniform(0.0, _PAUSES.seconds(self.failures)))
         return wait if now + wait - self._failed_since <= self._retry_seconds else None
+
+
+class OtherAnswerError(ConnectionError):
+    """What answers is no store, such as a proxy or a login page. A later answer may be that of the store."""
+
+
+def require_empty(prefix: str, level: Collection[str], has_record: Callable[[], bool]) -> None:
+    """An empty listing counts where what is around it agrees: libraries take some other answers for an empty one.
+
+    Args:
+        prefix: what was listed; "" for the root.
+        level: a second listing, that of the names in the root; folders end with a slash.
+        has_record: asks whether the root has a run's record.
+
+    Raises:
+        OtherAnswerError
+    """
+    is_listed = prefix.partition("/")[0] + "/" in level if prefix else bool(level)
+    if is_listed or (names.RECORD not in level and has_record()):
+        raise OtherAnswerError(f"the listing of {prefix or 'the root'} is empty, and another answer says it is not")
+
+
+def require_stored(name: str, nbytes: int, there: int | None) -> None:
+    """Raises `StorageError` unless the bytes of an object that the store has acknowledged are `there`."""
+    if there != nbytes:
+        raise StorageError(
+            f"the store acknowledges {name}, and has {'nothing' if there is None else there} of its {nbytes} bytes",
+            hint="look at the store: it loses what it acknowledges; or a .gitignore there names the object",
+        )
 
 
 NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})

@@ -28,7 +28,17 @@ from ckpt_engine.store import names
 from ckpt_engine.store.storage import object_requests
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import require_size, translated
-from ckpt_engine.store.storage.object_requests import Backoff, ObjectOptions, checked, explained, is_hopeless, split_url
+from ckpt_engine.store.storage.object_requests import (
+    Backoff,
+    ObjectOptions,
+    OtherAnswerError,
+    checked,
+    explained,
+    is_hopeless,
+    require_empty,
+    require_stored,
+    split_url,
+)
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a", "hf"})
 """Schemes of stores that show an object only when its upload is complete."""
@@ -134,13 +144,18 @@ class FsspecStorage:
         return self._fs
 
     def _put(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
-        if exclusive and self._fresh(path).exists(path):
+        if exclusive and self._info(path) is not None:
             raise FileExistsError(17, "File exists", path)
         if self._whole_at_close:
             self._write(path, blocks, "xb" if exclusive else "wb")
-            if exclusive:  # else another may have replaced it by now
-                self._require_written(path)
-            return
+        else:
+            self._write_and_move(path, blocks, exclusive=exclusive)
+        if exclusive:  # else another may have replaced it by now
+            there = self._info(path)
+            nbytes = None if there is None else int(there["size"])
+            require_stored(path, sum(block.nbytes for block in blocks), nbytes)
+
+    def _write_and_move(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
         folder, _, file = path.rpartition("/")
         self._fs.makedirs(folder, exist_ok=True)
         temp = f"{folder}/.tmp-{os.urandom(8).hex()}-{file}"
@@ -148,7 +163,7 @@ class FsspecStorage:
         try:
             self._write(temp, blocks, "wb")
             with _publishing:
-                if exclusive and self._fresh(path).exists(path):
+                if exclusive and self._info(path) is not None:
                     raise FileExistsError(17, "File exists", path)
                 self._fs.mv(temp, path)
         except BaseException:
@@ -157,13 +172,13 @@ class FsspecStorage:
         finally:
             self._begun.discard(temp)
 
-    def _require_written(self, path: str) -> None:
-        """The Hub leaves out what a .gitignore of the repository names, and reports success."""
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        """What the library says of a file or folder; None: there is none. Its `exists` says so after any error."""
         try:
-            self._fresh(path).info(path)
-        except FileNotFoundError as err:
-            problem = f"{path} was written without an error, and nothing is there"
-            raise StorageError(problem, hint="look whether a .gitignore there names it") from err
+            found: Mapping[str, Any] = self._fresh(path).info(path)
+        except FileNotFoundError:
+            return None
+        return found
 
     def _write(self, path: str, blocks: Sequence[memoryview], mode: str) -> None:
         file = self._open(path, mode)
@@ -205,20 +220,29 @@ class FsspecStorage:
         top = f"{self._root}/{folder}" if folder else self._root
 
         def find() -> _Rows:
-            try:
-                filesystem = self._fresh()
-                if not filesystem.exists(top):
-                    return []
-                if not filesystem.isdir(top):
-                    raise NotADirectoryError(20, "Not a directory", top)
-                rows: Mapping[str, Mapping[str, Any]] = filesystem.find(top, detail=True)
-            except FileNotFoundError:
-                return []
+            there = self._info(top)
+            if there is not None and there["type"] != "directory":
+                raise NotADirectoryError(20, "Not a directory", top)
+            rows: Mapping[str, Mapping[str, Any]] = self._fs.find(top, detail=True) if there is not None else {}
             skip = len(self._root) + 1
+            if not rows:
+                require_empty(f"{folder}/" if folder else "", self._level(skip), self._has_record)
             files = [(path[skip:], row) for path, row in rows.items() if row["type"] == "file"]
             return [(name, int(row["size"]), _version(row)) for name, row in files]
 
         return self._trying(find, "list", folder)
+
+    def _level(self, skip: int) -> Sequence[str]:
+        try:
+            rows = self._fresh().ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        # A folder may be empty, but not in a store of objects, where it is made of their names.
+        folders = [f"{row['name'][skip:]}/" for row in rows if row["type"] == "directory" and self._whole_at_close]
+        return [row["name"][skip:] for row in rows if row["type"] == "file"] + folders
+
+    def _has_record(self) -> bool:
+        return self._info(self._path(names.RECORD)) is not None
 
     def _remove(self, path: str) -> None:
         try:
@@ -292,6 +316,8 @@ def _explained(error: Exception, what: str, where: str) -> StorageError:
     status = _status(error)
     # Only the kind of a library's error is shown: its text may carry a signed URL or a key.
     kind = type(error).__name__ + (f" ({status})" if status else "")
+    if isinstance(error, OtherAnswerError):
+        kind = str(error)
     if isinstance(error, PermissionError):
         status = 403
     if status not in (401, 403, 507) and isinstance(error, OSError) and error.errno:

@@ -33,9 +33,12 @@ from ckpt_engine.store.storage.object_requests import (
     Backoff,
     MemoryBlocks,
     ObjectOptions,
+    OtherAnswerError,
     checked,
     explained,
     plan_parts,
+    require_empty,
+    require_stored,
     split_url,
 )
 
@@ -170,7 +173,7 @@ class ObstoreStorage:
 
         def read() -> tuple[bytes, str] | None:
             try:
-                found = self._store().get(key)
+                found = _genuine(self._store().get(key))
             except _MISSING as err:
                 if _no_bucket(err):
                     raise
@@ -220,6 +223,9 @@ class ObstoreStorage:
         except (exceptions.BaseError, OSError) as err:
             if not self._arrived(key, token, err):
                 raise
+        if exclusive:  # else another may have replaced it by now
+            there = self._head(key)
+            require_stored(key, blocks.nbytes, there and there.meta["size"])
 
     def _arrived(self, key: str, token: str, cause: Exception) -> bool:
         """Whether our object is there, although a put failed: the answer to it, or to its first try, was lost."""
@@ -273,20 +279,24 @@ class ObstoreStorage:
                     left -= _LOOK_SECONDS
                     waiting.wait(_LOOK_SECONDS)
 
-    def _writer_of(self, key: str, *, patient: bool = True) -> str | None:
-        """The token of the put that wrote an object, "" if it has none; None: there is no object."""
+    def _head(self, key: str, *, patient: bool = True) -> Any:
+        """What the store says of an object; None: there is none."""
         try:
-            found = self._store(patient=patient).get(key, options={"head": True})
+            return _genuine(self._store(patient=patient).get(key, options={"head": True}))
         except _MISSING as err:
             if _no_bucket(err):
                 raise
             return None
-        return str(found.attributes.get(_TOKEN, ""))
+
+    def _writer_of(self, key: str, *, patient: bool = True) -> str | None:
+        """The token of the put that wrote an object, "" if it has none; None: there is no object."""
+        found = self._head(key, patient=patient)
+        return None if found is None else str(found.attributes.get(_TOKEN, ""))
 
     def _get(self, name: str, key: str, start: int, nbytes: int | None) -> bytes:
         if nbytes is not None:
             return bytes(self._range(key, start, nbytes))
-        found = self._store().get(key)
+        found = _genuine(self._store().get(key))
         require_size(f"{self.url}/{name}", found.meta["size"], names.most_bytes(name))
         return bytes(found.bytes())[start:]
 
@@ -295,7 +305,9 @@ class ObstoreStorage:
         try:
             return self._store().get_range(key, start=start, end=start + nbytes)
         except exceptions.GenericError as err:
-            size = self._store().head(key)["size"]
+            size = (there := self._head(key)) and there.meta["size"]
+            if there is None:
+                raise
             if size <= start:
                 return b""
             if size >= start + nbytes:
@@ -303,12 +315,20 @@ class ObstoreStorage:
             return self._store().get_range(key, start=start, end=size) if _status(err) in (0, 416) else b""
 
     def _found(self, folder: str, prefix: str) -> _Rows:
-        found: _Rows = []
-        for rows in self._store().list(prefix=folder.rstrip("/") or None):
-            for row in rows:
-                if row["path"].startswith(prefix):
-                    found.append(ObjectInfo(row["path"][len(self._prefix) :], row["size"], row.get("e_tag") or ""))
-        return found
+        rows = [row for rows in self._store().list(prefix=folder.rstrip("/") or None) for row in rows]
+        inner = prefix.removeprefix(self._prefix)
+        if not rows:  # the library takes any answer for an empty listing
+            level = self._store().list_with_delimiter(self._prefix.rstrip("/") or None)
+            level_names = [row["path"].removeprefix(self._prefix) for row in level["objects"]]
+            level_names += [f"{one.removeprefix(self._prefix)}/" for one in level["common_prefixes"]]
+            require_empty(inner, level_names, lambda: self._head(self._key(names.RECORD)) is not None)
+        if any(not row["path"].startswith(folder) for row in rows):
+            raise OtherAnswerError(f"the answer lists something else than {inner or 'the root'}")
+        return [
+            ObjectInfo(row["path"].removeprefix(self._prefix), row["size"], row.get("e_tag") or "")
+            for row in rows
+            if row["path"].startswith(prefix)
+        ]
 
     def _remove(self, key: str) -> None:
         try:
@@ -356,7 +376,7 @@ class ObstoreStorage:
             except (CkptError, BufferError):
                 raise
             except (exceptions.BaseError, OSError, ValueError, TypeError) as err:
-                broken = isinstance(err, exceptions.GenericError) and not _status(err)
+                broken = isinstance(err, exceptions.GenericError | OtherAnswerError) and not _status(err)
                 wait = backoff.next_wait() if broken and not object_requests.is_asking() else None
                 if wait is None:
                     shown = _explained(err, what, f"{self.url}/{name}" if name else self.url)
@@ -378,6 +398,13 @@ def _settings(kind: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     if str(config.get("endpoint", "")).startswith("http:"):
         client["allow_http"] = True
     return client, config
+
+
+def _genuine(found: Any) -> Any:
+    """An object as a store sends it; raises `OtherAnswerError` if something else has answered."""
+    if not found.meta.get("e_tag"):
+        raise OtherAnswerError(f"the answer for {found.meta['path']} has no ETag")
+    return found
 
 
 def _version(meta: Mapping[str, Any]) -> str:
@@ -405,6 +432,8 @@ def _explained(error: Exception, what: str, where: str) -> StorageError:
     status, found = _status(error), _CODE.search(str(error))
     code = _no_bucket(error) or (found[1] if found else "")
     kind = type(error).__name__ + (f" ({status or ''} {code})".replace(" )", ")") if status else "")
+    if isinstance(error, OtherAnswerError):
+        kind = str(error)
     hint = "check the endpoint, the network and storage_options"
     if isinstance(error, exceptions.UnknownConfigurationKeyError | ValueError | TypeError):
         hint = "with `transport: obstore` storage_options are those of obstore's stores"

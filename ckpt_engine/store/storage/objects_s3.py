@@ -17,6 +17,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_requests import (
+    BASE_SECONDS,
     Backoff,
     MemoryBlocks,
     ObjectOptions,
@@ -25,8 +26,24 @@ from ckpt_engine.store.storage.object_requests import (
     plan_parts,
     split_url,
 )
-from ckpt_engine.store.storage.s3_multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
-from ckpt_engine.store.storage.s3_requests import DamagedInTransitError, OthersError, S3Calls, code_of, status_of
+from ckpt_engine.store.storage.s3_multipart import (
+    ATTEMPTS,
+    TOKEN,
+    Multipart,
+    arrived_whole,
+    digest_of,
+    plain_etag,
+    server_time,
+)
+from ckpt_engine.store.storage.s3_requests import (
+    DamagedInTransitError,
+    LostError,
+    NotS3Error,
+    OthersError,
+    S3Calls,
+    code_of,
+    status_of,
+)
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
@@ -165,10 +182,18 @@ class S3Storage:
             raise StorageExistsError(f"cannot write {self.url}/{name}: it exists")
         token = os.urandom(16).hex()
         try:
-            if blocks.nbytes <= self.options.part_bytes:
-                await self._put_small(key, blocks, token, exclusive=exclusive)
-            else:
-                await self._put_big(key, blocks, token, exclusive=exclusive)
+            for attempt in range(1, ATTEMPTS + 1):
+                if blocks.nbytes <= self.options.part_bytes:
+                    await self._put_small(key, blocks, token, exclusive=exclusive)
+                else:
+                    await self._put_big(key, blocks, token, exclusive=exclusive)
+                if not exclusive:
+                    return  # others may have replaced it by now
+                there = await self._multipart.head(key)
+                if there is not None and int(there["ContentLength"]) == blocks.nbytes:
+                    return
+                await asyncio.sleep(BASE_SECONDS * attempt)
+            raise LostError(f"the store acknowledges {key}, and does not have its {blocks.nbytes} bytes")
         except OthersError as err:
             raise StorageExistsError(f"cannot write {self.url}/{name}: it exists") from err
         except Exception as err:
@@ -357,9 +382,13 @@ class S3Storage:
         rows = answer.get("Contents") or ()
         try:
             found = tuple((str(row["Key"]), int(row["Size"]), plain_etag(row.get("ETag", ""))) for row in rows)
+            after = answer["NextContinuationToken"] if answer["IsTruncated"] else None
         except KeyError as err:
-            raise DamagedInTransitError(f"a row of the listing has no {err}") from err
-        return found, answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
+            raise DamagedInTransitError(f"the listing, or a row of it, has no {err}") from err
+        is_other = not rows and answer.get("Prefix", "") != prefix
+        if is_other or not all(key.startswith(prefix) for key, _, _ in found):
+            raise NotS3Error(f"the answer lists something else than {prefix}")
+        return found, after
 
     # Removing
 

@@ -25,7 +25,8 @@ from ckpt_engine.store.storage.s3_requests import (
 
 TOKEN = "ckpt-writer"
 """Name of the metadata that says which `put` wrote an object."""
-_ATTEMPTS = 3
+ATTEMPTS = 3
+"""So often an object is sent that does not appear as it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Multipart:
             OthersError: `condition` does not hold because of somebody else's object.
             ClientError: from the store.
         """
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             upload, there = await self._begin(key, token)
             etag: str | None = None
             with _busy(upload):
@@ -79,7 +80,7 @@ class Multipart:
                     etag = combined_etag(etags)
                     await self._complete(key, upload, parts, etags, condition)
                 except ClientError as err:
-                    if status_of(err) == 501 and etag is None and attempt < _ATTEMPTS:
+                    if status_of(err) == 501 and etag is None and attempt < ATTEMPTS:
                         # Some stores cannot take a part again that arrived damaged.
                         await self._give_up(key, upload, err)
                         continue
@@ -93,7 +94,7 @@ class Multipart:
                         await self._give_up(key, upload, err)
                         if found is not None and status_of(err) == 412:
                             raise OthersError(key) from err
-                        if attempt == _ATTEMPTS:
+                        if attempt == ATTEMPTS:
                             raise
                         continue
             self._left.pop(key, None)
@@ -163,7 +164,7 @@ class Multipart:
         self, key: str, upload: str, parts: tuple[UploadPart, ...], etags: list[str], condition: Mapping[str, Any]
     ) -> None:
         listed = [{"PartNumber": part.number, "ETag": f'"{etag}"'} for part, etag in zip(parts, etags, strict=True)]
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 await self._calls.call(
                     "complete_multipart_upload",
@@ -176,7 +177,7 @@ class Multipart:
                 return
             except ClientError as err:
                 # Where the channel does not protect the bytes a list of parts may arrive as another one.
-                if status_of(err) != 400 or not self._calls.verifying or attempt == _ATTEMPTS:
+                if status_of(err) != 400 or not self._calls.verifying or attempt == ATTEMPTS:
                     raise
 
     async def _is_whole(self, key: str, nbytes: int, etag: str) -> bool:

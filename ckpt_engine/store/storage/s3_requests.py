@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
@@ -184,6 +185,8 @@ class S3Calls:
             nonlocal done
             span = f"bytes={start + done}-{start + len(out) - 1}"
             answer = await client.get_object(Range=span, **arguments)
+            if start + done and not str(answer.get("ContentRange", "")).startswith(f"bytes {start + done}-"):
+                raise NotS3Error(f"another range was sent than {span}")
             expected = done + int(answer["ContentLength"])
             async with (body := answer["Body"]):  # what old aiobotocore gives to `as` cannot read so many bytes
                 while done < len(out) and (data := await body.read(min(READ_BYTES, len(out) - done))):
@@ -244,7 +247,9 @@ class S3Calls:
             except Exception as err:
                 if not is_transient(err) or is_hopeless(err):
                     raise
-                wait = backoff.next_wait(told_wait_seconds(err))
+                # A login page that does not pass within seconds stays: the endpoint is a wrong one, or a tier is down.
+                is_other = isinstance(err, NotS3Error) and backoff.failures >= _OTHER_ANSWERS
+                wait = None if is_other else backoff.next_wait(told_wait_seconds(err))
                 if wait is None:
                     err.add_note(f"gave up after {backoff.failures} attempts")
                     raise
@@ -266,6 +271,7 @@ class S3Calls:
         if client is not self._prepared:
             # Not every server answers "Expect: 100-continue", and aiohttp would wait for that.
             client.meta.events.register_last("before-sign.s3", _drop_expect)
+            client.meta.events.register_last("after-call.s3", _require_s3)
             object_requests.shield()
             self._prepared = client
         return client
@@ -430,6 +436,53 @@ _TRANSIENT_CODES = frozenset(
 class DamagedInTransitError(Exception):
     """What arrived is not what was sent."""
 
+    hint = "check the network; if ETags of this store are no MD5: storage_options verify: never"
+
+
+class NotS3Error(DamagedInTransitError):
+    """What answers is no S3 store: a proxy, a login page, an empty body. Nothing follows from what it leaves out."""
+
+    hint = "check the endpoint, and what stands before it: a proxy or a login page may answer in its place"
+
+
+class LostError(DamagedInTransitError):
+    """The store has acknowledged an object and does not have it."""
+
+    hint = "look at the store: it loses what it acknowledges"
+
+
+_ANSWERS: Mapping[str, tuple[str, ...]] = {
+    "ListObjectsV2": ("ListBucketResult", "Name", "IsTruncated"),
+    "CreateMultipartUpload": ("InitiateMultipartUploadResult", "UploadId"),
+    "CompleteMultipartUpload": ("CompleteMultipartUploadResult",),
+    "PutObject": ("", "ETag"),
+    "UploadPart": ("", "ETag"),
+    "HeadObject": ("", "ETag", "ContentLength"),
+    "GetObject": ("", "ETag", "ContentLength"),
+}
+"""The root element of an answer, "" where it has none, and what every S3 store puts into it."""
+_OTHER_ANSWERS = 6
+"""So many answers of something else are waited for to pass."""
+_NO_CONTENT = frozenset({"DeleteObject", "AbortMultipartUpload"})
+
+
+async def _require_s3(http_response: Any, parsed: Answer, model: Any, **_: Any) -> None:
+    """An answer with a good status has to be that of an S3 store; else nothing was listed, stored or removed.
+
+    Raises:
+        NotS3Error
+    """
+    if http_response.status_code >= 300:
+        return
+    if model.name in _NO_CONTENT and http_response.status_code != 204:
+        raise NotS3Error(f"the answer to {model.name} is {http_response.status_code}, not 204")
+    root, *fields = _ANSWERS.get(model.name, ("",))
+    # The root is the first element behind the declaration; the parser takes any.
+    if root and not re.match(rb"\s*(<\?[^>]*>\s*)?<(\w+:)?%b[\s>/]" % root.encode(), await http_response.content):
+        raise NotS3Error(f"the answer to {model.name} is no {root}")
+    if missing := [name for name in fields if name not in parsed]:
+        raise NotS3Error(f"the answer to {model.name} has no {missing[0]}")
+
 
 class OthersError(Exception):
     """The object is there, and by somebody else."""
@@ -490,8 +543,7 @@ def translated(error: BaseException, what: str, where: str, secrets: Collection[
         if status in (301, 307, 400) and code in ("PermanentRedirect", "IllegalLocationConstraintException"):
             hint = "set region_name in storage_options: client_kwargs"
     elif isinstance(error, DamagedInTransitError):
-        reason = str(error)
-        hint = "check the network; if ETags of this store are no MD5: storage_options verify: never"
+        reason, hint = str(error), error.hint
     elif isinstance(error, TimeoutError):
         reason, hint = "the server does not answer", "check the endpoint and the network"
     elif isinstance(error, BotoConnectionError | ConnectionError | HttpError | HTTPClientError):

@@ -6,8 +6,14 @@ A *holder* is one object whose attributes are looked at; its path is how a user 
 
 from __future__ import annotations
 
+import argparse
 import functools
+import io
 import itertools
+import multiprocessing.connection
+import multiprocessing.process
+import socket
+import subprocess
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,9 +50,11 @@ from ckpt_engine.audit.values import (
     text_of,
 )
 from ckpt_engine.data import rng
-from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
+from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework, of_us
 
 _MOST_PARTS = 16
+_MOST_OF_LIBRARIES = 500
+"""Objects of installed packages among those that the loop uses."""
 MOST_HOLDERS = 5000
 """Objects that are looked at; the walk ends there."""
 REFERENCES = (
@@ -62,6 +70,20 @@ _COUNTS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([])), t
 """Iterators that are over no loader."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SHOW = frozenset(
+    {
+        *("tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlflow", "loguru", "matplotlib", "logging"),
+        *("aim", "comet_ml", "neptune", "clearml", "swanlab", "trackio"),
+        *("numpy", "datasets", "webdataset", "litdata", "torchdata"),
+    }
+)
+"""Packages whose objects only show or record, or whose streams and positions are looked at elsewhere."""
+_OUTSIDE = (
+    *(io.IOBase, socket.socket, subprocess.Popen, types.GeneratorType),
+    *(multiprocessing.process.BaseProcess, multiprocessing.connection._ConnectionBase),
+)
+"""Of Python: state of other processes, of files, or that nothing shows."""
 _IN_METRICS = frozenset(
     {
         *("update", "compute", "_update_signature", "_defaults", "_reductions", "_persistent"),
@@ -82,11 +104,14 @@ class AttributeHolder:
         values: its attributes, live.
         skipped: names of attributes that something else saves, or that belong to a framework.
         public_only: leave out names that begin with an underscore.
+        plain_private: of those leave out what is not plain.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
         plain_only: leave out what is no number, text, None, container, stream, or tensor without a gradient.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
         in_place: only what changes within: streams, tensors and containers of plain values, as nothing can be assigned.
         records: containers that grow are taken for records, which training does not follow from.
+        kept_only: leave out tensors that were replaced by others: what they share memory with is not known.
+        inputs_only: only what is compared with the first process, and never changes.
     """
 
     path: str
@@ -94,18 +119,26 @@ class AttributeHolder:
     values: Mapping[str, Any]
     skipped: frozenset[str] = frozenset()
     public_only: bool = False
+    plain_private: bool = False
     shares: bool = False
     plain_only: bool = False
     states: bool = False
     in_place: bool = False
     records: bool = False
+    kept_only: bool = False
+    inputs_only: bool = False
 
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
             value = self.values[name]
+            if is_parts(value) or (of_us(type(value)) and not isinstance(value, _NAMESPACES)):
+                continue  # its values are looked at one by one; or it is our own
             plain = not self.plain_only or isinstance(value, (*PLAIN, *CONTAINERS, *_COUNTS))
-            if (self.in_place or not plain) and not changes_in_place(value):
+            if (self.in_place or not plain) and not (self.inputs_only or changes_in_place(value)):
+                continue
+            is_private = self.plain_private and name.startswith("_")
+            if is_private and not (isinstance(value, PLAIN) or changes_in_place(value)):
                 continue
             hides = self.public_only or isinstance(self.owner, type)
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
@@ -117,6 +150,10 @@ class AttributeHolder:
             self.owner.cell_contents = value
         elif isinstance(self.owner, nn.Module) and name in self.owner._buffers:
             self.owner._buffers[name] = value
+        elif isinstance(self.owner, dict):
+            self.owner[name] = value
+        elif isinstance(self.owner, list):
+            self.owner[int(name) : int(name) + 1] = [value]
         else:
             setattr(self.owner, name, value)
 
@@ -153,8 +190,8 @@ class LiveView(Mapping[str, Any]):
     def _found(self, name: str) -> Any:
         try:
             return self._read(name) if name in self._names else MISSING
-        except ValueError:
-            return MISSING  # a variable that is not assigned yet
+        except (ValueError, IndexError):
+            return MISSING  # a variable that is not assigned yet, or an item of a list that is shorter now
 
     def __getitem__(self, name: str) -> Any:
         found = self._found(name)
@@ -184,12 +221,14 @@ class Variables:
         assigned: names of variables that get new values.
         within: names of variables whose values change within.
         module: or another object, that new values are assigned to.
+        inputs: names of variables that are only compared with the first process.
     """
 
     read: Callable[[str], Any]
     assigned: frozenset[str] = frozenset()
     within: frozenset[str] = frozenset()
     module: Any = None
+    inputs: frozenset[str] = frozenset()
 
 
 class Walk:
@@ -204,6 +243,9 @@ class Walk:
         self.found: list[AttributeHolder] = []
         self.saved: set[int] = set()
         """Addresses of parameters and persistent buffers, which a `state_dict` has."""
+        self.opaque: list[tuple[str, str, Any]] = []
+        """Path of an object of a package that the loop uses, and path and value of what it has that nothing shows."""
+        self._of_libraries, self._library = 0, ""
         self._seen: set[int] = set()
         modules = [one for root in roots.values() if isinstance(root, nn.Module) for one in root.modules()]
         self._covered = set(map(id, modules))
@@ -227,14 +269,19 @@ class Walk:
             self._visit_used(value.owner, path, depth)
         elif isinstance(value, Variables):
             decide = frozenset(name for name in value.within if variable_decides(value.module, name))
-            self._hold(path, None, LiveView(decide, value.read), in_place=True)
-            self._hold(path, None, LiveView(value.within - decide, value.read), in_place=True, records=True)
+            local = value.module is None
+            rest = LiveView(value.within - decide, value.read)
+            self._hold(path, None, LiveView(decide, value.read), in_place=True, kept_only=local)
+            self._hold(path, None, rest, in_place=True, records=True, kept_only=local)
             self._hold(path, value.module, LiveView(value.assigned, value.read))
+            self._hold(path, None, LiveView(value.inputs, value.read), inputs_only=True)
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
         elif isinstance(value, torch.optim.Optimizer) and not of_framework(type(value)):
             self._visit_derived(DerivedObject(value, torch.optim.Optimizer), path, depth)
         elif isinstance(value, (dict, *SEQUENCES)):
+            if is_parts(value):
+                self._hold(path, value, attributes_of(value) or {})
             for key, item in items_of(value):
                 self.visit(item, f"{path}[{text_of(key)}]", depth - 1)
         elif isinstance(value, functools.partial):
@@ -270,11 +317,17 @@ class Walk:
             for name, module in value.named_modules():
                 self._visit_state(module, f"{path}.{name}".rstrip("."))
         if (values := _of_user(value)) is None:
+            if self._library and _is_opaque(value):
+                self.opaque.append((self._library, path, value))
             return
-        self._hold(path, value, values, _saved(value), plain_only=True, records=True)
-        self._visit_class(type(value), records=True)
-        for name, one in tuple(values.items()):
-            self._visit_used(one, f"{path}.{name}", depth - 1)
+        outer, self._library = self._library, self._library or (path if is_library(type(value)) else "")
+        self._of_libraries += bool(self._library)
+        if self._of_libraries <= _MOST_OF_LIBRARIES:
+            self._hold(path, value, values, plain_only=True, records=True)
+            self._visit_class(type(value), records=True)
+            for name, one in tuple(values.items()):
+                self._visit_used(one, f"{path}.{name}", depth - 1)
+        self._library = outer
 
     def _visit_hook(self, hook: Any, path: str, depth: int) -> None:
         """Hooks often only record: their containers that grow are no state, as those of other objects that are used."""
@@ -307,7 +360,10 @@ class Walk:
 
     def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
         values = vars(value.owner)
-        holder = self._hold(path, value.owner, values, names_of(value.framework))
+        skipped = names_of(value.framework)
+        if issubclass(value.framework, torch.optim.Optimizer):
+            skipped |= names_of(torch.optim.lr_scheduler.LRScheduler)
+        holder = self._hold(path, value.owner, values, skipped)
         self._visit_class(type(value.owner), records=False)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
@@ -318,7 +374,7 @@ class Walk:
             return False
         if isinstance(value, nn.Module | Dataset | Sampler):
             return True
-        return not is_standard(kind) and (root or not of_framework(kind))
+        return isinstance(value, _NAMESPACES) or (not is_standard(kind) and (root or not of_framework(kind)))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
         kind, values = chosen_class(value), attributes_of(value) or {}
@@ -335,13 +391,15 @@ class Walk:
             self.saved.update(address(one) for one in tensors if one is not None)
         elif of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped
-        public_only, metric = is_library(kind), is_metric(value)
+        library, metric = is_library(kind), is_metric(value)
+        public_only = library and isinstance(value, nn.Module)
         if metric:
             saved = id(value) in self._with_states
             skipped |= _IN_METRICS
             skipped |= {name for name, one in values.items() if saved and isinstance(one, torch.Tensor | list)}
             public_only = saved
-        holder = self._hold(path, value, values, skipped, public_only=public_only, shares=metric)
+        how = {"public_only": public_only, "plain_private": library}
+        holder = self._hold(path, value, values, skipped, shares=metric, **how)
         self._visit_class(kind, records=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
@@ -396,6 +454,9 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:
     """The attributes of an object, those of `__slots__` included; None where it has none."""
+    if is_parts(value):
+        names = tuple(map(str, range(len(value)))) if isinstance(value, list) else ()
+        return LiveView(names, lambda name: value[int(name)]) if names else value
     kind: Any = type(value)
     slots, own = slots_of(kind), getattr(value, "__dict__", None)
     return LiveView(slots, functools.partial(_attribute, value), own or {}) if slots else own
@@ -413,9 +474,37 @@ def is_used(value: object) -> bool:
 def _of_user(value: object) -> Mapping[str, Any] | None:
     """The attributes of an object of a class of the user's own that is no part of training known to torch."""
     kind = type(value)
+    if isinstance(value, _NAMESPACES) or is_parts(value):
+        return attributes_of(value)
     if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
         return None
-    return None if is_standard(kind) or is_library(kind) or of_framework(kind) else attributes_of(value)
+    if is_standard(kind) or of_framework(kind) or kind.__module__.partition(".")[0] in _SHOW:
+        return None
+    return attributes_of(value)
+
+
+def is_parts(value: object) -> bool:
+    """Whether a dict or list holds objects that train, as Fabric's `state` does: its items are looked at one by one."""
+    kind: Any = type(value)
+    if kind is dict:
+        rows: Any = dict.values(value)  # type: ignore[arg-type]
+        named = all(type(name) is str and "." not in name for name in itertools.islice(value, _MOST_PARTS))  # type: ignore[call-overload]
+    elif kind is list:
+        rows, named = value, True
+    else:
+        return False
+    kinds = (nn.Module, DataLoader, *_SAVED_BY_THEMSELVES)
+    return named and any(isinstance(one, kinds) or of_us(type(one)) for one in itertools.islice(rows, _MOST_PARTS))
+
+
+def _is_opaque(value: object) -> bool:
+    """Whether nothing shows what it holds: an object of a class in C, of another process, or a generator."""
+    kind = type(value)
+    known = (*PLAIN, *TEXTUAL, *CONTAINERS, *REFERENCES, *GENERATORS, torch.Tensor, np.ndarray, np.generic)
+    if isinstance(value, _OUTSIDE):
+        return True
+    foreign = not (is_standard(kind) or of_framework(kind) or kind.__module__.partition(".")[0] == "numpy")
+    return foreign and not isinstance(value, known) and attributes_of(value) is None
 
 
 def reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from ckpt_engine.audit.attributes import REFERENCES, AttributeHolder, Walk
@@ -21,8 +23,10 @@ from ckpt_engine.audit.roots import KeptDraws, of_modules
 from ckpt_engine.audit.source import attribute_decides
 from ckpt_engine.audit.values import (
     CONTAINERS,
+    GENERATORS,
     MISSING,
     PLAIN,
+    Clocks,
     Frozen,
     Looked,
     address,
@@ -31,6 +35,7 @@ from ckpt_engine.audit.values import (
     exchanged,
     fill,
     freeze,
+    is_drawn,
     is_iterator,
     nbytes_of,
     shapes,
@@ -39,6 +44,7 @@ from ckpt_engine.audit.values import (
     type_of,
 )
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.plugins import is_library, of_framework
 from ckpt_engine.state.flatten import Flattener, problems
 
 Roots = Callable[[], Mapping[str, Any]]
@@ -56,6 +62,12 @@ _MOST_KEYS = 10_000
 _NO_LIST = ((), ("list", -1))
 """Beside a key and its value, frozen: any list has more."""
 _ONCE = "it is set in the first step of each process"
+_UNSEEN = "nothing shows what it holds"
+_PROCESS = Clocks(of_process=True)
+_MOST_INPUTS, _MOST_NAMED = 1000, 5
+_DIFFER = (
+    "{} {} not what the first process had: seed the script before {} drawn, or keep {} in track(…, carry=Carry(…))"
+)
 
 
 class HiddenState:
@@ -83,6 +95,8 @@ class HiddenState:
         self._kept: frozenset[str] = frozenset()
         """Those of them that are no flags of a process."""
         self._flattener = Flattener()
+        self._inputs: Mapping[str, Mapping[str, str]] = {}
+        """What the run's first process began with and training did not change: by moment digests by path."""
         self._named: set[str] = set()
         self._once: frozenset[str] | None = None
         """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
@@ -139,12 +153,29 @@ class HiddenState:
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
             begin = self._first.get(path) or self._begin_of(path)
+            if why == _ONCE and latest is not None and latest.is_of_library(path):
+                continue  # its package sets it in each process
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
             if latest is not None and not why and changes_within(value):
                 rows[path] |= {"object": objects.setdefault(id(value), path), "kept": latest.kept(path, value)}
             if isinstance(value, torch.Tensor) and value.is_leaf and not why:
                 rows[path]["requires_grad"] = value.requires_grad
+        for path, value in latest.opaque(rows) if latest is not None else ():
+            rows[path] = {"type": type_of(value), "begin": {}, "why": _UNSEEN}
         return rows
+
+    def inputs(self, rows: Collection[str]) -> dict[str, dict[str, str]]:
+        """What the run's first process began with and training only reads: by moment digests by path.
+
+        Args:
+            rows: of `state`.
+        """
+        found = {moment: one.inputs(rows) for moment, one in self._moments.items()}
+        first = self._inputs
+        return {
+            moment: {path: first.get(moment, {}).get(path, was) for path, was in one.items()}
+            for moment, one in found.items()
+        }
 
     def ids(self) -> set[int]:
         """Of the objects that have moved and that a snapshot has."""
@@ -166,9 +197,9 @@ class HiddenState:
         self._named.update(new)
         return [f"{path} ({rows[path]['type']}): {rows[path]['why']}" for path in new]
 
-    def expect(self, rows: Mapping[str, Any]) -> None:
-        """A snapshot's hidden state, which `restore` puts back later."""
-        self._saved = rows
+    def expect(self, rows: Mapping[str, Any], inputs: Mapping[str, Any] = types.MappingProxyType({})) -> None:
+        """A snapshot's hidden state, which `restore` puts back later, and what its first process began with."""
+        self._saved, self._inputs = rows, inputs
         self._first = {path: row["begin"] for path, row in self._saved.items()}
         self._kept = frozenset(path for path, row in self._saved.items() if row.get("why") != _ONCE)
 
@@ -191,6 +222,9 @@ class HiddenState:
                 live[id(row["value"])] = begun.value_at(path)
             elif why:
                 missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
+        first = self._inputs.get(moment, {})
+        if others := [path for path, was in first.items() if begun.input_at(path) not in ("", was)]:
+            missing.append(NotRestored("values made at start", differing(others)))
         done.sort(key=list(saved).index)
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
 
@@ -271,12 +305,12 @@ class Audit(HiddenState):
         if new := self.unsaved(rows):
             self._log.warning("training changes state that no snapshot has: %s", "; ".join(new))
         small, large = taken_apart(rows)
-        return {"attributes": small, "locals": self._locals.names}, large
+        return {"attributes": small, "locals": self._locals.names, "inputs": self.inputs(rows)}, large
 
     def resumes(self, small: Mapping[str, Any], large: Mapping[str, Any]) -> None:
         """What `for_snapshot` gave for the snapshot that this process resumes from."""
         if small and self.on:
-            self.expect(put_together(small["attributes"], large))
+            self.expect(put_together(small["attributes"], large), small.get("inputs", {}))
             self._carried = list(small["locals"])
 
     def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
@@ -322,6 +356,10 @@ class _Beginning:
 
     def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str]) -> None:
         walk = Walk(roots, skipped)
+        self._opaque = walk.opaque
+        self._clocks, self._readings = Clocks(), dict[str, bool]()
+        """Of paths that have moved: whether they hold what a clock shows."""
+        self._inputs: dict[str, str] = {}
         self._address_of_saved = frozenset(walk.saved)
         self._watched = [_Watched(holder) for holder in walk.found]
         self.frozen: dict[str, Frozen] = {
@@ -354,6 +392,42 @@ class _Beginning:
     def holder_of(self, path: str) -> AttributeHolder | None:
         """Whose attribute it is, one that is not there yet included."""
         return self._of[path].holder if path in self._of else self._by_path.get(path.rpartition(".")[0])
+
+    def is_of_library(self, path: str) -> bool:
+        """Whether it is an attribute of an object of an installed package."""
+        holder = self.holder_of(path)
+        return holder is not None and (of_framework(type(holder.owner)) or is_library(type(holder.owner)))
+
+    def opaque(self, rows: Collection[str]) -> list[tuple[str, Any]]:
+        """What nothing shows, of objects of packages of which something else has moved."""
+        return [(path, one) for root, path, one in self._opaque if any(row.startswith(f"{root}.") for row in rows)]
+
+    def inputs(self, rows: Collection[str]) -> dict[str, str]:
+        """Digests of what may have been drawn and has not moved; see `HiddenState.inputs`."""
+        for one in self._watched if not self._inputs else ():
+            for name in one.before:
+                path = f"{one.holder.path}.{name}"
+                if len(self._inputs) < _MOST_INPUTS and self._is_input(one, name, path):
+                    self._inputs[path] = self.input_at(path)
+        left = {path: was for path, was in self._inputs.items() if path not in rows}
+        return {
+            path: was for path, was in left.items() if not self._of[path].holder.inputs_only or self._is_there(path)
+        }
+
+    def _is_there(self, path: str) -> bool:
+        return freeze(self.value_at(path), self._address_of_saved) == self.frozen[path]
+
+    def _is_input(self, one: _Watched, name: str, path: str) -> bool:
+        frozen, value = self.frozen[path], one.holder.values.get(name, MISSING)
+        if of_framework(type(one.holder.owner)) and not one.holder.states:
+            return False
+        if not is_drawn(value) or not (one.holder.states or (frozen[-1] != "saved" and "trained" not in frozen)):
+            return False
+        return not _PROCESS.are_read(value) and self._is_there(path)
+
+    def input_at(self, path: str) -> str:
+        """A short digest of what was there at that moment; empty: nothing."""
+        return digest(self.frozen[path])[:8] if path in self.frozen else ""
 
     def kept(self, path: str, value: Any) -> str:
         """What of it is still the objects of that moment: all, the container, or nothing."""
@@ -407,6 +481,8 @@ class _Beginning:
         """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
         self._looked.again()
         for one in self._watched:
+            if one.holder.inputs_only:
+                continue
             if not one.untouched():
                 one.look()
             for name, path, value in one.rows:
@@ -415,7 +491,9 @@ class _Beginning:
                     continue  # `self.seen += …` of a list of the class: the class has it
                 frozen = self._moved_to(path, value, was, quick=quick)
                 before = self.frozen.get(path, ())
-                if frozen is None:
+                if frozen is None or self._is_reading(path, value):
+                    continue
+                if one.holder.kept_only and value is not was and isinstance(value, torch.Tensor | np.ndarray):
                     continue
                 if one.holder.records and _is_record(value, frozen, before, one.holder.in_place):
                     owner = one.holder.owner
@@ -423,6 +501,13 @@ class _Beginning:
                     if one.holder.in_place or kind.__module__ == "builtins" or not attribute_decides(kind, name):
                         continue
                 yield path, value, frozen
+        self._clocks.look()
+
+    def _is_reading(self, path: str, value: Any) -> bool:
+        """Whether it was, when it had moved first, what a clock shows, and may still be."""
+        if path not in self._readings:
+            self._readings[path] = self._clocks.are_read(value)
+        return self._readings[path]
 
     def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
         """What it is now; None: what it was."""
@@ -513,6 +598,8 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     if holder.in_place and type(now) is not type(saved):
         return f"{changes}, and it is another object now"
     of_shapes = holder.states or (holder.in_place and shapes(saved))
+    if isinstance(saved, GENERATORS) and type(now) is type(saved):
+        first = None if begin is None else digest(begin)  # wherever a stream begins, it continues there
     if of_shapes and shapes(now) == shapes(saved):
         pass
     elif holder.states:
@@ -541,6 +628,14 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any, kept: str)
         both = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
         holder.assign(name, saved.to(now.device) if both else saved)
     return not holder.in_place
+
+
+def differing(paths: Sequence[str]) -> str:
+    """What users read of values that another process made otherwise."""
+    more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+    is_one = len(paths) == 1
+    words = ("is", "it is", "it") if is_one else ("are", "they are", "them")
+    return _DIFFER.format(", ".join(paths[:_MOST_NAMED]) + more, *words)
 
 
 def _shown(value: Any) -> str:

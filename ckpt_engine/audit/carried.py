@@ -30,7 +30,17 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import UsedObject, Variables, attributes_of, is_used, reached, steppers_of
 from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
-from ckpt_engine.audit.values import MISSING, Frozen, digest, freeze, is_iterator, is_own
+from ckpt_engine.audit.values import (
+    MISSING,
+    Clocks,
+    Frozen,
+    changes_in_place,
+    digest,
+    freeze,
+    is_drawn,
+    is_iterator,
+    is_own,
+)
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.plugins import is_library_file
 
@@ -82,6 +92,7 @@ class CarriedLocals:
         self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._sizes: dict[tuple[Any, str], int] = {}
         self._decides: dict[tuple[CodeType, str], bool] = {}
+        self._clocks = Clocks()
         self._kept: set[tuple[CodeType | str, str]] = set()
         """Containers that a snapshot has."""
         self.modules: dict[str, Any] = {}
@@ -141,7 +152,9 @@ class CarriedLocals:
                 if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
                     continue
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
-                    new.append(name)
+                    is_state = not self._clocks.are_read(value) and id(value) not in hidden()
+                    new += [name] if is_state else []
+        self._clocks.look()
         self._before.update(found)
         new += [name for name in loaders_beside() if name not in self.names]
         for name, value in steppers_beside(tracked):
@@ -251,10 +264,13 @@ def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
                 found.setdefault(name, UsedObject(value))
         heads = [here] if within_loop else [one.head for one in around]
         carried = {name for head in heads for name in _carried(code, head)}
-        within = frozenset(name for name in carried if is_own(frame.f_locals.get(name)))
+        carried -= {name for name in carried if name.startswith("__")}
+        within = frozenset(name for name in carried if changes_in_place(frame.f_locals.get(name)))
+        read = carried.difference(within, *(one.writes for one in loops_around(code, heads[0])))
+        inputs = frozenset(name for name in read if is_drawn(frame.f_locals.get(name)))
         path = f"{code.co_name}()" if code.co_name.isidentifier() else "the loop()"
-        if within:
-            found.setdefault(path, Variables(partial(_variable, code), within=within))
+        if within or inputs:
+            found.setdefault(path, Variables(partial(_variable, code), within=within, inputs=inputs))
     return found
 
 

@@ -9,8 +9,10 @@ import enum
 import fractions
 import itertools
 import marshal
+import os
 import pathlib
 import random
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +33,8 @@ _LONG_ROW = 32
 _MOST_COPIED = 10_000
 _WHOLE_BYTES = 1 << 20
 _SAMPLES = 4096
+_STARTED = 19
+"""The field of /proc/self/stat, behind the name, with when the process began."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = frozenset(PLAIN)
@@ -163,6 +167,50 @@ def _sampled(rows: Sequence[Any], most: int = MOST_ITEMS) -> Sequence[Any]:
 def digest(frozen: Frozen) -> str:
     """A short text that is the same in every process for the same frozen value."""
     return str(xxhash.xxh3_128_hexdigest(repr(frozen).encode()))
+
+
+def is_drawn(value: Any) -> bool:
+    """Whether it may be drawn at random: a fraction, or a tensor, array or container of nothing but numbers."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.size > 0 if isinstance(value, np.ndarray) else value.numel() > 0
+    if isinstance(value, CONTAINERS):
+        rows = list(itertools.islice(value.values() if isinstance(value, dict) else value, MOST_ITEMS))
+        return bool(rows) and all(type(one) is int or is_drawn(one) for one in rows)
+    return isinstance(value, float)
+
+
+class Clocks:
+    """Tells a reading of a clock, which is no state, by when it was made.
+
+    Args:
+        of_process: from the start of this process on, else from now on.
+
+    Attributes:
+        since: what the clocks showed at the last look.
+    """
+
+    def __init__(self, *, of_process: bool = False) -> None:
+        self.since = self._now()
+        if of_process:
+            ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_STARTED])
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            self.since = tuple(one - age for one in self.since)
+
+    @staticmethod
+    def _now() -> tuple[float, ...]:
+        return time.time(), time.monotonic(), time.perf_counter()
+
+    def are_read(self, value: Any) -> bool:
+        """Whether a number that is new since the last look is what a clock has shown since then."""
+        if type(value) is datetime.datetime:
+            value = value.timestamp()
+        seconds = value / 1e9 if type(value) is int and 0 < value < 1 << 63 else value
+        between = zip(self.since, self._now(), strict=True)
+        return type(seconds) is float and any(begin <= seconds <= end for begin, end in between)
+
+    def look(self) -> None:
+        """The next look begins here."""
+        self.since = self._now()
 
 
 def is_iterator(value: Any) -> bool:

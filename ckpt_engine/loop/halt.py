@@ -97,6 +97,16 @@ class Halt(Ending):
         self._watch.attend()
         return self._end(stop, partial(self.shared.halt, take))
 
+    def unsaved(self, stop: Stop) -> BaseException:
+        """End at an optimizer step of a loop that reaches no boundary; as `now`, without a snapshot of this step."""
+        self._watch.attend()
+        self._log.warning(
+            "%s: training stops without a snapshot of this step: its loop reaches no boundary; "
+            "iterate the tracked loader, or call step() at the end of the loop's body",
+            stop.notice.who,
+        )
+        return self._end(stop, lambda: self._engine.wait(_left(stop)))
+
     def _end(self, stop: Stop, work: Callable[[], object]) -> BaseException:
         try:
             work()

@@ -37,6 +37,8 @@ from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence
 
 _UNSEEN_STEPS = 100
+_MOST_UNSTOPPED = 4
+"""Optimizer steps after which a loop that has shown no boundary yet is stopped at one of them."""
 
 
 class Tracker(LoopProgress):
@@ -82,6 +84,8 @@ class Tracker(LoopProgress):
         self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
         self._steps, self._boundaries_missed = begins_at or 0, 0
+        self._unstopped, self._has_boundaries = 0, False
+        """Optimizer steps since the last boundary where a stop could end the run; whether there was one."""
         self._counted = self._dirty = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
@@ -166,6 +170,7 @@ class Tracker(LoopProgress):
             return
         self._closed = True
         error = sys.exception()
+        self._stopping.watch.trained(self._steps)
         try:
             if complete is None:
                 done = self._announced if self._training is None else self._training.finished
@@ -309,6 +314,12 @@ class Tracker(LoopProgress):
         if self._boundaries_missed == _UNSEEN_STEPS:
             self._stopping.watch.unseen = True
             self._loops.say_unseen(self._boundaries_missed)
+        self._unstopped += 1
+        stop = self._stopping.watch.stop
+        if stop is None or self._unstopped < _MOST_UNSTOPPED or self._stopping.halt.done:
+            return
+        if not self._has_boundaries or self._stopping.halt.seconds_left(1.0) <= 0.0:
+            raise self._end(stop, None)
 
     # ---- boundaries
 
@@ -319,6 +330,7 @@ class Tracker(LoopProgress):
         around, unclear = self._loops.boundary(feed, self._due)
         self._training, obstacle = around or self._training, obstacle or unclear
         if obstacle is None:
+            self._unstopped, self._has_boundaries = 0, True
             for one in self._due:
                 one.interior = one.delivered > 0
         self._audit.stepped()
@@ -336,10 +348,10 @@ class Tracker(LoopProgress):
             self._due.add(around)
             self._recent.add(around)
 
-    def _end(self, stop: Stop, take: Take) -> BaseException:
-        """See `Stopping.end`; after it signals are the script's again, which may not end with the exception."""
+    def _end(self, stop: Stop, take: Take | None) -> BaseException:
+        """See `Stopping.end`, and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
         try:
-            return self._stopping.end(stop, take)
+            return self._stopping.halt.unsaved(stop) if take is None else self._stopping.end(stop, take)
         finally:
             self._stopping.close()
 
@@ -447,6 +459,8 @@ class Tracker(LoopProgress):
                 rng.restore(streams)
             self._loops.start.expect(own["rng"], later=later)
             self._loops.counted = own.get("loop", {}).get("numbers", {})
+            for problem in own.get("loop", {}).get("says", ()):
+                self._resume.say(problem)
 
     def _begins(self) -> None:
         if self._training is None and not any(one.active for one in self._feeds):

@@ -458,7 +458,7 @@ def test_off_looks_at_nothing() -> None:
     audit = Audit("off", lambda: {"net": net}, logging.getLogger("test"))
     audit.begin("batch")
     net.count += 1
-    assert audit.for_snapshot() == ({"attributes": {}, "locals": []}, {})
+    assert audit.for_snapshot() == ({"attributes": {}, "locals": [], "inputs": {}}, {})
 
 
 def test_variables_of_closures_count() -> None:

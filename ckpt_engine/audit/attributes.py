@@ -69,7 +69,8 @@ REFERENCES = (
 _COUNTS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([])), type(iter(range(0))))
 """Iterators that are over no loader."""
 _OF_MODULES = frozenset(vars(nn.Module()))
-_SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_STEPPERS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_SAVED_BY_THEMSELVES = (torch.optim.Optimizer, *_STEPPERS)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SHOW = frozenset(
     {
@@ -474,7 +475,7 @@ def is_used(value: object) -> bool:
 def _of_user(value: object) -> Mapping[str, Any] | None:
     """The attributes of an object of a class of the user's own that is no part of training known to torch."""
     kind = type(value)
-    if isinstance(value, _NAMESPACES) or is_parts(value):
+    if isinstance(value, (*_NAMESPACES, *_STEPPERS)) or is_parts(value):
         return attributes_of(value)
     if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
         return None
@@ -519,11 +520,3 @@ def reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[s
             yield name, value
             if isinstance(value, types.FunctionType):
                 waiting += [(one, value.__globals__.get(one)) for one in names_in(value)]
-
-
-def steppers_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The schedulers and scalers among a variable and its attributes."""
-    own = vars(value) if is_used(value) and hasattr(value, "__dict__") else {}
-    for path, one in ((name, value), *((f"{name}.{key}", one) for key, one in tuple(own.items()))):
-        if isinstance(one, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
-            yield path, one

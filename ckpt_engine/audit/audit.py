@@ -296,7 +296,7 @@ class Audit(HiddenState):
         self.looks_early = self._looks < _FIRST_LOOKS
         roots = self.roots().values()
         carries = [one for one in roots if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries, self.ids, set(map(id, roots))):
+        if new := self._locals.look(known, carries, self.ids):
             self._log.warning("%s", sentence(new))
 
     def for_snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -202,6 +202,25 @@ def test_a_counter_beside_the_model_continues(kind: Callable[[Script], Any], is_
     assert continued(tmp_path, loop, seeds=(1, 1)) == (True, "")
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR", "ReduceLROnPlateau"])
+def test_a_scheduler_that_is_not_tracked_continues(kind: str, is_held: bool, tmp_path: Path) -> None:
+    """In a variable or in an object."""
+    options = {"StepLR": {"step_size": 2}, "OneCycleLR": {"max_lr": 0.5, "total_steps": 20}, "ReduceLROnPlateau": {}}
+
+    def loop(script: Script) -> None:
+        schedule: Any = getattr(torch.optim.lr_scheduler, kind)(script.optimizer, **options[kind])
+        held = Holder(schedule)
+        run = script.track()
+        for _ in range(run.global_step, STEPS):
+            script.learn(torch.randn(2, 3))
+            one = held.walk if is_held else schedule
+            one.step(*([float(script.done[-1].startswith("0x1"))] if kind == "ReduceLROnPlateau" else []))
+            run.step()
+
+    assert continued(tmp_path, loop) == (True, "")
+
+
 # ---- what is drawn before the loop
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -234,7 +253,7 @@ def test_what_a_script_without_a_seed_draws_before_the_loop_is_named(
         held = Holder(drawn)
         run = script.track()
         for _ in range(run.global_step, STEPS):
-            script.learn(torch.full((2, 3), sum_of(held.walk if is_held else drawn)))
+            script.learn(torch.full((2, 3), 1.0 / (1.0 + abs(sum_of(held.walk if is_held else drawn)))))
             run.step()
 
     same, named = continued(tmp_path, loop, seeds=(1, seed))

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import UsedObject, Variables, attributes_of, is_used, reached
+from ckpt_engine.audit.attributes import UsedObject, Variables
+from ckpt_engine.audit.objects import attributes_of, is_used, reached
 from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
 from ckpt_engine.audit.values import (
     MISSING,

@@ -36,7 +36,6 @@ from ckpt_engine.loop.shape import (
     place_of,
     tensors_of,
 )
-from ckpt_engine.observe.units import count
 from ckpt_engine.snapshot import arguments
 
 _OR_CARRY = ", or keep it in track(…, carry=Carry(…))"
@@ -218,14 +217,6 @@ class Loops:
             return None
         where = f"{Path(frame.f_code.co_filename).name}:{line}"
         return f"a resume leaves out what the loop does behind run.step() ({where}): make that its last statement"
-
-    def say_unseen(self, steps: int) -> None:
-        """So many steps came without a boundary."""
-        self._log.warning(
-            "%s, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
-            "call step() at the end of the loop's body, or iterate the tracked loader",
-            count(steps, "optimizer step"),
-        )
 
     # ---- for a snapshot
 

@@ -193,7 +193,7 @@ def test_a_counter_beside_the_model_continues(kind: Callable[[Script], Any], is_
 
     def loop(script: Script) -> None:
         state = kind(script)
-        held = Holder(state)
+        held = Holder(state if is_held else None)
         run = script.track()
         for _ in range(run.global_step, STEPS):
             script.learn(torch.full((2, 3), 1.0 / counted(held.walk if is_held else state)))
@@ -210,7 +210,7 @@ def test_a_scheduler_that_is_not_tracked_continues(kind: str, is_held: bool, tmp
 
     def loop(script: Script) -> None:
         schedule: Any = getattr(torch.optim.lr_scheduler, kind)(script.optimizer, **options[kind])
-        held = Holder(schedule)
+        held = Holder(schedule if is_held else None)
         run = script.track()
         for _ in range(run.global_step, STEPS):
             script.learn(torch.randn(2, 3))
@@ -250,7 +250,7 @@ def test_what_a_script_without_a_seed_draws_before_the_loop_is_named(
 
     def loop(script: Script) -> None:
         drawn = DRAWS[kind]()
-        held = Holder(drawn)
+        held = Holder(drawn if is_held else None)
         run = script.track()
         for _ in range(run.global_step, STEPS):
             script.learn(torch.full((2, 3), 1.0 / (1.0 + abs(sum_of(held.walk if is_held else drawn)))))
@@ -324,9 +324,10 @@ def test_our_own_objects_are_no_state(kind: str, tmp_path: Path) -> None:
         run = script.track()
         script.net.run = {"attribute": run, "in a dict": {"run": run, "n": 0}, "in a list": [run]}[kind]
         for _ in range(run.global_step, STEPS):
-            script.step()
             if kind == "in a dict":
                 script.net.run["n"] += 1
+            script.learn(torch.full((2, 3), 1.0 / (script.net.run["n"] if kind == "in a dict" else 1)))
+            run.step()
 
     assert continued(tmp_path, loop) == (True, "")
 

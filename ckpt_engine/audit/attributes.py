@@ -18,18 +18,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from ckpt_engine.audit.objects import (
-    NAMESPACES,
-    REFERENCES,
-    SAVED_BY_THEMSELVES,
-    LiveView,
-    attributes_of,
-    is_opaque,
-    is_parts,
-    is_used,
-    items_of,
-    of_user,
-)
 from ckpt_engine.audit.source import (
     chosen_class,
     defaults_of,
@@ -43,12 +31,22 @@ from ckpt_engine.audit.values import (
     CONTAINERS,
     DEPTH,
     GENERATORS,
+    NAMESPACES,
     PLAIN,
+    REFERENCES,
+    SAVED_BY_THEMSELVES,
     SEQUENCES,
     TEXTUAL,
+    LiveView,
     address,
+    attributes_of,
     changes_in_place,
+    is_opaque,
     is_own,
+    is_parts,
+    is_used,
+    items_of,
+    of_user,
     text_of,
 )
 from ckpt_engine.data import rng

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 
 from ckpt_engine.audit.attributes import AttributeHolder
-from ckpt_engine.audit.beginning import Beginning, Unrepeated
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
-from ckpt_engine.audit.roots import KeptDraws, of_modules
+from ckpt_engine.audit.roots import Beginning, KeptDraws, Unrepeated, of_modules
 from ckpt_engine.audit.values import (
     CONTAINERS,
     GENERATORS,

@@ -29,18 +29,20 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import UsedObject, Variables
-from ckpt_engine.audit.objects import attributes_of, is_used, reached
 from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
 from ckpt_engine.audit.values import (
     MISSING,
     Clocks,
     Frozen,
+    attributes_of,
     changes_in_place,
     digest,
     freeze,
     is_drawn,
     is_iterator,
     is_own,
+    is_used,
+    reached,
 )
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.plugins import is_library_file

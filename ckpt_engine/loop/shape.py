@@ -122,11 +122,11 @@ class Ask:
         values = [value for frame in self.frames for value in frame.f_locals.values()]
         return any(one is iterator for value in values for one in (value, *getattr(value, "__dict__", {}).values()))
 
-    def kept_in_generators(self) -> tuple[set[int], set[int]]:
-        """Ids of the tensors that generators around the loader read later, in variables, and in attributes of these."""
+    def kept_in_generators(self) -> set[int]:
+        """Ids of the tensors in variables that generators around the loader read later."""
         inside = [frame for frame in self.frames if frame.f_code.co_flags & inspect.CO_GENERATOR]
         live = [value for frame in inside for value in local_values(frame)[0]]
-        return _ids_in(live), _ids_in(each for one in live for each in getattr(one, "__dict__", {}).values())
+        return _ids_in(live)
 
     def is_in_generator(self) -> bool:
         """Whether a generator asks, which may begin one pass after the other."""
@@ -340,9 +340,9 @@ class Lead:
         self.unclear = 0
         """Batches that the first step took more, for no reason that was seen."""
         self._first: int | None = None
-        self._before: tuple[set[int], set[int]] = (set(), set())
+        self._before: set[int] = set()
         """What the generators around the loader kept when the pass was asked for its first batch."""
-        self._since = self._elsewhere = self._kept = self._saved_ahead = self._vain = 0
+        self._since = self._elsewhere = self._kept = self._vain = 0
         self._asked: list[At] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
 
@@ -381,16 +381,14 @@ class Lead:
             places = [place_of(at) for at in self._asked]
             self._elsewhere = sum(one != places[-1] for one in places[:asked])
             kept = sum((one := each()) is not None and id(one) not in dropped for each in self._given)
-            # A generator may keep a changed copy of what it has read ahead; in an attribute that is hidden state.
-            now = ask.kept_in_generators()
-            self._kept = max(kept, len(now[0] - self._before[0]))
-            self._saved_ahead = len(now[1] - self._before[1])
+            # A generator may keep a changed copy of what it has read ahead.
+            self._kept = max(kept, len(ask.kept_in_generators() - self._before))
             if asked == 1:
                 self.ahead = 0
         else:
             extra = max(self._first - asked, 0)
             evident = self._elsewhere >= extra or self._kept >= extra
-            self.ahead, self.unclear = (extra, 0) if evident else (0, 0 if self._saved_ahead >= extra else extra)
+            self.ahead, self.unclear = (extra, 0) if evident else (0, extra)
         if self.ahead is not None:
             self._asked, self._given = [], []
 

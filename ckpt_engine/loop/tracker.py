@@ -27,8 +27,8 @@ from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents,
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
+from ckpt_engine.loop.halt import MissedBoundaries
 from ckpt_engine.loop.loops import LoopProgress, Loops
-from ckpt_engine.loop.missed_boundaries import MissedBoundaries
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
@@ -80,7 +80,7 @@ class Tracker(LoopProgress):
         self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log)
         self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
-        self._steps, self._missed = begins_at or 0, MissedBoundaries(self._stopping, self._log)
+        self._steps, self._missed = begins_at or 0, MissedBoundaries(self._stopping.halt, self._log)
         self._counted = self._dirty = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)

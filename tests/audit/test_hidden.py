@@ -25,8 +25,8 @@ from torch import nn
 from ckpt_engine.audit import values
 from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.audit import Audit, HiddenState
-from ckpt_engine.audit.objects import reached
 from ckpt_engine.audit.roots import of_modules
+from ckpt_engine.audit.values import reached
 from ckpt_engine.loop.capture import Packer, unpack
 from ckpt_engine.plugins import _program
 

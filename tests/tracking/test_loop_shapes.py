@@ -528,7 +528,6 @@ EXACT: tuple[Loop, ...] = (
     reads_two_ahead,
     reads_one_ahead_and_changes_it,
     reads_two_ahead_and_changes_them,
-    reads_ahead_in_an_iterable_object,
     reads_ahead_in_an_object,
     alternates,
     samples_from_endless_ones,
@@ -551,6 +550,7 @@ DECLARED: dict[Loop, str] = {
     takes_several_per_round: "turn was",
     cycles: "cycle",
     iterates_one_loader_twice_at_once: "two passes",
+    reads_ahead_in_an_iterable_object: "takes 1 batches more than the next",
 }
 
 
@@ -632,10 +632,9 @@ def generations(
 QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
     **dict.fromkeys((reads_one_ahead_and_changes_it, reads_two_ahead_and_changes_them), 2),
-    reads_ahead_in_an_iterable_object: 2,
     takes_three_at_once: 3,  # one of them where the second loader ends next
     **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
-    **dict.fromkeys((counts_from_zero, counts_around_a_bar), 1),
+    **dict.fromkeys((counts_from_zero, counts_around_a_bar, reads_ahead_in_an_iterable_object), 1),
 }
 """How many boundaries of a loop the quick tests resume from."""
 

@@ -26,11 +26,9 @@ CODECS = "ckpt_engine.codecs"
 """By codec name: a class without arguments that is a `Codec`."""
 _MEMBERS = {STORAGES: ("__call__",), CODECS: ("__call__", "name", "needs_base", "encode", "decode")}
 """What each object of a group has."""
-_FRAMEWORKS = frozenset(
-    {
-        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"),
-        *("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"),
-    }
+_OURS = frozenset({"ckpt_engine", "lightning_ckpt", "accelerate_ckpt"})
+_FRAMEWORKS = _OURS.union(
+    ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics")
 )
 _LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
@@ -173,6 +171,11 @@ def _origin(value: Any) -> str:
 def of_framework(kind: type) -> bool:
     """Whether a class is one of torch or of a trainer."""
     return kind.__module__.partition(".")[0] in _FRAMEWORKS
+
+
+def of_us(kind: type) -> bool:
+    """Whether a class is one of this package and its adapters."""
+    return kind.__module__.partition(".")[0] in _OURS
 
 
 def is_standard(kind: type) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from ckpt_engine.audit.source import (
     chosen_class,
@@ -24,44 +24,41 @@ from ckpt_engine.audit.source import (
     function_decides,
     hooks_of_user,
     is_metric,
-    names_in,
     names_of,
-    slots_of,
     variable_decides,
 )
 from ckpt_engine.audit.values import (
     CONTAINERS,
     DEPTH,
     GENERATORS,
-    MISSING,
-    MOST_ITEMS,
+    NAMESPACES,
     PLAIN,
+    REFERENCES,
+    SAVED_BY_THEMSELVES,
     SEQUENCES,
     TEXTUAL,
+    LiveView,
     address,
+    attributes_of,
     changes_in_place,
+    is_opaque,
     is_own,
+    is_parts,
+    is_used,
+    items_of,
+    of_user,
     text_of,
 )
 from ckpt_engine.data import rng
 from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
 
-_MOST_PARTS = 16
+_MOST_OF_LIBRARIES = 500
+"""Objects of installed packages among those that the loop uses."""
 MOST_HOLDERS = 5000
 """Objects that are looked at; the walk ends there."""
-REFERENCES = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    functools.partial,
-    DataLoader,
-)
 _COUNTS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([])), type(iter(range(0))))
 """Iterators that are over no loader."""
 _OF_MODULES = frozenset(vars(nn.Module()))
-_SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _IN_METRICS = frozenset(
     {
         *("update", "compute", "_update_signature", "_defaults", "_reductions", "_persistent"),
@@ -82,11 +79,14 @@ class AttributeHolder:
         values: its attributes, live.
         skipped: names of attributes that something else saves, or that belong to a framework.
         public_only: leave out names that begin with an underscore.
+        plain_private: of those leave out what is not plain.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
         plain_only: leave out what is no number, text, None, container, stream, or tensor without a gradient.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
         in_place: only what changes within: streams, tensors and containers of plain values, as nothing can be assigned.
         records: containers that grow are taken for records, which training does not follow from.
+        kept_only: leave out tensors that were replaced by others: what they share memory with is not known.
+        inputs_only: only what is compared with the first process, and never changes.
     """
 
     path: str
@@ -94,18 +94,24 @@ class AttributeHolder:
     values: Mapping[str, Any]
     skipped: frozenset[str] = frozenset()
     public_only: bool = False
+    plain_private: bool = False
     shares: bool = False
     plain_only: bool = False
     states: bool = False
     in_place: bool = False
     records: bool = False
+    kept_only: bool = False
+    inputs_only: bool = False
 
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
             value = self.values[name]
             plain = not self.plain_only or isinstance(value, (*PLAIN, *CONTAINERS, *_COUNTS))
-            if (self.in_place or not plain) and not changes_in_place(value):
+            if (self.in_place or not plain) and not (self.inputs_only or changes_in_place(value)):
+                continue
+            is_private = self.plain_private and name.startswith("_")
+            if is_private and not (isinstance(value, PLAIN) or changes_in_place(value)):
                 continue
             hides = self.public_only or isinstance(self.owner, type)
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
@@ -117,6 +123,10 @@ class AttributeHolder:
             self.owner.cell_contents = value
         elif isinstance(self.owner, nn.Module) and name in self.owner._buffers:
             self.owner._buffers[name] = value
+        elif isinstance(self.owner, dict):
+            self.owner[name] = value
+        elif isinstance(self.owner, list):
+            self.owner[int(name) : int(name) + 1] = [value]
         else:
             setattr(self.owner, name, value)
 
@@ -136,41 +146,6 @@ class DerivedObject:
     framework: type
 
 
-class LiveView(Mapping[str, Any]):
-    """Values that are looked up whenever they are asked for, as far as they are there, and those of a dict.
-
-    Args:
-        names: of the values.
-        read: gives the value of a name; `MISSING` or a ValueError: it is not there.
-        own: the dict.
-    """
-
-    def __init__(
-        self, names: Collection[str], read: Callable[[str], Any], own: Mapping[str, Any] = types.MappingProxyType({})
-    ) -> None:
-        self._names, self._read, self._own = names, read, own
-
-    def _found(self, name: str) -> Any:
-        try:
-            return self._read(name) if name in self._names else MISSING
-        except ValueError:
-            return MISSING  # a variable that is not assigned yet
-
-    def __getitem__(self, name: str) -> Any:
-        found = self._found(name)
-        return self._own[name] if found is MISSING else found
-
-    def __iter__(self) -> Iterator[str]:
-        return itertools.chain((name for name in self._names if self._found(name) is not MISSING), self._own)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, MISSING)
-
-
 def _content(cell: types.CellType, _: str) -> Any:
     return cell.cell_contents
 
@@ -184,12 +159,14 @@ class Variables:
         assigned: names of variables that get new values.
         within: names of variables whose values change within.
         module: or another object, that new values are assigned to.
+        inputs: names of variables that are only compared with the first process.
     """
 
     read: Callable[[str], Any]
     assigned: frozenset[str] = frozenset()
     within: frozenset[str] = frozenset()
     module: Any = None
+    inputs: frozenset[str] = frozenset()
 
 
 class Walk:
@@ -204,6 +181,9 @@ class Walk:
         self.found: list[AttributeHolder] = []
         self.saved: set[int] = set()
         """Addresses of parameters and persistent buffers, which a `state_dict` has."""
+        self.opaque: list[tuple[str, str, Any]] = []
+        """Path of an object of a package that the loop uses, and path and value of what it has that nothing shows."""
+        self._of_libraries, self._library = 0, ""
         self._seen: set[int] = set()
         modules = [one for root in roots.values() if isinstance(root, nn.Module) for one in root.modules()]
         self._covered = set(map(id, modules))
@@ -227,14 +207,19 @@ class Walk:
             self._visit_used(value.owner, path, depth)
         elif isinstance(value, Variables):
             decide = frozenset(name for name in value.within if variable_decides(value.module, name))
-            self._hold(path, None, LiveView(decide, value.read), in_place=True)
-            self._hold(path, None, LiveView(value.within - decide, value.read), in_place=True, records=True)
+            local = value.module is None
+            rest = LiveView(value.within - decide, value.read)
+            self._hold(path, None, LiveView(decide, value.read), in_place=True, kept_only=local)
+            self._hold(path, None, rest, in_place=True, records=True, kept_only=local)
             self._hold(path, value.module, LiveView(value.assigned, value.read))
+            self._hold(path, None, LiveView(value.inputs, value.read), inputs_only=True)
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
         elif isinstance(value, torch.optim.Optimizer) and not of_framework(type(value)):
             self._visit_derived(DerivedObject(value, torch.optim.Optimizer), path, depth)
         elif isinstance(value, (dict, *SEQUENCES)):
+            if is_parts(value):
+                self._hold(path, value, attributes_of(value) or {})
             for key, item in items_of(value):
                 self.visit(item, f"{path}[{text_of(key)}]", depth - 1)
         elif isinstance(value, functools.partial):
@@ -269,12 +254,18 @@ class Walk:
         elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
                 self._visit_state(module, f"{path}.{name}".rstrip("."))
-        if (values := _of_user(value)) is None:
+        if (values := of_user(value)) is None:
+            if self._library and is_opaque(value):
+                self.opaque.append((self._library, path, value))
             return
-        self._hold(path, value, values, _saved(value), plain_only=True, records=True)
-        self._visit_class(type(value), records=True)
-        for name, one in tuple(values.items()):
-            self._visit_used(one, f"{path}.{name}", depth - 1)
+        outer, self._library = self._library, self._library or (path if is_library(type(value)) else "")
+        self._of_libraries += bool(self._library)
+        if self._of_libraries <= _MOST_OF_LIBRARIES:
+            self._hold(path, value, values, plain_only=True, records=True)
+            self._visit_class(type(value), records=True)
+            for name, one in tuple(values.items()):
+                self._visit_used(one, f"{path}.{name}", depth - 1)
+        self._library = outer
 
     def _visit_hook(self, hook: Any, path: str, depth: int) -> None:
         """Hooks often only record: their containers that grow are no state, as those of other objects that are used."""
@@ -307,18 +298,21 @@ class Walk:
 
     def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
         values = vars(value.owner)
-        holder = self._hold(path, value.owner, values, names_of(value.framework))
+        skipped = names_of(value.framework)
+        if issubclass(value.framework, torch.optim.Optimizer):
+            skipped |= names_of(torch.optim.lr_scheduler.LRScheduler)
+        holder = self._hold(path, value.owner, values, skipped)
         self._visit_class(type(value.owner), records=False)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
 
     def _looks_into(self, value: Any, *, root: bool) -> bool:
         kind = type(value)
-        if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or attributes_of(value) is None:
+        if isinstance(value, (*REFERENCES, *GENERATORS, *SAVED_BY_THEMSELVES)) or attributes_of(value) is None:
             return False
         if isinstance(value, nn.Module | Dataset | Sampler):
             return True
-        return not is_standard(kind) and (root or not of_framework(kind))
+        return isinstance(value, NAMESPACES) or (not is_standard(kind) and (root or not of_framework(kind)))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
         kind, values = chosen_class(value), attributes_of(value) or {}
@@ -335,13 +329,15 @@ class Walk:
             self.saved.update(address(one) for one in tensors if one is not None)
         elif of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped
-        public_only, metric = is_library(kind), is_metric(value)
+        library, metric = is_library(kind), is_metric(value)
+        public_only = library and isinstance(value, nn.Module)
         if metric:
             saved = id(value) in self._with_states
             skipped |= _IN_METRICS
             skipped |= {name for name, one in values.items() if saved and isinstance(one, torch.Tensor | list)}
             public_only = saved
-        holder = self._hold(path, value, values, skipped, public_only=public_only, shares=metric)
+        how = {"public_only": public_only, "plain_private": library}
+        holder = self._hold(path, value, values, skipped, shares=metric, **how)
         self._visit_class(kind, records=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
@@ -386,55 +382,3 @@ def _saved(value: Any) -> frozenset[str]:
     there = {id(state), *map(id, state.values())}
     values = attributes_of(value) or {}
     return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
-
-
-def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """The first items of a dict or sequence, by key or index, but for plain values; none of other objects."""
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, SEQUENCES) else ()
-    return [row for row in itertools.islice(rows, MOST_ITEMS) if not issubclass(type(row[1]), PLAIN)]
-
-
-def attributes_of(value: Any) -> Mapping[str, Any] | None:
-    """The attributes of an object, those of `__slots__` included; None where it has none."""
-    kind: Any = type(value)
-    slots, own = slots_of(kind), getattr(value, "__dict__", None)
-    return LiveView(slots, functools.partial(_attribute, value), own or {}) if slots else own
-
-
-def is_used(value: object) -> bool:
-    """Whether it is an object or function of the user's own, or a module, that a loop may use without tracking it."""
-    if isinstance(value, types.FunctionType):
-        return is_function_of_user(value)
-    if isinstance(value, type):
-        return not (is_library(value) or is_standard(value) or of_framework(value))
-    return isinstance(value, nn.Module) or _of_user(value) is not None
-
-
-def _of_user(value: object) -> Mapping[str, Any] | None:
-    """The attributes of an object of a class of the user's own that is no part of training known to torch."""
-    kind = type(value)
-    if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
-        return None
-    return None if is_standard(kind) or is_library(kind) or of_framework(kind) else attributes_of(value)
-
-
-def reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is used of these variables, and of the global ones of functions that are called."""
-    waiting, seen = [(name, values.get(name)) for name in sorted(names)], set[int]()
-    for name, value in waiting:  # it grows meanwhile
-        if isinstance(value, dict | list | tuple) and len(value) <= _MOST_PARTS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}[{text_of(key)}]", one) for key, one in items if is_used(one)]
-        elif id(value) not in seen and (is_used(value) or isinstance(value, DataLoader)):
-            seen.add(id(value))
-            yield name, value
-            if isinstance(value, types.FunctionType):
-                waiting += [(one, value.__globals__.get(one)) for one in names_in(value)]
-
-
-def steppers_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The schedulers and scalers among a variable and its attributes."""
-    own = vars(value) if is_used(value) and hasattr(value, "__dict__") else {}
-    for path, one in ((name, value), *((f"{name}.{key}", one) for key, one in tuple(own.items()))):
-        if isinstance(one, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
-            yield path, one

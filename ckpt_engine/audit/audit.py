@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from ckpt_engine.audit.attributes import REFERENCES, AttributeHolder, Walk
+from ckpt_engine.audit.attributes import AttributeHolder
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
-from ckpt_engine.audit.roots import KeptDraws, of_modules
-from ckpt_engine.audit.source import attribute_decides
+from ckpt_engine.audit.roots import Beginning, KeptDraws, Unrepeated, of_modules
 from ckpt_engine.audit.values import (
     CONTAINERS,
+    GENERATORS,
     MISSING,
     PLAIN,
     Frozen,
-    Looked,
-    address,
     changes_within,
     digest,
     exchanged,
@@ -34,7 +30,6 @@ from ckpt_engine.audit.values import (
     is_iterator,
     nbytes_of,
     shapes,
-    tensors_in,
     text_of,
     type_of,
 )
@@ -50,12 +45,13 @@ MOST_BYTES = 256 << 20
 """Bytes of hidden tensors and arrays that one snapshot takes."""
 _LARGE_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 40
-_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
 _AHEAD = "its loader reads batches before the step that they are for begins, without workers"
-_MOST_KEYS = 10_000
-_NO_LIST = ((), ("list", -1))
-"""Beside a key and its value, frozen: any list has more."""
 _ONCE = "it is set in the first step of each process"
+_UNSEEN = "nothing shows what it holds"
+_MOST_NAMED = 5
+_DIFFER = (
+    "{} {} not what the first process had: seed the script before {} drawn, or keep {} in track(…, carry=Carry(…))"
+)
 
 
 class HiddenState:
@@ -74,15 +70,17 @@ class HiddenState:
         self.on = mode != "off"
         """Whether anything is looked at."""
         self.skipped = frozenset(skipped)
-        self._moments: dict[str, _Beginning] = {}
-        self._before: _Beginning | None = None
-        self._unrepeated: dict[str, _Unrepeated] = {}
+        self._moments: dict[str, Beginning] = {}
+        self._before: Beginning | None = None
+        self._unrepeated: dict[str, Unrepeated] = {}
         self._saved: Mapping[str, Any] = {}
         self._first: dict[str, Mapping[str, str]] = {}
         """Of attributes that an earlier process has changed: what they were when the run's first process began."""
         self._kept: frozenset[str] = frozenset()
         """Those of them that are no flags of a process."""
         self._flattener = Flattener()
+        self._inputs: Mapping[str, Mapping[str, str]] = {}
+        """What the run's first process began with and training did not change: by moment digests by path."""
         self._named: set[str] = set()
         self._once: frozenset[str] | None = None
         """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
@@ -94,7 +92,7 @@ class HiddenState:
         Args:
             roots: the objects that take part in training, by the names that users know them by.
         """
-        self._moments[moment] = begun = _Beginning(roots, self.skipped)
+        self._moments[moment] = begun = Beginning(roots, self.skipped)
         if self._before is not None:
             self._unrepeated = dict(self._before.differences(begun))
             self._before = None
@@ -105,7 +103,7 @@ class HiddenState:
 
         What it changes counts as changed: another process begins with what was there before.
         """
-        self._before = _Beginning(roots, self.skipped)
+        self._before = Beginning(roots, self.skipped)
 
     def stepped(self) -> None:
         """The process has made a step. The first one counts that can be compared with a beginning."""
@@ -117,7 +115,7 @@ class HiddenState:
             )
 
     @property
-    def _latest(self) -> _Beginning | None:
+    def _latest(self) -> Beginning | None:
         return self._moments.get("batch") or self._moments.get("start")
 
     def state(self, ahead: Iterable[str] = ()) -> dict[str, Any]:
@@ -139,12 +137,29 @@ class HiddenState:
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
             begin = self._first.get(path) or self._begin_of(path)
+            if why == _ONCE and latest is not None and latest.is_of_library(path):
+                continue  # its package sets it in each process
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
             if latest is not None and not why and changes_within(value):
                 rows[path] |= {"object": objects.setdefault(id(value), path), "kept": latest.kept(path, value)}
             if isinstance(value, torch.Tensor) and value.is_leaf and not why:
                 rows[path]["requires_grad"] = value.requires_grad
+        for path, value in latest.opaque(rows) if latest is not None else ():
+            rows[path] = {"type": type_of(value), "begin": {}, "why": _UNSEEN}
         return rows
+
+    def inputs(self, rows: Collection[str]) -> dict[str, dict[str, str]]:
+        """What the run's first process began with and training only reads: by moment digests by path.
+
+        Args:
+            rows: of `state`.
+        """
+        found = {moment: one.inputs(rows) for moment, one in self._moments.items()}
+        first = self._inputs
+        return {
+            moment: {path: first.get(moment, {}).get(path, was) for path, was in one.items()}
+            for moment, one in found.items()
+        }
 
     def ids(self) -> set[int]:
         """Of the objects that have moved and that a snapshot has."""
@@ -166,9 +181,9 @@ class HiddenState:
         self._named.update(new)
         return [f"{path} ({rows[path]['type']}): {rows[path]['why']}" for path in new]
 
-    def expect(self, rows: Mapping[str, Any]) -> None:
-        """A snapshot's hidden state, which `restore` puts back later."""
-        self._saved = rows
+    def expect(self, rows: Mapping[str, Any], inputs: Mapping[str, Any] = types.MappingProxyType({})) -> None:
+        """A snapshot's hidden state, which `restore` puts back later, and what its first process began with."""
+        self._saved, self._inputs = rows, inputs
         self._first = {path: row["begin"] for path, row in self._saved.items()}
         self._kept = frozenset(path for path, row in self._saved.items() if row.get("why") != _ONCE)
 
@@ -191,6 +206,9 @@ class HiddenState:
                 live[id(row["value"])] = begun.value_at(path)
             elif why:
                 missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
+        first = self._inputs.get(moment, {})
+        if others := [path for path, was in first.items() if begun.input_at(path) not in ("", was)]:
+            missing.append(NotRestored("values made at start", differing(others)))
         done.sort(key=list(saved).index)
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
 
@@ -262,7 +280,7 @@ class Audit(HiddenState):
         self.looks_early = self._looks < _FIRST_LOOKS
         roots = self.roots().values()
         carries = [one for one in roots if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries, self.ids, set(map(id, roots))):
+        if new := self._locals.look(known, carries, self.ids):
             self._log.warning("%s", sentence(new))
 
     def for_snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -271,12 +289,12 @@ class Audit(HiddenState):
         if new := self.unsaved(rows):
             self._log.warning("training changes state that no snapshot has: %s", "; ".join(new))
         small, large = taken_apart(rows)
-        return {"attributes": small, "locals": self._locals.names}, large
+        return {"attributes": small, "locals": self._locals.names, "inputs": self.inputs(rows)}, large
 
     def resumes(self, small: Mapping[str, Any], large: Mapping[str, Any]) -> None:
         """What `for_snapshot` gave for the snapshot that this process resumes from."""
         if small and self.on:
-            self.expect(put_together(small["attributes"], large))
+            self.expect(put_together(small["attributes"], large), small.get("inputs", {}))
             self._carried = list(small["locals"])
 
     def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
@@ -293,7 +311,7 @@ def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dic
     Args:
         roots, skipped: as for `HiddenState`.
     """
-    return _Beginning({**of_modules(), **roots}, skipped).described()
+    return Beginning({**of_modules(), **roots}, skipped).described()
 
 
 def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -308,192 +326,7 @@ def put_together(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str
     return {path: {**row, "value": large[path]} if path in large else row for path, row in small.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Unrepeated:
-    """An attribute before something that no other process does, frozen too, and as it was after that."""
-
-    value: Any
-    before: Frozen
-    after: Frozen
-
-
-class _Beginning:
-    """What all attributes are at one moment."""
-
-    def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str]) -> None:
-        walk = Walk(roots, skipped)
-        self._address_of_saved = frozenset(walk.saved)
-        self._watched = [_Watched(holder) for holder in walk.found]
-        self.frozen: dict[str, Frozen] = {
-            f"{one.holder.path}.{name}": freeze(value, self._address_of_saved)
-            for one in self._watched
-            for name, value in one.before.items()
-        }
-        self._of = {f"{one.holder.path}.{name}": one for one in self._watched for name in one.before}
-        self._by_path = {one.holder.path: one.holder for one in self._watched}
-        self._looked = Looked()
-
-    def differences(self, later: _Beginning) -> Iterator[tuple[str, _Unrepeated]]:
-        """By path what has changed until then."""
-        for one in self._watched:
-            for name, value in one.before.items():
-                path = f"{one.holder.path}.{name}"
-                after = later.frozen.get(path)
-                if after is not None and after != self.frozen[path]:
-                    yield path, _Unrepeated(value, self.frozen[path], after)
-
-    def take_back(self, unrepeated: Mapping[str, _Unrepeated]) -> None:
-        """Those that have not changed since begin as they were before."""
-        for one in self._watched if unrepeated else ():
-            for name in one.before:
-                path = f"{one.holder.path}.{name}"
-                if (row := unrepeated.get(path)) is not None and row.after == self.frozen[path]:
-                    self.frozen[path], one.before[name] = row.before, row.value
-            one.look()
-
-    def holder_of(self, path: str) -> AttributeHolder | None:
-        """Whose attribute it is, one that is not there yet included."""
-        return self._of[path].holder if path in self._of else self._by_path.get(path.rpartition(".")[0])
-
-    def kept(self, path: str, value: Any) -> str:
-        """What of it is still the objects of that moment: all, the container, or nothing."""
-        one, name = self._of.get(path), path.rpartition(".")[2]
-        if one is None or one.before[name] is not value:
-            return "nothing"
-        same = [*map(id, tensors_in(value))] == [id(ref()) for ref in one.within[name]]
-        return "all" if same else "container"
-
-    def is_saved(self, value: Any) -> bool:
-        """Whether it is memory of what a `state_dict` has, or holds such."""
-        tensors = (one for one in tensors_in(value) if isinstance(one, torch.Tensor))
-        return any(address(one) in self._address_of_saved for one in tensors)
-
-    def same_at(self, path: str, value: Any) -> str:
-        """Another path that had the same object at that moment; empty: none."""
-        rows = ((other, one.before[other.rpartition(".")[2]]) for other, one in self._of.items() if other != path)
-        return next((other for other, was in rows if was is value), "")
-
-    def value_at(self, path: str) -> Any:
-        """What is there now, or `MISSING`."""
-        holder = self.holder_of(path)
-        return MISSING if holder is None else holder.values.get(path.rpartition(".")[2], MISSING)
-
-    def described(self) -> dict[str, tuple[str, str]]:
-        """Class and digest of all attributes."""
-        return {
-            path: (type_of(value), digest(self.frozen[path]))
-            for one in self._watched
-            for name, value in one.before.items()
-            for path in (f"{one.holder.path}.{name}",)
-        }
-
-    def states_of(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Those of modules, moved or not: a fresh process may begin with any other."""
-        for path in paths:
-            one, name = self._of.get(path), path.rpartition(".")[2]
-            if one is not None and one.holder.states and name in one.holder.values:
-                yield path, one.holder.values[name]
-
-    def is_of_module(self, path: str) -> bool:
-        """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
-        holder = self.holder_of(path)
-        return holder is not None and isinstance(holder.owner, torch.nn.Module)
-
-    def moved(self) -> Iterator[tuple[str, Any]]:
-        """The attributes that are not what they were at that moment."""
-        return ((path, value) for path, value, _ in self.changes())
-
-    def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
-        """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
-        self._looked.again()
-        for one in self._watched:
-            if not one.untouched():
-                one.look()
-            for name, path, value in one.rows:
-                was = one.before.get(name, MISSING)
-                if was is MISSING and value is getattr(type(one.holder.owner), name, MISSING):
-                    continue  # `self.seen += …` of a list of the class: the class has it
-                frozen = self._moved_to(path, value, was, quick=quick)
-                before = self.frozen.get(path, ())
-                if frozen is None:
-                    continue
-                if one.holder.records and _is_record(value, frozen, before, one.holder.in_place):
-                    owner = one.holder.owner
-                    kind = owner if isinstance(owner, type) else type(owner)
-                    if one.holder.in_place or kind.__module__ == "builtins" or not attribute_decides(kind, name):
-                        continue
-                yield path, value, frozen
-
-    def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
-        """What it is now; None: what it was."""
-        same = value is before
-        if (same and type(value) in PLAIN) or isinstance(value, REFERENCES):
-            return None
-        if is_iterator(value) and not isinstance(value, itertools.count):
-            return ("iterator",)
-        saved = self._address_of_saved
-        frozen = freeze(value, saved, arrays=lambda one: self._looked.freeze(one, saved, quick=quick))
-        return frozen if frozen != self.frozen.get(path) or (frozen[0] == "object" and not same) else None
-
-
-class _Watched:
-    """One holder, with its attributes as they were at the beginning, and as they were looked at last.
-
-    Attributes:
-        before: those of the beginning.
-        within: the tensors and arrays that they were then, or had inside.
-        rows: name, path and value of those that may have moved: what is another object, or may change within.
-    """
-
-    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows", "within")
-
-    def __init__(self, holder: AttributeHolder) -> None:
-        self.holder = holder
-        self.before = {name: holder.values[name] for name in holder.names()}
-        self.within = {name: list(map(weakref.ref, tensors_in(value))) for name, value in self.before.items()}
-        self.look()
-
-    def look(self) -> None:
-        """Look at every attribute."""
-        path, values, before = self.holder.path, self.holder.values, self.before
-        self._all_names, self._all_values = list(values), list(values.values())
-        rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
-        self.rows = [row for row in rows if changes_within(row[2]) or row[2] is not before.get(row[0], MISSING)]
-
-    def untouched(self) -> bool:
-        """Whether every attribute is the object that was looked at last. Cheap."""
-        values = self.holder.values
-        return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
-
-
-def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bool:
-    """Whether a container only writes down what happens: it grows, without a bound, and is no dict of tensors.
-
-    A dict with more keys remembers something, but for lists in it that grow.
-
-    Args:
-        of_variable: it is no attribute: lists in it that are new are none that have grown.
-    """
-    if not isinstance(value, CONTAINERS) or isinstance(value, tuple) or getattr(value, "maxlen", None) is not None:
-        return False
-    if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values()):
-        return False
-    if isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
-        new = itertools.repeat(() if of_variable else _NO_LIST)
-        return any(map(_has_grown, now[2:], itertools.chain(before[2:], new)))
-    return _has_grown(now, before)
-
-
-def _has_grown(now: Any, before: Any) -> bool:
-    """Whether a frozen container, or one in it, has more items than before."""
-    if not (isinstance(now, tuple) and isinstance(before, tuple)):
-        return False
-    if now and now[0] in _SIZED and before[:1] != ("NoneType",) and (now[:1] != before[:1] or now[1] > before[1]):
-        return True
-    return any(map(_has_grown, now, before))
-
-
-def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str | None) -> str | None:
+def _put_back(path: str, row: Mapping[str, Any], begun: Beginning, first: str | None) -> str | None:
     """None: it was put back. Else why not, or "" where it is already what it was.
 
     Args:
@@ -513,6 +346,8 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     if holder.in_place and type(now) is not type(saved):
         return f"{changes}, and it is another object now"
     of_shapes = holder.states or (holder.in_place and shapes(saved))
+    if isinstance(saved, GENERATORS) and type(now) is type(saved):
+        first = None if begin is None else digest(begin)  # wherever a stream begins, it continues there
     if of_shapes and shapes(now) == shapes(saved):
         pass
     elif holder.states:
@@ -541,6 +376,14 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any, kept: str)
         both = isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)
         holder.assign(name, saved.to(now.device) if both else saved)
     return not holder.in_place
+
+
+def differing(paths: Sequence[str]) -> str:
+    """What users read of values that another process made otherwise."""
+    more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+    is_one = len(paths) == 1
+    words = ("is", "it is", "it") if is_one else ("are", "they are", "them")
+    return _DIFFER.format(", ".join(paths[:_MOST_NAMED]) + more, *words)
 
 
 def _shown(value: Any) -> str:

@@ -28,14 +28,27 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import UsedObject, Variables, attributes_of, is_used, reached, steppers_of
+from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
-from ckpt_engine.audit.values import MISSING, Frozen, digest, freeze, is_iterator, is_own
+from ckpt_engine.audit.values import (
+    MISSING,
+    Clocks,
+    Frozen,
+    attributes_of,
+    changes_in_place,
+    digest,
+    freeze,
+    is_drawn,
+    is_iterator,
+    is_own,
+    is_used,
+    reached,
+)
 from ckpt_engine.data.position import followed_by
 from ckpt_engine.plugins import is_library_file
 
 _MOST_FRAMES = 16
-_NEXT, _ITER, _STEP = "next(", "iter(", "step("
+_NEXT, _ITER = "next(", "iter("
 _MOST_PARTS = 200
 _NO_PARTS = (type, ModuleType, FunctionType, CodeType, FrameType)
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
@@ -82,6 +95,7 @@ class CarriedLocals:
         self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._sizes: dict[tuple[Any, str], int] = {}
         self._decides: dict[tuple[CodeType, str], bool] = {}
+        self._clocks = Clocks()
         self._kept: set[tuple[CodeType | str, str]] = set()
         """Containers that a snapshot has."""
         self.modules: dict[str, Any] = {}
@@ -94,7 +108,6 @@ class CarriedLocals:
         known: Collection[Any] = (),
         carries: Iterable[Carry] = (),
         hidden: Callable[[], Collection[int]] = frozenset,
-        tracked: Collection[int] = (),
     ) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
 
@@ -102,7 +115,6 @@ class CarriedLocals:
             known: values that the loop takes from the tracker, such as counters.
             carries: a variable whose value one of them has by the same name is in the snapshot.
             hidden: ids of containers that the snapshot has as hidden state.
-            tracked: ids of the objects that the snapshot has.
         """
         if self._seen_otherwise is None:
             roots = (self.modules or of_modules()).items()
@@ -141,13 +153,11 @@ class CarriedLocals:
                 if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
                     continue
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
-                    new.append(name)
+                    is_state = not self._clocks.are_read(value) and id(value) not in hidden()
+                    new += [name] if is_state else []
+        self._clocks.look()
         self._before.update(found)
         new += [name for name in loaders_beside() if name not in self.names]
-        for name, value in steppers_beside(tracked):
-            now = freeze(value.state_dict(), depth=2)
-            moved = self._before.setdefault((_STEP, name), now) != now
-            new += [name] if moved and name not in self.names else []
         new += self._growing({id(value) for value in saved.values()}, new, hidden)
         self.names += new
         return new
@@ -251,10 +261,13 @@ def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
                 found.setdefault(name, UsedObject(value))
         heads = [here] if within_loop else [one.head for one in around]
         carried = {name for head in heads for name in _carried(code, head)}
-        within = frozenset(name for name in carried if is_own(frame.f_locals.get(name)))
+        carried -= {name for name in carried if name.startswith("__")}
+        within = frozenset(name for name in carried if changes_in_place(frame.f_locals.get(name)))
+        read = carried.difference(within, *(one.writes for one in loops_around(code, heads[0])))
+        inputs = frozenset(name for name in read if is_drawn(frame.f_locals.get(name)))
         path = f"{code.co_name}()" if code.co_name.isidentifier() else "the loop()"
-        if within:
-            found.setdefault(path, Variables(partial(_variable, code), within=within))
+        if within or inputs:
+            found.setdefault(path, Variables(partial(_variable, code), within=within, inputs=inputs))
     return found
 
 
@@ -267,17 +280,6 @@ def loaders_beside() -> set[str]:
                 if isinstance(value, DataLoader) and (value.persistent_workers or value.generator is not None):
                     found.update([f"{_ITER}{name})"] if followed_by(value) is None else [])
     return found
-
-
-def steppers_beside(tracked: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """Schedulers and scalers that the loops on the stack use, and that are not among these objects."""
-    for frame in frames_of_users(sys._getframe(1)):
-        values = {**frame.f_globals, **frame.f_locals}
-        for loop in loops_around(frame.f_code, instruction_at(frame))[-1:]:
-            for name in loop.reads & values.keys():
-                for path, one in steppers_of(name, values[name]):
-                    if id(one) not in tracked:
-                        yield f"{_STEP}{path})", one
 
 
 def _variable(code: CodeType, name: str) -> Any:
@@ -327,12 +329,10 @@ def _of_one_turn(frame: FrameType) -> frozenset[str]:
 def sentence(names: Iterable[str]) -> str:
     """What users read of such variables."""
     listed = list(names)
-    plain = [name for name in listed if not name.startswith((_NEXT, _ITER, _STEP))]
+    plain = [name for name in listed if not name.startswith((_NEXT, _ITER))]
     said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
     said += [_BEGUN_AGAIN.format(name) for name in listed if name.startswith(_NEXT)]
-    for start, text in ((_ITER, _BESIDE), (_STEP, _STEPS)):
-        paths = [name.removeprefix(start)[:-1] for name in listed if name.startswith(start)]
-        said += [text.format(path, path.rpartition(".")[2]) for path in paths]
+    said += [_BESIDE.format(name.removeprefix(_ITER)[:-1]) for name in listed if name.startswith(_ITER)]
     return "; ".join(said)
 
 
@@ -348,8 +348,6 @@ _BESIDE = (
     "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
     "another one: track(…, {0}={0})"
 )
-
-_STEPS = "{0} makes steps, and no snapshot has its state: track(…, {1}={0})"
 
 
 def frames_around(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,4 +1,5 @@
-"""Where state may hide besides the trainer's objects: the user's modules, and what their loaders read.
+"""Where state may hide besides the trainer's objects: the user's modules, and what their loaders read; and what all of
+it is at one moment.
 
 Of modules these are global variables, what functions keep, and how functions change both.
 
@@ -8,22 +9,46 @@ Large programs have thousands of functions. Their bytecode is read once, and onl
 from __future__ import annotations
 
 import dis
+import itertools
+import operator
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import chain
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.audit import source
-from ckpt_engine.audit.attributes import Variables
-from ckpt_engine.audit.source import names_in
-from ckpt_engine.audit.values import GENERATORS, MISSING, changes_in_place, is_iterator, is_own
-from ckpt_engine.plugins import is_function_of_user, is_library, is_library_file, is_standard_name
+from ckpt_engine.audit.attributes import AttributeHolder, Variables, Walk
+from ckpt_engine.audit.source import attribute_decides, names_in
+from ckpt_engine.audit.values import (
+    CONTAINERS,
+    GENERATORS,
+    MISSING,
+    PLAIN,
+    Clocks,
+    Frozen,
+    Looked,
+    address,
+    changes_in_place,
+    changes_within,
+    digest,
+    freeze,
+    is_drawn,
+    is_iterator,
+    is_no_value,
+    is_own,
+    tensors_in,
+    type_of,
+)
+from ckpt_engine.plugins import is_function_of_user, is_library, is_library_file, is_standard_name, of_framework
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
@@ -222,3 +247,249 @@ def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
             found.add(one.__qualname__ if isinstance(one, type) else f"{function.__module__}.{name}")
         waiting += named.values()
     return found
+
+
+# ---- what it is at one moment
+
+_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
+_MOST_KEYS = 10_000
+_NO_LIST = ((), ("list", -1))
+"""Beside a key and its value, frozen: any list has more."""
+_PROCESS = Clocks(of_process=True)
+_MOST_INPUTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Unrepeated:
+    """An attribute before something that no other process does, frozen too, and as it was after that."""
+
+    value: Any
+    before: Frozen
+    after: Frozen
+
+
+class Beginning:
+    """What all attributes are at one moment."""
+
+    def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str]) -> None:
+        walk = Walk(roots, skipped)
+        self._opaque = walk.opaque
+        self._clocks, self._readings = Clocks(), dict[str, bool]()
+        """Of paths that have moved: whether they hold what a clock shows."""
+        self._inputs: dict[str, str] = {}
+        self._address_of_saved = frozenset(walk.saved)
+        self._watched = [_Watched(holder) for holder in walk.found]
+        self.frozen: dict[str, Frozen] = {
+            f"{one.holder.path}.{name}": freeze(value, self._address_of_saved)
+            for one in self._watched
+            for name, value in one.before.items()
+        }
+        self._of = {f"{one.holder.path}.{name}": one for one in self._watched for name in one.before}
+        self._by_path = {one.holder.path: one.holder for one in self._watched}
+        self._looked = Looked()
+
+    def differences(self, later: Beginning) -> Iterator[tuple[str, Unrepeated]]:
+        """By path what has changed until then."""
+        for one in self._watched:
+            for name, value in one.before.items():
+                path = f"{one.holder.path}.{name}"
+                after = later.frozen.get(path)
+                if after is not None and after != self.frozen[path]:
+                    yield path, Unrepeated(value, self.frozen[path], after)
+
+    def take_back(self, unrepeated: Mapping[str, Unrepeated]) -> None:
+        """Those that have not changed since begin as they were before."""
+        for one in self._watched if unrepeated else ():
+            for name in one.before:
+                path = f"{one.holder.path}.{name}"
+                if (row := unrepeated.get(path)) is not None and row.after == self.frozen[path]:
+                    self.frozen[path], one.before[name] = row.before, row.value
+            one.look()
+
+    def holder_of(self, path: str) -> AttributeHolder | None:
+        """Whose attribute it is, one that is not there yet included."""
+        return self._of[path].holder if path in self._of else self._by_path.get(path.rpartition(".")[0])
+
+    def is_of_library(self, path: str) -> bool:
+        """Whether it is an attribute of an object of an installed package."""
+        holder = self.holder_of(path)
+        return holder is not None and (of_framework(type(holder.owner)) or is_library(type(holder.owner)))
+
+    def opaque(self, rows: Collection[str]) -> list[tuple[str, Any]]:
+        """What nothing shows, of objects of packages of which something else has moved."""
+        return [(path, one) for root, path, one in self._opaque if any(row.startswith(f"{root}.") for row in rows)]
+
+    def inputs(self, rows: Collection[str]) -> dict[str, str]:
+        """Digests of what may have been drawn and has not moved; see `HiddenState.inputs`."""
+        for one in self._watched if not self._inputs else ():
+            for name in one.before:
+                path = f"{one.holder.path}.{name}"
+                if len(self._inputs) < _MOST_INPUTS and self._is_input(one, name, path):
+                    self._inputs[path] = self.input_at(path)
+        left = {path: was for path, was in self._inputs.items() if path not in rows}
+        return {
+            path: was for path, was in left.items() if not self._of[path].holder.inputs_only or self._is_there(path)
+        }
+
+    def _is_there(self, path: str) -> bool:
+        return freeze(self.value_at(path), self._address_of_saved) == self.frozen[path]
+
+    def _is_input(self, one: _Watched, name: str, path: str) -> bool:
+        frozen, value = self.frozen[path], one.holder.values.get(name, MISSING)
+        if of_framework(type(one.holder.owner)) and not one.holder.states:
+            return False
+        if not is_drawn(value) or not (one.holder.states or (frozen[-1] != "saved" and "trained" not in frozen)):
+            return False
+        return not _PROCESS.are_read(value) and self._is_there(path)
+
+    def input_at(self, path: str) -> str:
+        """A short digest of what was there at that moment; empty: nothing."""
+        return digest(self.frozen[path])[:8] if path in self.frozen else ""
+
+    def kept(self, path: str, value: Any) -> str:
+        """What of it is still the objects of that moment: all, the container, or nothing."""
+        one, name = self._of.get(path), path.rpartition(".")[2]
+        if one is None or one.before[name] is not value:
+            return "nothing"
+        same = [*map(id, tensors_in(value))] == [id(ref()) for ref in one.within[name]]
+        return "all" if same else "container"
+
+    def is_saved(self, value: Any) -> bool:
+        """Whether it is memory of what a `state_dict` has, or holds such."""
+        tensors = (one for one in tensors_in(value) if isinstance(one, torch.Tensor))
+        return any(address(one) in self._address_of_saved for one in tensors)
+
+    def same_at(self, path: str, value: Any) -> str:
+        """Another path that had the same object at that moment; empty: none."""
+        rows = ((other, one.before[other.rpartition(".")[2]]) for other, one in self._of.items() if other != path)
+        return next((other for other, was in rows if was is value), "")
+
+    def value_at(self, path: str) -> Any:
+        """What is there now, or `MISSING`."""
+        holder = self.holder_of(path)
+        return MISSING if holder is None else holder.values.get(path.rpartition(".")[2], MISSING)
+
+    def described(self) -> dict[str, tuple[str, str]]:
+        """Class and digest of all attributes."""
+        return {
+            path: (type_of(value), digest(self.frozen[path]))
+            for one in self._watched
+            for name, value in one.before.items()
+            for path in (f"{one.holder.path}.{name}",)
+        }
+
+    def states_of(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Those of modules, moved or not: a fresh process may begin with any other."""
+        for path in paths:
+            one, name = self._of.get(path), path.rpartition(".")[2]
+            if one is not None and one.holder.states and name in one.holder.values:
+                yield path, one.holder.values[name]
+
+    def is_of_module(self, path: str) -> bool:
+        """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
+        holder = self.holder_of(path)
+        return holder is not None and isinstance(holder.owner, torch.nn.Module)
+
+    def moved(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that are not what they were at that moment."""
+        return ((path, value) for path, value, _ in self.changes())
+
+    def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
+        """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
+        self._looked.again()
+        for one in self._watched:
+            if one.holder.inputs_only:
+                continue
+            if not one.untouched():
+                one.look()
+            for name, path, value in one.rows:
+                was = one.before.get(name, MISSING)
+                if was is MISSING and value is getattr(type(one.holder.owner), name, MISSING):
+                    continue  # `self.seen += …` of a list of the class: the class has it
+                frozen = self._moved_to(path, value, was, quick=quick)
+                before = self.frozen.get(path, ())
+                if frozen is None or self._is_reading(path, value):
+                    continue
+                if one.holder.kept_only and value is not was and isinstance(value, torch.Tensor | np.ndarray):
+                    continue
+                if one.holder.records and _is_record(value, frozen, before, one.holder.in_place):
+                    owner = one.holder.owner
+                    kind = owner if isinstance(owner, type) else type(owner)
+                    if one.holder.in_place or kind.__module__ == "builtins" or not attribute_decides(kind, name):
+                        continue
+                yield path, value, frozen
+        self._clocks.look()
+
+    def _is_reading(self, path: str, value: Any) -> bool:
+        """Whether it was, when it had moved first, what a clock shows, and may still be."""
+        if path not in self._readings:
+            self._readings[path] = self._clocks.are_read(value)
+        return self._readings[path]
+
+    def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
+        """What it is now; None: what it was."""
+        same = value is before
+        if (same and type(value) in PLAIN) or is_no_value(value):
+            return None
+        if is_iterator(value) and not isinstance(value, itertools.count):
+            return ("iterator",)
+        saved = self._address_of_saved
+        frozen = freeze(value, saved, arrays=lambda one: self._looked.freeze(one, saved, quick=quick))
+        return frozen if frozen != self.frozen.get(path) or (frozen[0] == "object" and not same) else None
+
+
+class _Watched:
+    """One holder, with its attributes as they were at the beginning, and as they were looked at last.
+
+    Attributes:
+        before: those of the beginning.
+        within: the tensors and arrays that they were then, or had inside.
+        rows: name, path and value of those that may have moved: what is another object, or may change within.
+    """
+
+    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows", "within")
+
+    def __init__(self, holder: AttributeHolder) -> None:
+        self.holder = holder
+        self.before = {name: holder.values[name] for name in holder.names()}
+        self.within = {name: list(map(weakref.ref, tensors_in(value))) for name, value in self.before.items()}
+        self.look()
+
+    def look(self) -> None:
+        """Look at every attribute."""
+        path, values, before = self.holder.path, self.holder.values, self.before
+        self._all_names, self._all_values = list(values), list(values.values())
+        rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
+        self.rows = [row for row in rows if changes_within(row[2]) or row[2] is not before.get(row[0], MISSING)]
+
+    def untouched(self) -> bool:
+        """Whether every attribute is the object that was looked at last. Cheap."""
+        values = self.holder.values
+        return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
+
+
+def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bool:
+    """Whether a container only writes down what happens: it grows, without a bound, and is no dict of tensors.
+
+    A dict with more keys remembers something, but for lists in it that grow.
+
+    Args:
+        of_variable: it is no attribute: lists in it that are new are none that have grown.
+    """
+    if not isinstance(value, CONTAINERS) or isinstance(value, tuple) or getattr(value, "maxlen", None) is not None:
+        return False
+    if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values()):
+        return False
+    if isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
+        new = itertools.repeat(() if of_variable else _NO_LIST)
+        return any(map(_has_grown, now[2:], itertools.chain(before[2:], new)))
+    return _has_grown(now, before)
+
+
+def _has_grown(now: Any, before: Any) -> bool:
+    """Whether a frozen container, or one in it, has more items than before."""
+    if not (isinstance(now, tuple) and isinstance(before, tuple)):
+        return False
+    if now and now[0] in _SIZED and before[:1] != ("NoneType",) and (now[:1] != before[:1] or now[1] > before[1]):
+        return True
+    return any(map(_has_grown, now, before))

@@ -494,10 +494,12 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
 def names_of(kind: type) -> frozenset[str]:
     """Names that a class has, and those that its code, or that of its bases, assigns to attributes of anything."""
     names = set(dir(kind))
-    for member in itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__):
-        code = getattr(inspect.unwrap(getattr(member, "fget", None) or member), "__code__", None)
+    members = itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__)
+    waiting = [getattr(inspect.unwrap(getattr(one, "fget", None) or one), "__code__", None) for one in members]
+    for code in waiting:  # it grows meanwhile
         if code is not None:
             names.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+            waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
     return frozenset(names)
 
 

@@ -1,16 +1,30 @@
-"""Values that training may change, as tuples of plain values that compare in any process; of large ones a sample."""
+"""Values that training may change, as tuples of plain values that compare in any process; of large ones a sample.
+
+Which objects have such values as attributes: those of the user's own classes and of installed packages, but for what
+only shows or records.
+"""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import decimal
 import enum
 import fractions
+import functools
+import io
 import itertools
 import marshal
+import multiprocessing.connection
+import multiprocessing.process
+import os
 import pathlib
 import random
+import socket
+import subprocess
+import time
+import types
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
+from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework, of_us
 from ckpt_engine.state.sharding import here
 
 DEPTH = 8
@@ -31,6 +49,8 @@ _LONG_ROW = 32
 _MOST_COPIED = 10_000
 _WHOLE_BYTES = 1 << 20
 _SAMPLES = 4096
+_STARTED = 19
+"""The field of /proc/self/stat, behind the name, with when the process began."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _PLAIN = frozenset(PLAIN)
@@ -163,6 +183,50 @@ def _sampled(rows: Sequence[Any], most: int = MOST_ITEMS) -> Sequence[Any]:
 def digest(frozen: Frozen) -> str:
     """A short text that is the same in every process for the same frozen value."""
     return str(xxhash.xxh3_128_hexdigest(repr(frozen).encode()))
+
+
+def is_drawn(value: Any) -> bool:
+    """Whether it may be drawn at random: a fraction, or a tensor, array or container of nothing but numbers."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.size > 0 if isinstance(value, np.ndarray) else value.numel() > 0
+    if isinstance(value, CONTAINERS):
+        rows = list(itertools.islice(value.values() if isinstance(value, dict) else value, MOST_ITEMS))
+        return bool(rows) and all(type(one) is int or is_drawn(one) for one in rows)
+    return isinstance(value, float)
+
+
+class Clocks:
+    """Tells a reading of a clock, which is no state, by when it was made.
+
+    Args:
+        of_process: from the start of this process on, else from now on.
+
+    Attributes:
+        since: what the clocks showed at the last look.
+    """
+
+    def __init__(self, *, of_process: bool = False) -> None:
+        self.since = self._now()
+        if of_process:
+            ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_STARTED])
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            self.since = tuple(one - age for one in self.since)
+
+    @staticmethod
+    def _now() -> tuple[float, ...]:
+        return time.time(), time.monotonic(), time.perf_counter()
+
+    def are_read(self, value: Any) -> bool:
+        """Whether a number that is new since the last look is what a clock has shown since then."""
+        if type(value) is datetime.datetime:
+            value = value.timestamp()
+        seconds = value / 1e9 if type(value) is int and 0 < value < 1 << 63 else value
+        between = zip(self.since, self._now(), strict=True)
+        return type(seconds) is float and any(begin <= seconds <= end for begin, end in between)
+
+    def look(self) -> None:
+        """The next look begins here."""
+        self.since = self._now()
 
 
 def is_iterator(value: Any) -> bool:
@@ -329,3 +393,149 @@ class Looked:
             one = (weakref.ref(value), version, ("version", *version) if unread else freeze(value, saved))
         self._now[id(value)] = one
         return one[2]
+
+
+# ---- whose attributes are values
+
+_MOST_PARTS = 16
+REFERENCES = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    DataLoader,
+)
+_STEPPERS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+SAVED_BY_THEMSELVES = (torch.optim.Optimizer, *_STEPPERS)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SHOW = frozenset(
+    {
+        *("tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlflow", "loguru", "matplotlib", "logging"),
+        *("aim", "comet_ml", "neptune", "clearml", "swanlab", "trackio"),
+        *("numpy", "datasets", "webdataset", "litdata", "torchdata"),
+    }
+)
+"""Packages whose objects only show or record, or whose streams and positions are looked at elsewhere."""
+_OUTSIDE = (
+    *(io.IOBase, socket.socket, subprocess.Popen, types.GeneratorType),
+    *(multiprocessing.process.BaseProcess, multiprocessing.connection._ConnectionBase),
+)
+"""Of Python: state of other processes, of files, or that nothing shows."""
+
+
+class LiveView(Mapping[str, Any]):
+    """Values that are looked up whenever they are asked for, as far as they are there, and those of a dict.
+
+    Args:
+        names: of the values.
+        read: gives the value of a name; `MISSING` or a ValueError: it is not there.
+        own: the dict.
+    """
+
+    def __init__(
+        self, names: Collection[str], read: Callable[[str], Any], own: Mapping[str, Any] = types.MappingProxyType({})
+    ) -> None:
+        self._names, self._read, self._own = names, read, own
+
+    def _found(self, name: str) -> Any:
+        try:
+            return self._read(name) if name in self._names else MISSING
+        except (ValueError, IndexError):
+            return MISSING  # a variable that is not assigned yet, or an item of a list that is shorter now
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._found(name)
+        return self._own[name] if found is MISSING else found
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain((name for name in self._names if self._found(name) is not MISSING), self._own)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, MISSING)
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """The first items of a dict or sequence, by key or index, but for plain values; none of other objects."""
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, SEQUENCES) else ()
+    return [row for row in itertools.islice(rows, MOST_ITEMS) if not issubclass(type(row[1]), PLAIN)]
+
+
+def attributes_of(value: Any) -> Mapping[str, Any] | None:
+    """The attributes of an object, those of `__slots__` included; None where it has none."""
+    if is_parts(value):
+        names = tuple(map(str, range(len(value)))) if isinstance(value, list) else ()
+        return LiveView(names, lambda name: value[int(name)]) if names else value
+    kind: Any = type(value)
+    slots, own = slots_of(kind), getattr(value, "__dict__", None)
+    return LiveView(slots, functools.partial(_attribute, value), own or {}) if slots else own
+
+
+def is_used(value: object) -> bool:
+    """Whether it is an object or function of the user's own, or a module, that a loop may use without tracking it."""
+    if isinstance(value, types.FunctionType):
+        return is_function_of_user(value)
+    if isinstance(value, type):
+        return not (is_library(value) or is_standard(value) or of_framework(value))
+    return isinstance(value, nn.Module) or of_user(value) is not None
+
+
+def of_user(value: object) -> Mapping[str, Any] | None:
+    """The attributes of an object of a class of the user's own that is no part of training known to torch."""
+    kind = type(value)
+    if isinstance(value, (*NAMESPACES, *_STEPPERS)) or is_parts(value):
+        return attributes_of(value)
+    if isinstance(value, (*REFERENCES, *GENERATORS, *SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
+        return None
+    if is_standard(kind) or of_framework(kind) or kind.__module__.partition(".")[0] in _SHOW:
+        return None
+    return attributes_of(value)
+
+
+def is_parts(value: object) -> bool:
+    """Whether a dict or list holds objects that train, as Fabric's `state` does: its items are looked at one by one."""
+    kind: Any = type(value)
+    if kind is dict:
+        rows: Any = dict.values(value)  # type: ignore[arg-type]
+        named = all(type(name) is str and "." not in name for name in itertools.islice(value, _MOST_PARTS))  # type: ignore[call-overload]
+    elif kind is list:
+        rows, named = value, True
+    else:
+        return False
+    kinds = (nn.Module, DataLoader, *SAVED_BY_THEMSELVES)
+    return named and any(isinstance(one, kinds) or of_us(type(one)) for one in itertools.islice(rows, _MOST_PARTS))
+
+
+def is_no_value(value: object) -> bool:
+    """Whether an attribute says nothing: what it refers to is looked at for itself, or is our own."""
+    ours = of_us(type(value)) and not isinstance(value, NAMESPACES)
+    return ours or isinstance(value, REFERENCES) or is_parts(value)
+
+
+def is_opaque(value: object) -> bool:
+    """Whether nothing shows what it holds: an object of a class in C, of another process, or a generator."""
+    kind = type(value)
+    known = (*PLAIN, *TEXTUAL, *CONTAINERS, *REFERENCES, *GENERATORS, torch.Tensor, np.ndarray, np.generic)
+    if isinstance(value, _OUTSIDE):
+        return True
+    foreign = not (is_standard(kind) or of_framework(kind) or kind.__module__.partition(".")[0] == "numpy")
+    return foreign and not isinstance(value, known) and attributes_of(value) is None
+
+
+def reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is used of these variables, and of the global ones of functions that are called."""
+    waiting, seen = [(name, values.get(name)) for name in sorted(names)], set[int]()
+    for name, value in waiting:  # it grows meanwhile
+        if isinstance(value, dict | list | tuple) and len(value) <= _MOST_PARTS and not is_parts(value):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{name}[{text_of(key)}]", one) for key, one in items if is_used(one)]
+        elif id(value) not in seen and (is_used(value) or isinstance(value, DataLoader)):
+            seen.add(id(value))
+            yield name, value
+            if isinstance(value, types.FunctionType):
+                waiting += [(one, value.__globals__.get(one)) for one in names_in(value)]

@@ -8,6 +8,7 @@ not come back to.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +17,9 @@ from types import CodeType
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ckpt_engine.data import exactness, position, rng
+from ckpt_engine.data import exactness, position, private_names, rng
 from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
@@ -182,6 +184,16 @@ class Feed:
     def without_step(self) -> int:
         """Batches of the pass that the consumer was given since the last step, or since it resumed."""
         return self.delivered - self._stepped_at
+
+    @property
+    def has_older_iterator(self) -> bool:
+        """Whether an iterator lives that was made before the loader was followed: no position counts its batches."""
+        if self.begun_at or self._outer() is None:
+            return False
+        loader = self.position.loader
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        iterators = (one for one in gc.get_objects() if issubclass(type(one), _BaseDataLoaderIter))
+        return any(private_names.takes_indices_from(one, sampler) for one in iterators)
 
     def stepped(self) -> None:
         """Weights have changed."""

@@ -15,7 +15,7 @@ from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
 from ckpt_engine.observe.events import announce
-from ckpt_engine.observe.units import duration, share
+from ckpt_engine.observe.units import count, duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
@@ -26,6 +26,9 @@ EXCEPTION_WAIT_SECONDS = 30.0
 """How long an exception waits for what is in flight."""
 _OTHERS_SECONDS = 5.0
 """Of that the rank whose writer waits for the parts of others: these may only hear of a failure when it is gone."""
+_REPORTED_STEPS = 100
+_MOST_UNSTOPPED = 4
+"""Optimizer steps after which a loop that has shown no boundary yet is stopped at one of them."""
 _FOR_THE_EXIT = 0.1
 """Share of the time left that is not waited for further tiers: the process must end too."""
 
@@ -49,7 +52,7 @@ class Halt(Ending):
         log: logging.Logger,
         cadence: Cadence,
     ) -> None:
-        self._watch = watch
+        self.watch = watch
         self._engine = engine
         self._ends_with = ends_with
         self._log = log
@@ -80,22 +83,32 @@ class Halt(Ending):
         Raises:
             KeyboardInterrupt: another Ctrl-C.
         """
-        self._watch.attend()
-        plan = self._watch.plan(stop)
+        self.watch.attend()
+        plan = self.watch.plan(stop)
         self._log.warning("%s: %s", stop.notice.who, plan.why)
         return self._end(stop, lambda: self._make_durable(plan, stop, take))
 
     def fits(self, stop: Stop) -> bool:
         """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
-        plan = self._watch.plan_ahead(stop)
+        plan = self.watch.plan_ahead(stop)
         self._log.warning("%s: %s", stop.notice.who, plan.why)
         return plan.choice is StopChoice.SNAPSHOT
 
     def together(self, stop: Stop, take: Take) -> BaseException:
         """Do what all ranks have agreed on; as `now`."""
         assert self.shared is not None
-        self._watch.attend()
+        self.watch.attend()
         return self._end(stop, partial(self.shared.halt, take))
+
+    def unsaved(self, stop: Stop) -> BaseException:
+        """End at an optimizer step of a loop that reaches no boundary; as `now`, without a snapshot of this step."""
+        self.watch.attend()
+        self._log.warning(
+            "%s: training stops without a snapshot of this step: its loop reaches no boundary; "
+            "iterate the tracked loader, or call step() at the end of the loop's body",
+            stop.notice.who,
+        )
+        return self._end(stop, lambda: self._engine.wait(_left(stop)))
 
     def _end(self, stop: Stop, work: Callable[[], object]) -> BaseException:
         try:
@@ -129,7 +142,7 @@ class Halt(Ending):
     def stop_too(self, stop: Stop) -> None:
         """All ranks end for a divergence, and have agreed that they are stopped as well."""
         assert self.shared is not None
-        own = self._watch.stop
+        own = self.watch.stop
         deadline = stop.deadline if own is None else min(stop.deadline, own.deadline)
         self.shared.stop_too(replace(stop, deadline=deadline))
 
@@ -141,7 +154,7 @@ class Halt(Ending):
         stop = self.stop
         if stop is None:
             return error
-        self._watch.attend()
+        self.watch.attend()
         self._log.error("%s: %s", stop.notice.who, error)
         self.done = True
         end = self.exit_of(stop)
@@ -169,7 +182,7 @@ class Halt(Ending):
     def stop(self) -> Stop | None:
         """The stop that all ranks have agreed on, or what this one knows."""
         agreed = self.shared.halting if self.shared is not None else None
-        return self._watch.stop if agreed is None else agreed
+        return self.watch.stop if agreed is None else agreed
 
     def ended(self) -> None:
         """Everything is durable: one line says what the run has, unless what has ended it says so."""
@@ -178,7 +191,7 @@ class Halt(Ending):
             overhead = f"overhead {share(self._cadence.overhead_fraction)}{budget}"
             loaded = self._engine.loaded
             resumed = None if loaded is None else (loaded.info.step, loaded.place)
-            announce(self._log, self._watch.summary(overhead, resumed, self._cadence.overtaken))
+            announce(self._log, self.watch.summary(overhead, resumed, self._cadence.overtaken))
             best = self._engine.config.root_keep.best
             if best is not None and self.metrics is not None and best.monitor not in self.metrics:
                 have = ", ".join(sorted(self.metrics)[:5]) or "none"
@@ -206,7 +219,7 @@ class Halt(Ending):
 
         One of several ranks that has failed waits a few seconds in all, see `fail`.
         """
-        if self._watch.interrupted:
+        if self.watch.interrupted:
             return 0.0
         if self._gone_by is not None:
             at_most = max(0.0, min(at_most, self._gone_by - time.monotonic()))
@@ -216,7 +229,7 @@ class Halt(Ending):
     @property
     def over(self) -> bool:
         """What becomes durable is decided: the run has been stopped, or a second Ctrl-C wants it to end now."""
-        return self.done or self._watch.interrupted
+        return self.done or self.watch.interrupted
 
     def seconds_after(self, exception: BaseException, usual: float) -> float:
         """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
@@ -228,14 +241,14 @@ class Halt(Ending):
     def _is_interrupted(self) -> bool:
         """A Ctrl-C that is not the one that stops the run; one after the handlers were put back raises at once."""
         raised = sys.exception()
-        return self._watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
+        return self.watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
 
     def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
         if plan.choice is not StopChoice.SNAPSHOT:
             if plan.choice is StopChoice.FLUSH:
-                self._watch.flush()
+                self.watch.flush()
             self._engine.wait(_left(stop))
-            self._watch.wait_for_the_flushed(self._engine.poll, partial(_left, stop))
+            self.watch.wait_for_the_flushed(self._engine.poll, partial(_left, stop))
             return
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
@@ -246,7 +259,53 @@ class Halt(Ending):
         self._engine.poll()
         left = _left(stop)
         spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
-        self._log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
+        self._log.warning("%s: %s (%s)", stop.notice.who, self.watch.durable(), spare)
+
+
+class MissedBoundaries:
+    """Counts the optimizer steps of a loop since its last boundary.
+
+    Args:
+        halt: ends the run.
+        log: of the adapter.
+    """
+
+    def __init__(self, halt: Halt, log: logging.Logger) -> None:
+        self._halt, self._log = halt, log
+        self._steps = self._unstopped = 0
+        self._has_boundaries = False
+        """There was a boundary where a stop could end the run."""
+
+    def reached(self, *, can_stop: bool) -> None:
+        """The loop is at a boundary."""
+        self._steps = 0
+        if can_stop:
+            self._unstopped, self._has_boundaries = 0, True
+
+    def stepped(self) -> Stop | None:
+        """An optimizer has made a step; the stop that ends the run here, as no boundary comes."""
+        self._steps += 1
+        self._unstopped += 1
+        if self._steps == _REPORTED_STEPS:
+            self._report()
+        stop = self._halt.watch.stop
+        if stop is None or self._unstopped < _MOST_UNSTOPPED or self._halt.done:
+            return None
+        waits = self._has_boundaries and self._halt.seconds_left(1.0) > 0.0
+        return None if waits else stop
+
+    def end(self) -> None:
+        """The loop has ended, and has announced no step."""
+        if 0 < self._steps < _REPORTED_STEPS:
+            self._report()
+
+    def _report(self) -> None:
+        self._halt.watch.unseen = True
+        self._log.warning(
+            "%s, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
+            "call step() at the end of the loop's body, or iterate the tracked loader",
+            count(self._steps, "optimizer step"),
+        )
 
 
 def _left(stop: Stop) -> float:

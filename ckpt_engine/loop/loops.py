@@ -36,7 +36,6 @@ from ckpt_engine.loop.shape import (
     place_of,
     tensors_of,
 )
-from ckpt_engine.observe.units import count
 from ckpt_engine.snapshot import arguments
 
 _OR_CARRY = ", or keep it in track(…, carry=Carry(…))"
@@ -81,6 +80,7 @@ class Loops:
         self.counted: Mapping[str, int] = {}
         """What a resumed loop that announces its steps had counted."""
         self._begun_on = self._stepped_on = threading.get_ident()
+        self._has_stepped = False
 
     # ---- while the loop runs
 
@@ -91,6 +91,8 @@ class Loops:
             feed.way, feed.asked_from = way, (ask := Ask(self._home)).at
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
             feed.lead.asked(feed.asked_from)
+            if feed.starts:
+                feed.lead.starts(ask)
         if not feed.starts or not ask.of_user:
             return []
         saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
@@ -121,6 +123,9 @@ class Loops:
     def stepped(self) -> None:
         """An optimizer has made a step."""
         self.start.stepped()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._look_for_older_iterators()
         self._resumed, self._stepped_on = None, threading.get_ident()
         self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
 
@@ -166,6 +171,15 @@ class Loops:
                     return None, f"{one.name!r} was asked first"
         return None, None
 
+    def _look_for_older_iterators(self) -> None:
+        for feed in self._feeds:
+            if feed.has_older_iterator:
+                feed.say(
+                    f"an iterator of {feed.name!r} was made before track(), and no snapshot has its position: "
+                    f"make it after track(), as in batches = iter({feed.name})"
+                )
+        self._log_new()
+
     def _look_at(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Name an optimizer that is not tracked, if it takes a state of its own to the next step.
 
@@ -194,7 +208,7 @@ class Loops:
         new = [problem for feed in self._feeds for problem in feed.says if problem not in self._logged]
         self._logged.update(new)
         for problem in new:
-            self._log.warning("a resume within an epoch will not be exact: %s", problem)
+            self._log.warning("a resume will not be exact: %s", problem)
 
     def behind(self) -> str | None:
         """What the body of a loop that announces its steps does behind that, which a resume leaves out."""
@@ -203,14 +217,6 @@ class Loops:
             return None
         where = f"{Path(frame.f_code.co_filename).name}:{line}"
         return f"a resume leaves out what the loop does behind run.step() ({where}): make that its last statement"
-
-    def say_unseen(self, steps: int) -> None:
-        """So many steps came without a boundary."""
-        self._log.warning(
-            "%s, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
-            "call step() at the end of the loop's body, or iterate the tracked loader",
-            count(steps, "optimizer step"),
-        )
 
     # ---- for a snapshot
 

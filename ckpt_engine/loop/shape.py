@@ -122,6 +122,12 @@ class Ask:
         values = [value for frame in self.frames for value in frame.f_locals.values()]
         return any(one is iterator for value in values for one in (value, *getattr(value, "__dict__", {}).values()))
 
+    def kept_in_generators(self) -> set[int]:
+        """Ids of the tensors in variables that generators around the loader read later."""
+        inside = [frame for frame in self.frames if frame.f_code.co_flags & inspect.CO_GENERATOR]
+        live = [value for frame in inside for value in local_values(frame)[0]]
+        return _ids_in(live)
+
     def is_in_generator(self) -> bool:
         """Whether a generator asks, which may begin one pass after the other."""
         return any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame in self.frames)
@@ -334,6 +340,8 @@ class Lead:
         self.unclear = 0
         """Batches that the first step took more, for no reason that was seen."""
         self._first: int | None = None
+        self._before: set[int] = set()
+        """What the generators around the loader kept when the pass was asked for its first batch."""
         self._since = self._elsewhere = self._kept = self._vain = 0
         self._asked: list[At] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
@@ -346,6 +354,10 @@ class Lead:
                 self.ahead, self.unclear = 0, self._first - 1
         self._first, self._since = None, 0
         self._asked, self._given = [], []
+
+    def starts(self, ask: Ask) -> None:
+        """The loop asks for the first batch of the pass."""
+        self._before = ask.kept_in_generators()
 
     def asked(self, at: At) -> None:
         """The loop asks from there."""
@@ -368,8 +380,10 @@ class Lead:
             # A compiler may have put the condition of a loop into two places: lines are compared.
             places = [place_of(at) for at in self._asked]
             self._elsewhere = sum(one != places[-1] for one in places[:asked])
-            self._kept = sum((one := each()) is not None and id(one) not in dropped for each in self._given)
-            if asked == 1 or not (self._elsewhere or self._kept):
+            kept = sum((one := each()) is not None and id(one) not in dropped for each in self._given)
+            # A generator may keep a changed copy of what it has read ahead.
+            self._kept = max(kept, len(ask.kept_in_generators() - self._before))
+            if asked == 1:
                 self.ahead = 0
         else:
             extra = max(self._first - asked, 0)

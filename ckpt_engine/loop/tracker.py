@@ -27,6 +27,7 @@ from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents,
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
+from ckpt_engine.loop.halt import MissedBoundaries
 from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
@@ -35,8 +36,6 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
-
-_UNSEEN_STEPS = 100
 
 
 class Tracker(LoopProgress):
@@ -81,7 +80,7 @@ class Tracker(LoopProgress):
         self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log)
         self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
-        self._steps, self._boundaries_missed = begins_at or 0, 0
+        self._steps, self._missed = begins_at or 0, MissedBoundaries(self._stopping.halt, self._log)
         self._counted = self._dirty = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
@@ -166,14 +165,13 @@ class Tracker(LoopProgress):
             return
         self._closed = True
         error = sys.exception()
+        self._stopping.watch.trained(self._steps)
         try:
             if complete is None:
                 done = self._announced if self._training is None else self._training.finished
                 complete = done and not self._dirty and error is None
-            unseen = 0 < self._boundaries_missed < _UNSEEN_STEPS and not self._announced
-            if unseen and self._training is None and error is None:
-                self._stopping.watch.unseen = True
-                self._loops.say_unseen(self._boundaries_missed)
+            if not self._announced and self._training is None and error is None:
+                self._missed.end()
             if self._restoring and error is None and (self._unfinished or any(one.asked_at for one in self._feeds)):
                 self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
             if complete or error is None:
@@ -305,19 +303,18 @@ class Tracker(LoopProgress):
             self._due.add(feed)
         if self._recent and self._training not in self._recent:
             self._training = next(one for one in self._feeds if one in self._recent)
-        self._boundaries_missed += 1
-        if self._boundaries_missed == _UNSEEN_STEPS:
-            self._stopping.watch.unseen = True
-            self._loops.say_unseen(self._boundaries_missed)
+        if (stop := self._missed.stepped()) is not None:
+            raise self._end(stop, None)
 
     # ---- boundaries
 
     def _boundary(self, feed: Feed | None) -> None:
-        self._counted, self._boundaries_missed = False, 0
+        self._counted = False
         self._turn = () if feed is None else feed.asked_from
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         around, unclear = self._loops.boundary(feed, self._due)
         self._training, obstacle = around or self._training, obstacle or unclear
+        self._missed.reached(can_stop=obstacle is None)
         if obstacle is None:
             for one in self._due:
                 one.interior = one.delivered > 0
@@ -336,10 +333,10 @@ class Tracker(LoopProgress):
             self._due.add(around)
             self._recent.add(around)
 
-    def _end(self, stop: Stop, take: Take) -> BaseException:
-        """See `Stopping.end`; after it signals are the script's again, which may not end with the exception."""
+    def _end(self, stop: Stop, take: Take | None) -> BaseException:
+        """See `Stopping.end`, and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
         try:
-            return self._stopping.end(stop, take)
+            return self._stopping.halt.unsaved(stop) if take is None else self._stopping.end(stop, take)
         finally:
             self._stopping.close()
 
@@ -447,6 +444,8 @@ class Tracker(LoopProgress):
                 rng.restore(streams)
             self._loops.start.expect(own["rng"], later=later)
             self._loops.counted = own.get("loop", {}).get("numbers", {})
+            for problem in own.get("loop", {}).get("says", ()):
+                self._resume.say(problem)
 
     def _begins(self) -> None:
         if self._training is None and not any(one.active for one in self._feeds):

@@ -150,6 +150,10 @@ class PreemptionWatch:
         wanted = self._signals.heard or self._noticed or self._requested or self._save
         return wanted is not None
 
+    def trained(self, step: int) -> None:
+        """Training has ended with this step, maybe without a boundary after it."""
+        self._step = max(self._step, step)
+
     @property
     def stop(self) -> Stop | None:
         """The stop that leaves the least time, if there is any. Any thread."""

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from ckpt_engine.audit import values
-from ckpt_engine.audit.attributes import UsedObject, Variables, reached
+from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.audit import Audit, HiddenState
 from ckpt_engine.audit.roots import of_modules
+from ckpt_engine.audit.values import reached
 from ckpt_engine.loop.capture import Packer, unpack
 from ckpt_engine.plugins import _program
 
@@ -458,7 +459,7 @@ def test_off_looks_at_nothing() -> None:
     audit = Audit("off", lambda: {"net": net}, logging.getLogger("test"))
     audit.begin("batch")
     net.count += 1
-    assert audit.for_snapshot() == ({"attributes": {}, "locals": []}, {})
+    assert audit.for_snapshot() == ({"attributes": {}, "locals": [], "inputs": {}}, {})
 
 
 def test_variables_of_closures_count() -> None:

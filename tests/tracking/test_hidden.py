@@ -443,7 +443,8 @@ def prefetching(folder: Path, seed: int, die_at: int | None, *, carried: bool) -
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     carry = Carry(x=torch.rand(2, 3), best=float("inf"))
-    x, best = torch.rand(2, 3), float("inf")
+    x: Any = None if carried else torch.rand(2, 3)
+    best = float("inf")
     losses = []
     try:
         with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:

@@ -434,8 +434,6 @@ def forgets_the_scheduler_of_a_class(script: Script) -> None:
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
-        (forgets_the_scheduler, "scheduler=scheduler"),
-        (forgets_the_scheduler_of_a_class, "scheduler=self.scheduler"),
         (replaces_an_object, "damping"),
         (cycles_in_an_object, "temperature.temperatures"),
         (keeps_the_last_of_each_kind, "last.last"),
@@ -449,7 +447,13 @@ def test_what_no_snapshot_has_is_named(loop: Callable[[Script], None], name: str
     assert any(name in one for one in said), said
 
 
-@pytest.mark.parametrize("loop", [averages_in_a_global_tensor, fills_a_global_dict_of_tensors])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *(averages_in_a_global_tensor, fills_a_global_dict_of_tensors),
+        *(forgets_the_scheduler, forgets_the_scheduler_of_a_class),
+    ],
+)
 def test_what_is_restored_is_not_named(
     loop: Callable[[Script], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,7 @@ class Script:
 
     def __init__(self, folder: Path | None, seed: int, die_at: int | None) -> None:
         seed_everything(seed)
-        self.die_at = die_at
+        self.die_at, self.seed = die_at, seed
         self.net = torch.nn.Linear(3, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
         self.ckpt = Checkpointer(folder, every_n_steps=10**9 if die_at is None else 1, writer="thread")

@@ -212,6 +212,48 @@ def reads_two_ahead(run: Watched) -> None:
             step(run, batch, epoch)
 
 
+def changed(batches: Iterable[Any]) -> Iterator[Any]:
+    """Copies, which share no memory with what was loaded."""
+    for x, y, ids in batches:
+        yield 2.0 * x, y.clone(), ids.clone()
+
+
+def reads_one_ahead_and_changes_it(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in read_ahead(changed(run.loader)):
+            step(run, batch, epoch)
+
+
+def reads_two_ahead_and_changes_them(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in buffered(changed(run.loader), 2):
+            step(run, batch, epoch)
+
+
+class Ahead:
+    """Keeps the changed copy of what it has read ahead in an attribute, as timm's prefetcher and others do."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.kept = loader, None
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y, ids in self.loader:
+            ready, self.kept = self.kept, (x + 0.0, y + 0.0, ids + 0)
+            if ready is not None:
+                yield ready
+        ready, self.kept = self.kept, None
+        yield ready
+
+
+def reads_ahead_in_an_iterable_object(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in Ahead(run.loader):
+            step(run, batch, epoch)
+
+
 class Prefetcher:
     """As in NVIDIA's examples: `next` gives the batch that is there and asks for the one after it."""
 
@@ -484,6 +526,8 @@ EXACT: tuple[Loop, ...] = (
     reads_one_ahead,
     trains_one_behind,
     reads_two_ahead,
+    reads_one_ahead_and_changes_it,
+    reads_two_ahead_and_changes_them,
     reads_ahead_in_an_object,
     alternates,
     samples_from_endless_ones,
@@ -506,6 +550,7 @@ DECLARED: dict[Loop, str] = {
     takes_several_per_round: "turn was",
     cycles: "cycle",
     iterates_one_loader_twice_at_once: "two passes",
+    reads_ahead_in_an_iterable_object: "takes 1 batches more than the next",
 }
 
 
@@ -586,9 +631,10 @@ def generations(
 
 QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
+    **dict.fromkeys((reads_one_ahead_and_changes_it, reads_two_ahead_and_changes_them), 2),
     takes_three_at_once: 3,  # one of them where the second loader ends next
     **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
-    **dict.fromkeys((counts_from_zero, counts_around_a_bar), 1),
+    **dict.fromkeys((counts_from_zero, counts_around_a_bar, reads_ahead_in_an_iterable_object), 1),
 }
 """How many boundaries of a loop the quick tests resume from."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread, Timer
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from ckpt_engine import Checkpointer, engine
 from ckpt_engine.errors import WaitTimeoutError
@@ -249,6 +251,69 @@ def test_ctrl_c_interrupts_after_a_snapshot(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert_goes_on(tmp_path, 4)
+
+
+def of_an_older_iterator(run: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """Nothing sees that it is asked."""
+    return batches
+
+
+def of_its_own(run: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """No loader is asked."""
+    return itertools.repeat((torch.ones(4, 6), torch.ones(4, 1), None))
+
+
+def of_another_thread(run: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """No snapshot is taken, as weights change meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        loader = iter(run.loader)
+        while True:
+            yield pool.submit(next, loader).result()
+
+
+@pytest.mark.parametrize("kind", [of_an_older_iterator, of_its_own, of_another_thread])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_loop_without_a_boundary_stops_at_an_optimizer_step(
+    kind: Callable[..., Iterator[Any]], number: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says that nothing of this step is saved, and does not train to its end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    model, made, steps = Net(), LOADERS["shuffled"](), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    sampler = RandomSampler(made.dataset, replacement=True, num_samples=10**4)
+    loader = DataLoader(made.dataset, BATCH, sampler=sampler)
+    older = iter(loader)
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended, Checkpointer(tmp_path, writer="thread") as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+            run.loader = loader
+            for x, y, _ids in kind(run, older):
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+                steps += 1
+                assert steps < 12
+                if steps == 8:
+                    os.kill(os.getpid(), number)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT)
+    assert steps <= 9
+    assert "training stops without a snapshot of this step: its loop reaches no boundary" in caplog.text
+
+
+def test_the_last_line_counts_every_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The step that no boundary followed, too."""
+    seed_everything(0)
+    model, loader = Net(), LOADERS["shuffled"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    options = {"every_n_steps": 2, "writer": "thread", "at_end": False}
+    with caplog.at_level(logging.INFO), Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        for x, y, _ids in loader:
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+    steps = saved(tmp_path)[-1].step
+    assert f"step {steps} is durable on {tmp_path}, {6 - steps} steps behind" in caplog.text
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:

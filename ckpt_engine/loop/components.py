@@ -26,7 +26,7 @@ from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.choose import tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
-from ckpt_engine.state.sharding import FlatPart, divided_like, here
+from ckpt_engine.state.sharding import FlatPart, divided_like, here, load_exactly, own_copy
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
@@ -138,7 +138,6 @@ class NamedParts:
                 continue
             put_back(name, value, saved[name], self.flat)
             restored.append(Restored(name, type(value).__name__))
-        into_own_memory(self.optimizers.values())
         gone = [name for name in saved if name not in self.objects]
         missing += [NotRestored(name, "nothing of that name is tracked now") for name in gone]
         return restored, missing
@@ -166,15 +165,16 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
     Raises:
         MismatchError: the object refuses the state.
     """
-    mine = isinstance(value, nn.Module | torch.optim.Optimizer)  # both copy, or are copied afterwards
     saved = own_extra_state(saved) if isinstance(value, nn.Module) else saved
     try:
         if flat is not None and isinstance(value, nn.Module):
             flat.load(value, saved)
         elif flat is not None and isinstance(value, torch.optim.Optimizer):
             flat.load_optimizer(unwrapped(value), saved)
+        elif isinstance(value, torch.optim.Optimizer):
+            load_exactly(unwrapped(value), saved, value.load_state_dict)
         else:
-            value.load_state_dict(saved if mine else own_copy(saved))
+            value.load_state_dict(saved if isinstance(value, nn.Module) else own_copy(saved))
     except (ValueError, KeyError) as err:
         raise MismatchError(
             f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",
@@ -278,30 +278,6 @@ def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T
         if stored is not None:
             found |= {name: found[stored] for name in tied if name not in values}
     return found
-
-
-def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Copy the state of optimizers out of the memory that the snapshot was read into.
-
-    An optimizer keeps the tensors it is given. In that memory they are not aligned as torch aligns its own, which
-    changes the last bit of sums and products that a library computes in aligned blocks (L-BFGS), and one of them would
-    keep all of it.
-    """
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                state[name] = own_copy(value)
-
-
-def own_copy(value: Any) -> Any:
-    """The value with every tensor in lists, tuples and dicts in memory of its own."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.device.type == "cpu" else value
-    if type(value) in (list, tuple):
-        return type(value)(own_copy(item) for item in value)
-    if type(value) is dict:
-        return {key: own_copy(item) for key, item in value.items()}
-    return value
 
 
 def options_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:

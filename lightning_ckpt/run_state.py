@@ -120,6 +120,8 @@ class FitParts:
         # Lightning would restore a loader that has its own state a second time, after we did.
         state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._drop_unstorable(state)
+        for key in _WEIGHTS:
+            components.without_lazy(state.get(key, {}))
         return state
 
     def _drop_unstorable(self, state: dict[str, Any]) -> None:

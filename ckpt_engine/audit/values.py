@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from ckpt_engine.data import streams
-from ckpt_engine.state.sharding import here
+from ckpt_engine.state.sharding import here, is_wrapper
 
 DEPTH = 8
 MOST_ITEMS = 256
@@ -200,6 +200,8 @@ def type_of(value: Any) -> str:
 def address(tensor: torch.Tensor) -> int:
     """Where the memory of what this rank has of the tensor begins; 0 where it has none of its own."""
     tensor = here(tensor)
+    if torch.nn.parameter.is_lazy(tensor) or is_wrapper(tensor):
+        return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
     return int(tensor.untyped_storage().data_ptr())

@@ -24,12 +24,13 @@ from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.restore.choose import tensor_shapes
+from ckpt_engine.restore.choose import ANY_SHAPE, tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.sharding import FlatPart, divided_like, here, load_exactly, own_copy
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
+_LAZY = frozenset({nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer})
 _SHOWN = 8
 Shapes = dict[str, tuple[int, ...]]
 
@@ -156,7 +157,15 @@ def state_of(value: Any, flat: FlatModels | None) -> Any:
         return flat.state(value)
     if flat is not None and isinstance(value, torch.optim.Optimizer):
         return flat.optimizer_state(unwrapped(value))
-    return value.state_dict()
+    return without_lazy(value.state_dict()) if isinstance(value, nn.Module) else value.state_dict()
+
+
+def without_lazy(state: Any) -> Any:
+    """The `state_dict` of a model without the weights that its first forward is to make."""
+    if not _LAZY.isdisjoint(map(type, state.values())):
+        for key in [key for key, value in state.items() if type(value) in _LAZY]:
+            del state[key]
+    return state
 
 
 def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) -> None:
@@ -173,8 +182,11 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
             flat.load_optimizer(unwrapped(value), saved)
         elif isinstance(value, torch.optim.Optimizer):
             load_exactly(unwrapped(value), saved, value.load_state_dict)
+        elif isinstance(value, nn.Module):
+            lazy = any(nn.parameter.is_lazy(one) for key, one in value.state_dict().items() if key not in saved)
+            value.load_state_dict(saved, strict=not lazy)
         else:
-            value.load_state_dict(saved if isinstance(value, nn.Module) else own_copy(saved))
+            value.load_state_dict(own_copy(saved))
     except (ValueError, KeyError) as err:
         raise MismatchError(
             f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",
@@ -189,11 +201,9 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
-    found = {
-        key: tuple(value.shape)
-        for key, value in state_of(module, flat).items()
-        if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
-    }
+    lazy = {key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value)}
+    state = state_of(module, flat)
+    found = lazy | {key: tuple(one.shape) for key, one in state.items() if isinstance(one, FlatPart | torch.Tensor)}
     return _without_extra_state(without_metrics(module, found))
 
 
@@ -216,8 +226,9 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def managed(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    """The parameters that optimizers manage."""
-    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    """The parameters that optimizers manage, as far as they are made: lazy ones are when a forward needs them."""
+    every = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return (p for p in every if not nn.parameter.is_lazy(p))
 
 
 def device_of(parts: Components) -> torch.device:

@@ -243,7 +243,7 @@ class _Tensors:
     def __init__(self, parts: Components) -> None:
         self._models, optimizers = parts.modules, parts.optimizers.values()
         self.grouped = _grouped(parts)
-        self._weights = [one for one in managed(optimizers) if not torch.nn.parameter.is_lazy(one)]
+        self._weights = list(managed(optimizers))
         self._modules = [(name, path, one) for name, m in self._models.items() for path, one in m.named_modules()]
         self._parameters = [(name, path, p) for name, m in self._models.items() for path, p in m.named_parameters()]
         self._metrics = [(name, components.topmost(one)) for name, one in components.those_with(parts.objects)]

@@ -77,6 +77,11 @@ def local(tensor: Any) -> torch.Tensor:
     return found.wait() if hasattr(found, "wait") else found
 
 
+def is_wrapper(tensor: object) -> bool:
+    """Whether it is a tensor of other tensors (torchao's low-bit ones), which has no memory itself; DTensors too."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
 def here(tensor: Any) -> torch.Tensor:
     """What this rank has of any tensor: all of a plain one."""
     if is_sharded(tensor):
@@ -405,7 +410,8 @@ def _as_saved(saved: Any, live: Any) -> Any:
     if isinstance(live, _Guarded):
         return own_copy(live.value)
     if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
-        return own_copy(saved).to(live.device) if saved.shape == live.shape else live
+        made = own_copy(saved) if saved.shape == live.shape else live
+        return made if made.device == live.device else made.to(live.device)
     if isinstance(saved, dict) and isinstance(live, dict):
         for key in saved.keys() & live.keys():
             live[key] = _as_saved(saved[key], live[key])
@@ -423,6 +429,8 @@ def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 def own_copy(value: Any) -> Any:
     """The value with every tensor and array in lists, tuples, deques and dicts in memory of its own."""
+    if is_wrapper(value) and not is_sharded(value):
+        return value  # was pickled: its tensors are no part of what was read
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad) if value.device.type == "cpu" else value
     if isinstance(value, np.ndarray):

@@ -71,7 +71,8 @@ def train(case: Case, options: Mapping[str, Any] | None, seed: int = 0) -> Outco
     optimizer = case.optimizer(model)
     managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in managed)
+        if id(parameter) not in managed:
+            parameter.requires_grad_(False)
     objects = {"model": model, "optimizer": optimizer}
     schedule: Any = None
     with suppress(Exception):  # an optimizer that takes no schedule
@@ -118,6 +119,8 @@ def by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """A state with the class and dtype of each leaf, as `digest` takes it."""
+    if nn.parameter.is_lazy(value):
+        return "lazy"
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter):
             inner, context = value.__tensor_flatten__()  # type: ignore[attr-defined]

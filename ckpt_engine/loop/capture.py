@@ -31,6 +31,7 @@ from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import CorruptError, NewerFormatError, ResumeError
 from ckpt_engine.loop.components import Components, GradientsBeside, made_by_script, managed, state_of
 from ckpt_engine.loop.distributed_models import GradientOrder, is_flat
+from ckpt_engine.loop.failing_loop import require_loadable
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
@@ -69,6 +70,7 @@ class Capture:
         self._wrappers = wrappers
         self._ranks = ranks
         self.made = made_by_script(parts.optimizers, parts.objects)
+        require_loadable(parts.modules)
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)

@@ -31,7 +31,7 @@ from ckpt_engine.loop.capture import (
     require_ranks,
     require_whole_gradients,
 )
-from ckpt_engine.loop.components import into_own_memory, own_copy, own_extra_state, saved_shapes
+from ckpt_engine.loop.components import own_extra_state, saved_shapes
 from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.loop.resume import Resume
@@ -40,6 +40,7 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord
 from ckpt_engine.restore.choose import require_match
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.state import sharding
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
@@ -168,7 +169,9 @@ class FitResume(Resume):
             return
         self._weights = state.get("current_model_state", state["state_dict"])
         if calls_the_users(self._trainer, self._module, TRAIN_START, restart.HOOK):
-            self._callbacks = own_copy(state.get("callbacks", {}))  # they may keep, and change, what they are given
+            self._callbacks = sharding.own_copy(
+                state.get("callbacks", {})
+            )  # they may keep, and change, what they are given
         self._loaded_as = {} if sharded.is_flat(self._trainer) else restart.dtypes_of(self._module)
         self._own = own
         if self._elastic is not None:
@@ -311,22 +314,31 @@ class FitResume(Resume):
             original(checkpoint)  # of a callback that trains before the run, as one that looks for a learning rate
             return
         self.to_restore = None
-        optimizers = run_state.named_optimizers(self._trainer)
-        schedulers = run_state.named_schedulers(self._trainer)
-        self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
         before, now = len(checkpoint["lr_schedulers"]), len(self._trainer.lr_scheduler_configs)
         if before != now and not restart.averages(self._trainer):
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
             self.add([], [NotRestored("schedulers", why)])
-        states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
-        self._regrouped = run_state.restore_groups(self._trainer, self._module, states, saved)
+        states, parts = checkpoint["optimizer_states"], run_state.FitParts(self._internals, self._trainer, self._module)
+        names = sharding.read_order(self._own.get("parameters")) or run_state.older_names(self._own.get("groups", []))
+        divided, optimizers = sharded.is_sharded(self._trainer), parts.optimizers
+        own = {key: names[key] for key in names.keys() & optimizers.keys()}
+        grown = {key: one for key, one in own.items() if len(one) > len(optimizers[key].param_groups)}
+        alike = {key: one for key, one in own.items() if key not in grown}
         try:
-            original(checkpoint)
-        except (ValueError, KeyError) as err:
+            for name in sharding.put_in_order(alike, parts, divided=divided):
+                self.note(f"{name}: {sharding.MOVED}")
+            schedulers = run_state.named_schedulers(self._trainer)
+            self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
+            self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
+            original({**checkpoint, "optimizer_states": list(map(sharding.guarded, states))})
+        except (ValueError, KeyError, MismatchError) as err:
+            why, hint = (err.message, err.hint) if isinstance(err, MismatchError) else (str(err), "")
             raise MismatchError(
-                f"the optimizers of the snapshot do not fit those of configure_optimizers(): {err}",
-                hint="use the optimizers this run was started with, or another folder for the new run",
+                f"the optimizers of the snapshot do not fit those of configure_optimizers(): {why}",
+                hint=hint or "use the optimizers this run was started with, or another folder for the new run",
             ) from err
+        for optimizer, state in zip(() if divided else self._trainer.optimizers, states, strict=False):
+            sharding.put_exactly(optimizer, state)
 
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
@@ -339,7 +351,7 @@ class FitResume(Resume):
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run; of an imported file Lightning restores all."""
         if not self.pending:
-            into_own_memory(self._trainer.optimizers)
+            sharding.into_own_memory(self._trainer.optimizers)
             return
         assert self._loaders is not None
         if self._kept is not None:
@@ -382,7 +394,6 @@ class FitResume(Resume):
             wrapped = isinstance(self._trainer.strategy.model, DistributedDataParallel)
             restart.load_again_where_changed(self._module, self._weights, self._loaded_as, buffers=wrapped)
         self._weights = {}
-        into_own_memory(self._trainer.optimizers)
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""

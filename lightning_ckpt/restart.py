@@ -30,11 +30,10 @@ from torch.optim import Optimizer
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.loop.components import into_own_memory, own_copy
 from ckpt_engine.loop.resume import afresh
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.state.sharding import here
+from ckpt_engine.state.sharding import here, load_exactly, own_copy
 from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
 from lightning_ckpt.run_state import Groups
@@ -211,11 +210,9 @@ class Kept:
             if new is old:
                 continue
             try:
-                new.load_state_dict(old.state_dict())
+                load_exactly(new, old.state_dict(), new.load_state_dict)
             except (ValueError, KeyError) as err:
                 missing.append(NotRestored(f"optimizer {number}", f"{self._hook} makes another one: {err}"))
-            else:
-                into_own_memory([new])
         return missing
 
     def _put_back_callbacks(self) -> list[NotRestored]:

@@ -78,8 +78,6 @@ class FitRun:
         self._is_alone = trainer.world_size == 1
         self._parts = FitParts(self._internals, trainer, module)
         self._capture = Capture(self._parts, self._audit, ranks, lambda: wrappers_of(trainer))
-        self._groups_at_start: list[list[int]] = []
-        """`run_state.group_sizes` before training."""
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         """`components.dump_flags` when training started."""
         self.guard = FenceGuard(self._guarded())
@@ -152,7 +150,6 @@ class FitRun:
 
     def optimizers_made(self) -> None:
         """Nothing of the run has changed them yet."""
-        self._groups_at_start = run_state.group_sizes(self._trainer)
         self._capture.made = components.made_by_script(
             self._parts.optimizers, run_state.named_schedulers(self._trainer)
         )
@@ -455,7 +452,6 @@ class FitRun:
             "validation_reload_epoch": internals.reload_epochs[1],
             "batch_sizes": internals.batch_sizes,
             "left_out": self._parts.left_out,
-            "groups": run_state.dump_groups(trainer, module, self._groups_at_start),
             **(before or {}),
         }
         waits = self._gradients_wait(kind) or (before is None and internals.accumulating)

@@ -1,9 +1,9 @@
 """The state of a Lightning run at one instant, as the tree that the engine stores.
 
 Top-level keys are those of a Lightning checkpoint, so that a snapshot exports to a `.ckpt` file by leaving out our own
-key, `ckpt_engine`. That key has what an exact resume needs besides: running means, metrics, gradients, groups of
-parameters. Every `dump_…` returns references to live tensors (the engine copies them); every `restore_…` puts them
-back and returns what could not be.
+key, `ckpt_engine`. That key has what an exact resume needs besides: running means, metrics, gradients. Every `dump_…`
+returns references to live tensors (the engine copies them); every `restore_…` puts them back and returns what could
+not be.
 
 `BoundaryKind` names the instants. The snapshot instant is the fetch boundary: the last batch is completely finished
 (validation, schedulers, hooks, counters) and the next one is about to be asked for. `on_train_batch_end` is not: a
@@ -39,6 +39,7 @@ from ckpt_engine.loop.failing_loop import Undo
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.plugins import of_framework
 from ckpt_engine.state.flatten import Flattener, problems
+from ckpt_engine.state.sharding import Groups as NamedGroups
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import SnapshotInfo
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress
@@ -119,6 +120,8 @@ class FitParts:
         # Lightning would restore a loader that has its own state a second time, after we did.
         state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._drop_unstorable(state)
+        for key in _WEIGHTS:
+            components.without_lazy(state.get(key, {}))
         return state
 
     def _drop_unstorable(self, state: dict[str, Any]) -> None:
@@ -333,31 +336,19 @@ def named_schedulers(trainer: pl.Trainer) -> dict[str, Any]:
 Groups = list[dict[str, Any]]
 
 
-def group_sizes(trainer: pl.Trainer) -> list[list[int]]:
-    """How many parameters each group of each optimizer has."""
-    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-
-
-def dump_groups(trainer: pl.Trainer, module: torch.nn.Module, at_start: list[list[int]]) -> list[list[list[str]]]:
-    """The names of the parameters in each group, where training has changed the groups; `at_start` is `group_sizes`."""
-    if group_sizes(trainer) == at_start:
-        return []
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-        for optimizer in trainer.optimizers
-    ]
-
-
 def restore_groups(
-    trainer: pl.Trainer, module: torch.nn.Module, states: list[dict[str, Any]], saved: list[list[list[str]]]
+    trainer: pl.Trainer, parts: FitParts, states: list[dict[str, Any]], saved: Mapping[str, NamedGroups]
 ) -> list[tuple[torch.optim.Optimizer, Groups]]:
-    """Group the parameters as they were, where this process has other groups; returns what it had."""
-    live = dict(module.named_parameters())
+    """Group the parameters as they were, where training had added groups; returns the groups of this process.
+
+    Args:
+        saved: the names of the parameters, by optimizer; only of those that had more groups than now.
+    """
+    live = {f"{MODEL}.{name}": one for name, one in parts.modules[MODEL].named_parameters(remove_duplicate=False)}
     regrouped = []
-    for optimizer, state, names, sizes in zip(trainer.optimizers, states, saved, group_sizes(trainer), strict=False):
-        known = all(name in live for group in names for name in group)
-        if sizes == [len(group) for group in names] or not known:
+    for (key, optimizer), state in zip(named_optimizers(trainer).items(), states, strict=False):
+        names = saved.get(key, [])
+        if not names or not all(name in live for group in names for name in group):
             continue
         regrouped.append((optimizer, optimizer.param_groups))
         optimizer.param_groups = [
@@ -365,6 +356,14 @@ def restore_groups(
             for options, group in zip(state["param_groups"], names, strict=True)
         ]
     return regrouped
+
+
+def older_names(groups: list[list[list[str]]]) -> dict[str, NamedGroups]:
+    """The names that snapshots of earlier versions have, where training had changed the groups."""
+    return {
+        f"optimizers[{number}]": [[f"{MODEL}.{name}" for name in names] for names in found]
+        for number, found in enumerate(groups)
+    }
 
 
 class BoundaryKind(StrEnum):

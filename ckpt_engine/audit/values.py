@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
 from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework, of_us
-from ckpt_engine.state.sharding import here
+from ckpt_engine.state.sharding import here, is_wrapper
 
 DEPTH = 8
 MOST_ITEMS = 256
@@ -264,6 +264,8 @@ def type_of(value: Any) -> str:
 def address(tensor: torch.Tensor) -> int:
     """Where the memory of what this rank has of the tensor begins; 0 where it has none of its own."""
     tensor = here(tensor)
+    if torch.nn.parameter.is_lazy(tensor) or is_wrapper(tensor):
+        return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
     return int(tensor.untyped_storage().data_ptr())

@@ -30,7 +30,8 @@ from ckpt_engine.data.rng import RngState, Teams, derive, repeat
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import CorruptError, NewerFormatError, ResumeError
 from ckpt_engine.loop.components import Components, GradientsBeside, made_by_script, managed, state_of
-from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_flat
+from ckpt_engine.loop.distributed_models import GradientOrder, is_flat
+from ckpt_engine.loop.failing_loop import require_loadable
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
@@ -40,7 +41,7 @@ from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of
 from ckpt_engine.state.rebuild import Rebuilder
-from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
+from ckpt_engine.state.sharding import FlatPart, StoredOrder, clean_name, here, is_sharded, optimizer_shell
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 from ckpt_engine.store.tree import KeySkeleton as Filler
 from ckpt_engine.store.tree import check
@@ -69,10 +70,12 @@ class Capture:
         self._wrappers = wrappers
         self._ranks = ranks
         self.made = made_by_script(parts.optimizers, parts.objects)
+        require_loadable(parts.modules)
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
         self._beside = GradientsBeside(parts)
+        self._parameters = StoredOrder(parts)
         self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
         self._order: GradientOrder | None = None
@@ -104,6 +107,7 @@ class Capture:
                 "version": OWN_VERSION,
                 "gradients": dict(gradients),
                 "hidden": large,
+                "parameters": self._parameters.array(),
                 "packed": self._packer.pack(
                     {
                         "rng": streams,

@@ -24,12 +24,13 @@ from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.restore.choose import tensor_shapes
+from ckpt_engine.restore.choose import ANY_SHAPE, tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
-from ckpt_engine.state.sharding import FlatPart, divided_like, here
+from ckpt_engine.state.sharding import FlatPart, divided_like, here, load_exactly, own_copy
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
+_LAZY = frozenset({nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer})
 _SHOWN = 8
 Shapes = dict[str, tuple[int, ...]]
 
@@ -138,7 +139,6 @@ class NamedParts:
                 continue
             put_back(name, value, saved[name], self.flat)
             restored.append(Restored(name, type(value).__name__))
-        into_own_memory(self.optimizers.values())
         gone = [name for name in saved if name not in self.objects]
         missing += [NotRestored(name, "nothing of that name is tracked now") for name in gone]
         return restored, missing
@@ -157,7 +157,15 @@ def state_of(value: Any, flat: FlatModels | None) -> Any:
         return flat.state(value)
     if flat is not None and isinstance(value, torch.optim.Optimizer):
         return flat.optimizer_state(unwrapped(value))
-    return value.state_dict()
+    return without_lazy(value.state_dict()) if isinstance(value, nn.Module) else value.state_dict()
+
+
+def without_lazy(state: Any) -> Any:
+    """The `state_dict` of a model without the weights that its first forward is to make."""
+    if not _LAZY.isdisjoint(map(type, state.values())):
+        for key in [key for key, value in state.items() if type(value) in _LAZY]:
+            del state[key]
+    return state
 
 
 def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) -> None:
@@ -166,15 +174,19 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
     Raises:
         MismatchError: the object refuses the state.
     """
-    mine = isinstance(value, nn.Module | torch.optim.Optimizer)  # both copy, or are copied afterwards
     saved = own_extra_state(saved) if isinstance(value, nn.Module) else saved
     try:
         if flat is not None and isinstance(value, nn.Module):
             flat.load(value, saved)
         elif flat is not None and isinstance(value, torch.optim.Optimizer):
             flat.load_optimizer(unwrapped(value), saved)
+        elif isinstance(value, torch.optim.Optimizer):
+            load_exactly(unwrapped(value), saved, value.load_state_dict)
+        elif isinstance(value, nn.Module):
+            lazy = any(nn.parameter.is_lazy(one) for key, one in value.state_dict().items() if key not in saved)
+            value.load_state_dict(saved, strict=not lazy)
         else:
-            value.load_state_dict(saved if mine else own_copy(saved))
+            value.load_state_dict(own_copy(saved))
     except (ValueError, KeyError) as err:
         raise MismatchError(
             f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",
@@ -189,11 +201,9 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
-    found = {
-        key: tuple(value.shape)
-        for key, value in state_of(module, flat).items()
-        if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
-    }
+    lazy = {key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value)}
+    state = state_of(module, flat)
+    found = lazy | {key: tuple(one.shape) for key, one in state.items() if isinstance(one, FlatPart | torch.Tensor)}
     return _without_extra_state(without_metrics(module, found))
 
 
@@ -216,8 +226,9 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def managed(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    """The parameters that optimizers manage."""
-    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    """The parameters that optimizers manage, as far as they are made: lazy ones are when a forward needs them."""
+    every = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return (p for p in every if not nn.parameter.is_lazy(p))
 
 
 def device_of(parts: Components) -> torch.device:
@@ -278,30 +289,6 @@ def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T
         if stored is not None:
             found |= {name: found[stored] for name in tied if name not in values}
     return found
-
-
-def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Copy the state of optimizers out of the memory that the snapshot was read into.
-
-    An optimizer keeps the tensors it is given. In that memory they are not aligned as torch aligns its own, which
-    changes the last bit of sums and products that a library computes in aligned blocks (L-BFGS), and one of them would
-    keep all of it.
-    """
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                state[name] = own_copy(value)
-
-
-def own_copy(value: Any) -> Any:
-    """The value with every tensor in lists, tuples and dicts in memory of its own."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.device.type == "cpu" else value
-    if type(value) in (list, tuple):
-        return type(value)(own_copy(item) for item in value)
-    if type(value) is dict:
-        return {key: own_copy(item) for key, item in value.items()}
-    return value
 
 
 def options_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:

@@ -33,10 +33,9 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateError
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
-from ckpt_engine.state.sharding import FlatPart, grid_of_runs
+from ckpt_engine.state.sharding import FlatPart, clean_name, grid_of_runs, load_exactly
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ class FlatModels:
             part = parts.get(id(parameters[number])) if number < len(parameters) else None
             if part is None or part.box.shape[0]:
                 states[number] = {k: v.part if isinstance(v, FlatPart) else v for k, v in state.items()}
-        optimizer.load_state_dict({**saved, "state": states})
+        load_exactly(optimizer, {**saved, "state": states}, optimizer.load_state_dict)
 
 
 def flat_models(modules: Iterable[nn.Module]) -> FlatModels | None:
@@ -316,13 +315,6 @@ def _like(optimizer: torch.optim.Optimizer, parameter: Any, parts: Mapping[int, 
         f"FSDP1 gives this rank nothing of any parameter that {type(optimizer).__name__} has a state for",
         hint="larger units (auto_wrap_policy), so that each rank has a part of one, or FSDP2 (fully_shard)",
     )
-
-
-def clean_name(name: str) -> str:
-    """The name of a parameter without what FSDP1 puts into it."""
-    for wrapped in _WRAPPED:
-        name = name.replace(wrapped, "")
-    return name
 
 
 @contextmanager

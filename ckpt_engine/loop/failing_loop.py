@@ -20,10 +20,11 @@ import torch
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
-from ckpt_engine.errors import CkptError, WaitTimeoutError
+from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun
 from ckpt_engine.loop.components import Components, managed
+from ckpt_engine.loop.distributed_models import is_flat
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.plugins import of_framework
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -243,7 +244,7 @@ class _Tensors:
     def __init__(self, parts: Components) -> None:
         self._models, optimizers = parts.modules, parts.optimizers.values()
         self.grouped = _grouped(parts)
-        self._weights = [one for one in managed(optimizers) if not torch.nn.parameter.is_lazy(one)]
+        self._weights = list(managed(optimizers))
         self._modules = [(name, path, one) for name, m in self._models.items() for path, one in m.named_modules()]
         self._parameters = [(name, path, p) for name, m in self._models.items() for path, p in m.named_parameters()]
         self._metrics = [(name, components.topmost(one)) for name, one in components.those_with(parts.objects)]
@@ -431,6 +432,40 @@ def keys_of(module: torch.nn.Module) -> Iterator[tuple[Loose, torch.Tensor]]:
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None and name not in left_out:
                 yield Loose(f"{path}.{name}" if path else name, owner, name), tensor
+
+
+def require_loadable(modules: Mapping[str, torch.nn.Module]) -> None:
+    """Raise where a model writes what it refuses to read (4-bit weights): the keys are compared, before it trains.
+
+    Modules that read in a way of their own are left out: what they accept is unknown.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for name, module in modules.items():
+        kind, plain = type(module), torch.nn.Module
+        overridden = kind.state_dict is not plain.state_dict or kind.load_state_dict is not plain.load_state_dict
+        if overridden or is_flat(module):  # FSDP1 gathers all of it
+            continue
+        own = [
+            f"{path}." if path else ""
+            for path, one in module.named_modules(remove_duplicate=False)
+            if type(one)._load_from_state_dict is not plain._load_from_state_dict or one._load_state_dict_pre_hooks
+        ]
+        if "" in own or not any(one._state_dict_hooks or _writes(one) for one in module.modules()):
+            continue
+        known = {one.key for one, _ in keys_of(module)}
+        for key in module.state_dict():
+            if key not in known and not key.endswith("_extra_state") and not key.startswith(tuple(own)):
+                raise ConfigError(
+                    f"the state_dict() of {name!r} has {key!r}, and its load_state_dict() refuses that",
+                    hint="track only what is trained (an adapter, a head), or give the class a load_state_dict() "
+                    "that takes what its state_dict() gives",
+                )
+
+
+def _writes(module: torch.nn.Module) -> bool:
+    return type(module)._save_to_state_dict is not torch.nn.Module._save_to_state_dict
 
 
 def buffers_of(module: torch.nn.Module) -> list[Loose]:

@@ -55,6 +55,7 @@ from ckpt_engine.observe.resume_report import (
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore.choose import as_rank, require_match
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.state.sharding import MOVED, put_in_order, read_order
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 IMPORTED = "imported"
@@ -385,6 +386,9 @@ class LoopResume(Resume):
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
+        names, divided = read_order(self._own.get("parameters")), any_sharded(self._parts.modules.values())
+        moved = put_in_order(names, self._parts, divided=divided)
+        self._notes += [f"{name}: {MOVED}" for name in moved]
         changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers, self._parts.objects)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()

@@ -505,6 +505,10 @@ def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[in
     }
 
 
+ANY_SHAPE = (-1,)
+"""Of a lazy weight: its first forward would make it, or loading does. It may be missing."""
+
+
 def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
     """Raise if tensors are missing, unexpected or of another shape.
 
@@ -516,9 +520,9 @@ def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, 
     Raises:
         MismatchError: names the keys, and near misses.
     """
-    missing = [k for k in expected if k not in found]
+    missing = [k for k in expected if k not in found and expected[k] != ANY_SHAPE]
     unexpected = [k for k in found if k not in expected]
-    reshaped = [k for k in expected if k in found and tuple(expected[k]) != tuple(found[k])]
+    reshaped = [k for k in expected if k in found and tuple(expected[k]) not in (tuple(found[k]), ANY_SHAPE)]
     if not (missing or unexpected or reshaped):
         return
     lines = [f"snapshot {snapshot} does not fit this {what}:"]

@@ -387,8 +387,8 @@ def _require_plain(encoded: Any, path: TreePath) -> None:
 
 
 def _as_array(node: Any) -> torch.Tensor | None:
-    if isinstance(node, np.ma.MaskedArray):
-        return None  # as an array it would lose its mask
+    if isinstance(node, np.ndarray) and type(node) not in (np.ndarray, np.memmap):
+        return None  # as an array it would lose its mask, its unit, or what its operators mean
     if isinstance(node, np.ndarray):
         return None if node.dtype.hasobject or node.dtype.names else array_tensor(node)
     if isinstance(node, bytes | bytearray) and len(node) > INLINE_BYTES:
@@ -408,6 +408,8 @@ def _tensor_leaf(
     node: dict[str, Any] = {"$": "tensor"}
     if isinstance(tensor, torch.nn.Parameter):
         node["parameter"] = {"requires_grad": tensor.requires_grad}
+    elif tensor.requires_grad and tensor.is_leaf:
+        node["requires_grad"] = True
     if tensor.device.type != "cpu":
         node["device"] = str(tensor.device)
     leaves.append(ArrayLeaf(path, node, shard))

@@ -97,7 +97,7 @@ def encode_bytes(kind: str, value: bytes) -> Json:
 def encode_scalar(node: Any) -> Json | None:
     """The JSON node of a leaf that is neither an array nor a container, or None if the kind is unknown.
 
-    Subclasses of str, int and float are stored as their plain value.
+    Subclasses of str, int and float keep their class; one with attributes of its own is unknown.
     """
     if isinstance(node, enum.Enum):
         if node.name not in type(node).__members__:
@@ -110,15 +110,16 @@ def encode_scalar(node: Any) -> Json | None:
     if isinstance(node, bool | int | str):
         if type(node) in (bool, int, str):
             return node
-        return str.__str__(node) if isinstance(node, str) else int(node)
+        return _encode_subclass(node, str.__str__(node) if isinstance(node, str) else int(node))
     if isinstance(node, float):
-        return encode_float(float(node))
+        return encode_float(node) if type(node) is float else _encode_subclass(node, encode_float(float(node)))
     if isinstance(node, complex):
         return {"$": "complex", "re": encode_float(node.real), "im": encode_float(node.imag)}
     if isinstance(node, bytes | bytearray):
         return encode_bytes(type(node).__name__, bytes(node))
-    if isinstance(node, pathlib.PurePath):
-        return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path)}
+    if type(node) in _PATHS:
+        windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
+        return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows}
     if isinstance(node, datetime.datetime):
         return {"$": "datetime", "v": node.isoformat(), "fold": node.fold}
     if isinstance(node, datetime.date | datetime.time):
@@ -134,6 +135,14 @@ def encode_scalar(node: Any) -> Json | None:
     if isinstance(node, np.dtype):
         return None if node.hasobject or node.names else {"$": "np.dtype", "v": node.str}
     return None
+
+
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+"""Others have more than their text."""
+
+
+def _encode_subclass(node: Any, plain: Json) -> Json | None:
+    return None if getattr(node, "__dict__", None) else {"$": "subclass", "type": type_name(type(node)), "v": plain}
 
 
 def _plain_bounds(node: range | slice) -> bool:
@@ -287,6 +296,11 @@ def mapping(cls: type, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any] | Non
     for key, value in pairs:
         put(out, key, value)
     return out
+
+
+def of_subclass(cls: type, value: str | int | float) -> Any:
+    """The value as an object of a subclass of its type, made without code of that class; None: it is none."""
+    return type(value).__new__(cls, value) if type(value) in _line(cls) else None
 
 
 def is_dataclass(cls: type) -> bool:

@@ -187,6 +187,8 @@ class Rebuilder:
                 raw = put_together(raw, boxes_of(node, raw.shape))
             self._tied[memory] = raw if view is None and stride is None else _new_tensor(raw, view, stride)
         parameter = node.get("parameter")
+        if not parameter and node.get("requires_grad") is True:
+            return self._tied.setdefault((*memory, "trained"), self._tied[memory].detach().requires_grad_())
         if not parameter:
             return self._tied[memory]
         key = (*memory, parameter["requires_grad"] is True)
@@ -217,7 +219,7 @@ class Rebuilder:
         found = [one if shape is None else one.view(shape) for one, shape in zip(made, wanted, strict=True)]
         parameter = pack.node.get("parameter")
         if not parameter:
-            return found
+            return [one.requires_grad_() for one in found] if pack.node.get("requires_grad") is True else found
         return [torch.nn.Parameter(one, requires_grad=parameter["requires_grad"]) for one in found]
 
     def raw_bytes(self, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
@@ -341,6 +343,14 @@ def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     return name if cls is None else json_types.member(cls, name)
 
 
+def _subclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    value = r.node(node["v"], path)
+    cls = r.find_class(
+        node["type"], lambda cls: type(value) in (str, int, float) and issubclass(cls, type(value)), path
+    )
+    return value if cls is None else json_types.of_subclass(cls, value)
+
+
 def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:
     if _FRACTION.fullmatch(node["v"]) is None:  # Python takes exponents, and computes their powers of ten
         raise ValueError("not a fraction of two whole numbers")
@@ -412,6 +422,12 @@ def _is_configuration(plain: Any) -> bool:
     return True
 
 
+def _path_class(node: Mapping[str, Any]) -> type[pathlib.PurePath]:
+    if node.get("windows") is True:
+        return pathlib.PureWindowsPath
+    return pathlib.PurePath if node["pure"] else pathlib.Path
+
+
 def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
     return json_types.torch_value(node["v"], _TORCH_NAMES[node["$"]])
 
@@ -445,11 +461,12 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "dataclass": _dataclass,
     "enum": _enum,
     "omegaconf": _omegaconf,
+    "subclass": _subclass,
     "float": lambda _, n, __: _FLOATS[n["v"]],
     "complex": lambda r, n, p: complex(r.node(n["re"], p), r.node(n["im"], p)),
     "npscalar": lambda _, n, __: np.frombuffer(bytes.fromhex(n["hex"]), json_types.numpy_dtype(n["dtype"]))[0],
     "np.dtype": lambda _, n, __: json_types.numpy_dtype(n["v"]),
-    "path": lambda _, n, __: (pathlib.PurePath if n["pure"] else pathlib.Path)(n["v"]),
+    "path": lambda _, n, __: _path_class(n)(n["v"]),
     "datetime": lambda _, n, __: datetime.datetime.fromisoformat(n["v"]).replace(fold=n["fold"]),
     "date": lambda _, n, __: datetime.date.fromisoformat(n["v"]),
     "time": lambda _, n, __: datetime.time.fromisoformat(n["v"]),

@@ -256,6 +256,7 @@ _FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "dataclass": {"type": _TEXT, "fields": _MAP},
     "enum": {"type": _TEXT, "name": (str, type(None))},
     "omegaconf": {"container": _NODE, "flags": _MAP},
+    "subclass": {"type": _TEXT, "v": _NODE},
     "float": _V,
     "complex": {"re": _NODE, "im": _NODE},
     "npscalar": {"dtype": _TEXT, "hex": _TEXT},

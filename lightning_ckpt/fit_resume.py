@@ -446,7 +446,8 @@ class FitResume(Resume):
         assert self._loaders is not None
         if self.pending:
             self._notes.append("training was complete already: nothing was done")
-            if self._own["batch"] and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
+            within = self._own["batch"] and not self.finished
+            if within and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
                 self._missing.append(NotRestored("the rest of the epoch", _LATER_FIT))
         else:
             self._missing += self._loaders.problems()

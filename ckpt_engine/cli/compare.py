@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -29,6 +30,7 @@ PACKED = ("ckpt_engine", "packed")
 _AS_TEXT = ("ckpt_engine", "surroundings", "state")
 """The end of the path at which the counters of a transformers `Trainer` are, as one text of JSON."""
 _ABSENT = "absent"
+_SEQUENCES = (list, tuple, deque)
 _LOGGED_TIME = re.compile(r"ckpt_engine/(metrics|surroundings/state/log_history/\d+)/\w+_(runtime|per_second)$")
 
 
@@ -149,7 +151,7 @@ class Comparison:
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             one, other = ({str(key): child for key, child in node.items()} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
-        elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) is type(b) and _nested(a, b):
+        elif type(a) is type(b) and isinstance(a, _SEQUENCES) and _nested(a, b):
             one, other = ({str(index): child for index, child in enumerate(node)} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
         elif type(a) is type(b) and (first := open_generator(a)) and (second := open_generator(b)):
@@ -222,7 +224,7 @@ def _stored(entry: Entry) -> tuple[Any, ...]:
 
 def _nested(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Sequences of containers or arrays are compared child by child, those of plain values as one value."""
-    return any(isinstance(child, Mapping | list | tuple | torch.Tensor | np.ndarray) for child in (*a[:3], *b[:3]))
+    return any(isinstance(child, (Mapping, *_SEQUENCES, torch.Tensor, np.ndarray)) for child in (*a, *b))
 
 
 def _difference(path: str, a: Any, b: Any) -> LeafDifference | None:

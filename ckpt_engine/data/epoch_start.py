@@ -302,7 +302,7 @@ class Starter:
         mode, saved = self.mode(), state["native"]
         if self.why_again(state) is not None:
             return Mode.REPLAY
-        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and is_stateful(self._loader):
+        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and native.is_torchdatas(self._loader):
             return Mode.NATIVE
         if mode is Mode.NATIVE:
             return mode if saved is not None and saved["of"] == "dataset" else Mode.REPLAY

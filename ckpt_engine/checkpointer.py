@@ -63,6 +63,10 @@ class Checkpointer:
         self.engine = Engine(root, ranks=ranks, **options)
         self._tracker: Tracker | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the options, and has not begun: a run belongs to one process."""
+        return type(self), (self.config,)
+
     @property
     def config(self) -> Config:
         """The options."""

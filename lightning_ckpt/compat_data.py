@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from ckpt_engine.observe.curves import Curve, EventFiles, cut_files, cut_rows, rows, sizes
+from lightning_ckpt.packages import both
 
 _ELSEWHERE = "this start gives its loggers another version"
 
@@ -131,7 +132,7 @@ def beginning() -> tuple[pl.Trainer, Any] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         trainer = frame.f_locals.get("self")
-        if isinstance(trainer, pl.Trainer) and "ckpt_path" in frame.f_locals:
+        if isinstance(trainer, both(pl.Trainer)) and "ckpt_path" in frame.f_locals:
             return trainer, frame.f_locals["ckpt_path"]
         frame = frame.f_back
     return None
@@ -147,7 +148,10 @@ def curves_of(loggers: Sequence[Logger]) -> list[Curve]:
     ]
     # A class of the user's may open something else.
     return [
-        make(one) for one in loggers for kind, make in made if getattr(type(one), "experiment", 0) is kind.experiment
+        make(one)
+        for one in loggers
+        for known, make in made
+        if any(getattr(type(one), "experiment", 0) is kind.experiment for kind in both(known))
     ]
 
 

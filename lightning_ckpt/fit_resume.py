@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.audit.audit import Audit
@@ -45,6 +44,7 @@ from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
+from lightning_ckpt.packages import both, is_overridden
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
 from lightning_ckpt.run_state import BoundaryKind
 from lightning_ckpt.sharded import replicas_of
@@ -257,7 +257,7 @@ class FitResume(Resume):
         ):
             return bool(self._own["should_stop"])
         if (
-            any(isinstance(callback, EarlyStopping) for callback in callbacks_of(self._trainer))
+            any(isinstance(callback, both(EarlyStopping)) for callback in callbacks_of(self._trainer))
             and self._own["stopped_early"]
         ):
             return True

@@ -195,7 +195,8 @@ class LightningInternals(DataInternals):
         """
         masks = [buffer for name, buffer in module.named_buffers() if name.endswith("_mask")]
         resets = any(
-            isinstance(one, both(ModelPruning)) and one._use_lottery_ticket_hypothesis for one in self._trainer.callbacks
+            isinstance(one, both(ModelPruning)) and one._use_lottery_ticket_hypothesis
+            for one in self._trainer.callbacks
         )
         if not resets or all(bool(mask.all()) for mask in masks):
             return []

@@ -133,9 +133,10 @@ def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
         engine: where the nearest tier has snapshots it is a restart even if the command line does not say so.
     """
     # Slow to import, and a program that has not has no such callback.
-    loaded = [sys.modules[name] for name in ("lightning.pytorch.cli", "pytorch_lightning.cli") if name in sys.modules]
+    clis = [sys.modules[name] for name in ("lightning.pytorch.cli", "pytorch_lightning.cli") if name in sys.modules]
+    kinds: tuple[type[Any], ...] = tuple(cli.SaveConfigCallback for cli in clis)
     for callback in callbacks_of(trainer):
-        if isinstance(callback, tuple(cli.SaveConfigCallback for cli in loaded)):
+        if isinstance(callback, kinds):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
             callback.overwrite = callback.overwrite or asked or bool(engine.snapshots(nearest=True))
 

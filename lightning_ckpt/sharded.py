@@ -128,7 +128,9 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    found: torch.optim.Optimizer = optimizer._optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
+    found: torch.optim.Optimizer = (
+        optimizer._optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
+    )
     return found
 
 

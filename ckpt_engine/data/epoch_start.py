@@ -230,7 +230,9 @@ class Starter:
         if epoch.mode is Mode.REPLAY and (ended := self._replay(iterator, state)):
             if on_change is OnChange.REFUSE:
                 raise MismatchError(ended, hint=_BEGINS_AGAIN)
-            epoch.exactness = epoch.exactness.lowered(Level.NOT_RESTORED, f"data: {on_change}: {ended}; it begins again")
+            epoch.exactness = epoch.exactness.lowered(
+                Level.NOT_RESTORED, f"data: {on_change}: {ended}; it begins again"
+            )
             with self._instruments(epoch, init):
                 iterator = make()
         elif epoch.order is not None and loader.num_workers == 0:

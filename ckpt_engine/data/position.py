@@ -13,7 +13,7 @@ import copyreg
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -374,7 +374,7 @@ class LoaderPosition:
                 try:
                     epoch, iterator = self._starter.within(make, pending.state, self._on_change)
                 except MismatchError as err:
-                    return _refused(err)
+                    return map(_raise, [err])  # when a batch is asked for: the teardown of Lightning hides it here
                 epoch.then_rng = pending.rng
             else:
                 epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
@@ -441,10 +441,8 @@ class LoaderPosition:
         return state
 
 
-def _refused(error: MismatchError) -> Iterator[Any]:
-    """Raises when it is asked for a batch: what `iter(loader)` raises, the teardown of Lightning hides."""
+def _raise(error: MismatchError) -> NoReturn:
     raise error
-    yield
 
 
 def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ...]) -> Exactness:

@@ -207,7 +207,8 @@ class _Replacement(partial[Any]):
     def __new__(cls, method: Any, owner: Any, name: str, before: Any) -> _Replacement:
         made = super().__new__(cls, method)
         vars(made)["_plain"] = (getattr, (owner, name)) if before is None else (partial, (before,))
-        return update_wrapper(made, method)
+        update_wrapper(made, method)
+        return made
 
     def __reduce__(self) -> Any:
         return vars(self)["_plain"]

@@ -24,9 +24,9 @@ from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, StepsMade, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
+from ckpt_engine.loop.copied import UnstartedCheckpoint
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
-from ckpt_engine.loop.copied import UnstartedCheckpoint
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take

@@ -91,7 +91,9 @@ def lightning(root: Path, *, stop: int | None = None, **options: Any) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:.*IterableDataset")
 @pytest.mark.parametrize("train", [plain, lightning])
-def test_a_resume_is_refused_with_the_option_that_helps_and_then_goes_on(train: Callable[..., int], tmp_path: Path) -> None:
+def test_a_resume_is_refused_with_the_option_that_helps_and_then_goes_on(
+    train: Callable[..., int], tmp_path: Path
+) -> None:
     """Refused at each start until then; the error is the last one of the traceback."""
     with pytest.raises(KilledError):
         train(tmp_path, stop=6)

@@ -45,7 +45,9 @@ class Model(pl.LightningModule):  # type: ignore[misc, name-defined]
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def fit(root: Path | None, folder: Path, *, seed: int = 1, epochs: int = 3, stop: int | None = None, **more: Any) -> Any:
+def fit(
+    root: Path | None, folder: Path, *, seed: int = 1, epochs: int = 3, stop: int | None = None, **more: Any
+) -> Any:
     """A run of `epochs` epochs; as of a process that ends at batch `stop`."""
     seed_everything(seed)
     more = {"callbacks": [], "logger": False, **more}
@@ -104,7 +106,9 @@ def test_a_run_of_the_other_package_resumes_exactly(what: str, stop: int, folder
     named = {row["name"] for row in report(folders["run"])["not_restored"]}
     assert named <= {"callback Timer"}
     if what == "table":
-        tables = [list(csv.DictReader(Path(one[0].log_dir, "metrics.csv").read_text().splitlines())) for one in (whole, again)]
+        tables = [
+            list(csv.DictReader(Path(one[0].log_dir, "metrics.csv").read_text().splitlines())) for one in (whole, again)
+        ]
         logged = [[(r["step"], r["loss_step"], r["loss_epoch"], r["val_loss"]) for r in rows] for rows in tables]
         assert [row for row in logged[1] if any(row[1:])] == logged[0]
 

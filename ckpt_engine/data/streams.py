@@ -320,7 +320,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def attributes(holder: Any) -> list[tuple[str, Any]]:
-    """Name and value of a sampler's attributes; those of a loader that its library has not given it, and `generator`."""
+    """Name and value of a sampler's attributes; of a loader, those of its own class and `generator`."""
     found = list(getattr(holder, "__dict__", {}).items())
     if not isinstance(holder, DataLoader):
         return found

@@ -1,4 +1,4 @@
-"""What a copy or a pickle of a running tracker is: a run belongs to one loop and one process, so a copy has not begun."""
+"""What a copy or a pickle of a running tracker is: a run belongs to one process, so a copy has not begun."""
 
 from __future__ import annotations
 

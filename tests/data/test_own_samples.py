@@ -1,4 +1,4 @@
-"""Data sets that make their samples with what trains: a resume gets others, and is refused with the option that helps."""
+"""Data sets that make their samples with what trains: a resume gets others, and the refusal names what helps."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def plain(root: Path, *, stop: int | None = None, **options: Any) -> int:
         run = checkpointer.track(model=model, optimizer=optimizer, loader=loader)
         while run.global_step < STEPS:
             for _ in loader:
+                assert checkpointer.wait(60)
                 if trained == stop:
                     raise KilledError
                 trained += 1
@@ -64,8 +65,10 @@ class Agent(pl.LightningModule):
         self.net = torch.nn.Linear(2, 1)
         torch.nn.init.zeros_(self.net.bias)
         self.stop, self.trained = stop, 0
+        self.wait: Callable[[float], bool] = bool
 
     def training_step(self, batch: Any, _: int) -> Any:
+        assert self.wait(60)
         if self.trained == self.stop:
             raise KilledError
         self.trained += 1
@@ -85,15 +88,14 @@ def lightning(root: Path, *, stop: int | None = None, **options: Any) -> int:
     trainer = pl.Trainer(
         max_steps=STEPS, max_epochs=-1, accelerator="cpu", enable_model_summary=False, callbacks=[callback], **quiet
     )
+    agent.wait = lambda timeout: callback._run is None or callback._run.engine.wait(timeout)
     trainer.fit(agent)
     return agent.trained
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:.*IterableDataset")
 @pytest.mark.parametrize("train", [plain, lightning])
-def test_a_resume_is_refused_with_the_option_that_helps_and_then_goes_on(
-    train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_a_resume_is_refused_until_the_option_is_set(train: Callable[..., int], tmp_path: Path) -> None:
     """Refused at each start until then; the error is the last one of the traceback."""
     with pytest.raises(KilledError):
         train(tmp_path, stop=6)

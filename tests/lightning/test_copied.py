@@ -21,10 +21,10 @@ HOOKS = ("on_fit_start", "on_train_batch_start")
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out the signal handler of the test runner, which trainers remember."""
+    """Leaves out the signal handlers of the test runner and of torch's loader, which trainers remember."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (str, ()) if getattr(value, "__module__", "") == "pytest_timeout" else NotImplemented
+        return (str, ()) if getattr(value, "__qualname__", "").endswith("<locals>.handler") else NotImplemented
 
 
 def dumped(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""`pytorch_lightning`, the other name under which Lightning is installed: runs of its trainers resume as all others do."""
+"""`pytorch_lightning`, the other name of Lightning: runs of its trainers resume as all others do."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ def test_what_cannot_be_tracked_says_what_can(objects: dict[str, Any], advice: s
     """By the path within, or by the other way to announce steps."""
     model = nn.Linear(3, 1)
     given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.01), **objects}
-    with Checkpointer(tmp_path, writer="thread") as checkpointer:
-        with pytest.raises(ConfigError, match="has no state_dict") as caught:
-            checkpointer.track(**given)
+    checkpointer = Checkpointer(tmp_path, writer="thread")
+    with checkpointer, pytest.raises(ConfigError, match="has no state_dict") as caught:
+        checkpointer.track(**given)
     assert advice in str(caught.value)
 
 

@@ -21,6 +21,7 @@ from ckpt_engine.audit.source import follows
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.boundary import TrainingRun
+from ckpt_engine.loop.copied import UnstartedCheckpoint
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.loop_start import LoopStart
 from ckpt_engine.loop.shape import (
@@ -377,6 +378,9 @@ class LoopProgress:
     _resumed: Feed | None
     _resumed_batches: int
     _steps: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnstartedCheckpoint, (self._engine.config, self.epoch, self._steps, self.resumed_batches)
 
     def finish(self, *, complete: bool | None = None) -> None:
         """See the tracker."""

@@ -24,7 +24,6 @@ from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, StepsMade, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
-from ckpt_engine.loop.copied import UnstartedCheckpoint
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
@@ -113,9 +112,6 @@ class Tracker(LoopProgress):
         engine.tenure.release = self._abandoned
         self._run.cadence.start(self._steps)
         self._stopping.start(self._steps)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnstartedCheckpoint, (self._run.config, self.epoch, self.global_step, self.resumed_batches)
 
     # ---- what the loop reads and calls
 

@@ -28,8 +28,7 @@ from ckpt_engine.data import private_names as undocumented
 from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.resume_report import NotRestored
-from lightning_ckpt.compat_data import DataInternals
-from lightning_ckpt.packages import PACKAGES, both, twin_of
+from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, twin_of
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import shutil
 import sys
@@ -14,9 +15,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
 
 from ckpt_engine.observe.curves import Curve, EventFiles, cut_files, cut_rows, rows, sizes
-from lightning_ckpt.packages import both
 
 _ELSEWHERE = "this start gives its loggers another version"
 
@@ -338,3 +339,31 @@ def _takes(logger: Any, version: Any) -> bool:
     if logger._version is None:
         logger._version = version
     return bool(logger._version == version)
+
+
+# Lightning has two packages with the same contents, and programs import either: whose objects a trainer uses.
+
+_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
+
+
+def both(*kinds: type[Any]) -> tuple[type[Any], ...]:
+    """These classes, and the same ones of the other package where the program uses it."""
+    modules = {kind: sys.modules.get(_other(kind.__module__)) for kind in kinds}
+    found = [getattr(module, kind.__name__, kind) for kind, module in modules.items() if module is not None]
+    return (*kinds, *found)
+
+
+def twin_of(module: str, trainer: Any) -> Any:
+    """A module of Lightning, by its name in `lightning`, of the package that the trainer comes from."""
+    return importlib.import_module(_other(module) if isinstance(trainer, both(pl.Trainer)[1:]) else module)
+
+
+def is_overridden(method: str, instance: Any, parent: type[Any] = pl.LightningModule) -> bool:
+    """As Lightning's own function, which knows the classes of one package only."""
+    return _is_overridden(method, instance, next((one for one in both(parent) if isinstance(instance, one)), parent))
+
+
+def _other(module: str) -> str:
+    first, second, *rest = module.split(".")
+    return ".".join([_NAMES[f"{first}.{second}"], *rest])

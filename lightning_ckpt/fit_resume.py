@@ -42,9 +42,9 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
-from lightning_ckpt.packages import both, is_overridden
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
 from lightning_ckpt.run_state import BoundaryKind
 from lightning_ckpt.sharded import replicas_of

@@ -36,7 +36,7 @@ from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
-from lightning_ckpt.packages import both, is_overridden
+from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.run_state import Groups
 
 _log = logging.getLogger("lightning_ckpt")

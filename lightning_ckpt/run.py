@@ -32,10 +32,10 @@ from ckpt_engine.snapshot.stage import StepFence
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.compat_data import both
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import Telemetry
-from lightning_ckpt.packages import both
 from lightning_ckpt.restart import finish_again
 from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of, wrappers_of

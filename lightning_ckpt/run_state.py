@@ -41,7 +41,7 @@ from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import SnapshotInfo
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress
-from lightning_ckpt.packages import both, is_overridden
+from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.sharded import flat_of, live_states
 
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")

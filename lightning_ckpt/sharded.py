@@ -28,7 +28,7 @@ from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.state.sharding import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
-from lightning_ckpt.packages import both
+from lightning_ckpt.compat_data import both
 
 _LAYOUT = "tensor_parallel_size"
 

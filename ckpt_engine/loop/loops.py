@@ -18,10 +18,10 @@ from torch.utils.data import SequentialSampler
 
 from ckpt_engine.audit.carried import is_of_user
 from ckpt_engine.audit.source import follows
+from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.boundary import TrainingRun
-from ckpt_engine.loop.copied import UnstartedCheckpoint
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.loop_start import LoopStart
 from ckpt_engine.loop.shape import (
@@ -364,6 +364,32 @@ def _way_here(home: frozenset[CodeType]) -> list[Any]:
             break
         frame = frame.f_back
     return way
+
+
+class UnstartedCheckpoint:
+    """What a copy or a pickle of a tracker is: it takes and restores nothing.
+
+    Args:
+        config: the options of the run.
+        epoch, global_step, resumed_batches: those of the moment of the copy.
+    """
+
+    def __init__(self, config: Config, epoch: int, global_step: int, resumed_batches: int) -> None:
+        self.config, self.epoch, self.global_step, self.resumed_batches = config, epoch, global_step, resumed_batches
+
+    def step(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def evaluated(self, seconds: float) -> None: ...
+
+    def finish(self, *, complete: bool | None = None) -> None: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon_resume(self) -> None: ...
 
 
 class LoopProgress:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import AdaptiveCheckpoint
-from lightning_ckpt.packages import both, is_overridden
+from lightning_ckpt.compat_data import both, is_overridden
 from tests.lightning.test_hidden import report
 from tests.support.digests import digest, seed_everything
 

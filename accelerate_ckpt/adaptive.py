@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_ckpt.private import AcceleratorInternals
-from ckpt_engine.config import Config, Options
+from ckpt_engine.config import Options
 from ckpt_engine.data import native
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, ResumeError
@@ -120,10 +120,6 @@ class AdaptiveCheckpoint(Tracker):
         self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
         self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A run belongs to one accelerator and one process, so a copy has not begun."""
-        return UnstartedCheckpoint, (self._run.config, self.epoch, self.global_step, self.resumed_batches)
-
     def release(self) -> None:
         """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
         super().release()
@@ -162,29 +158,6 @@ class AdaptiveCheckpoint(Tracker):
 
     def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
         self.abandon_resume()
-
-
-class UnstartedCheckpoint:
-    """What a copy of an `AdaptiveCheckpoint` is: it takes and restores nothing, `AdaptiveCheckpoint(accelerator,
-    copied.config)` does. The numbers are those of the moment of the copy.
-    """
-
-    def __init__(self, config: Config, epoch: int, global_step: int, resumed_batches: int) -> None:
-        self.config, self.epoch, self.global_step, self.resumed_batches = config, epoch, global_step, resumed_batches
-
-    def step(self) -> None: ...
-
-    def before_update(self) -> None: ...
-
-    def evaluated(self, seconds: float) -> None: ...
-
-    def finish(self, *, complete: bool | None = None) -> None: ...
-
-    def release(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def abandon_resume(self) -> None: ...
 
 
 FILES = "hook_files"

@@ -124,7 +124,7 @@ class TrainerInternals:
                 raise
 
         train._ckpt = failed  # type: ignore[attr-defined]
-        self._trainer.train = train
+        Replaced().replace(self._trainer, "train", train)
 
     def keep_weights(self) -> None:
         """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""

@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ckpt_engine.config import Config, Options
+from ckpt_engine.data.native import is_stateful
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
@@ -62,6 +64,10 @@ class Checkpointer:
     ) -> None:
         self.engine = Engine(root, ranks=ranks, **options)
         self._tracker: Tracker | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the options, and has not begun: a run belongs to one process."""
+        return type(self), (self.config,)
 
     @property
     def config(self) -> Config:
@@ -290,13 +296,57 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
     for name in objects:
         arguments.text(f"the name {name!a} of a component", name)
     sources = {name: source for name, value in objects.items() if (source := source_of(value)) is not None}
+    for name, value in objects.items():
+        if name not in sources and not isinstance(value, type) and not is_stateful(value):
+            raise ConfigError(
+                f"{name!r}, a {type(value).__name__}, has no state_dict() and load_state_dict()",
+                hint=_instead(name, value),
+            )
     parts = NamedParts({name: value for name, value in objects.items() if name not in sources})
     if not parts.optimizers:
+        held = [name + path for name, value in objects.items() for path in _paths(value, (Optimizer,))]
         raise ConfigError(
             "track() needs the optimizer: its steps are the steps of the run",
-            hint="track(model=model, optimizer=optimizer, loader=loader)",
+            hint=f"track(model=model, optimizer={held[0] if held else 'optimizer'}, loader=loader); "
+            "of an optimizer that is none of torch's no step is seen: call save(state, step=step)",
         )
     return Tracker(engine, parts, sources, Surroundings(), trainer="loop", folder=Path.cwd())
+
+
+_FOLLOWED = (DataLoader, Optimizer, torch.nn.Module)
+_MOST_OBJECTS, _MOST_ITEMS = 200, 16
+
+
+def _instead(name: str, value: Any) -> str:
+    """What to track in the place of an object without a state."""
+    if held := _paths(value, _FOLLOWED):
+        return f"track what it holds: {', '.join(name + path for path in held)}"
+    if callable(getattr(value, "__iter__", None)):
+        return (
+            "track the torch DataLoader that it reads, or give the class these two methods; else leave it out and call "
+            "run.step() as the last statement of the loop's body: its samples begin again at a resume"
+        )
+    return "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods"
+
+
+def _paths(value: Any, kinds: tuple[type[Any], ...]) -> list[str]:
+    """Where an object holds the first one of each of these kinds, as Python has it: ".optimizer", ".pipeline[0]"."""
+    found: dict[type[Any], str] = {}
+    waiting, seen = [("", value)], {id(value)}
+    for path, one in waiting:  # it grows meanwhile
+        if len(seen) > _MOST_OBJECTS:
+            break
+        parts = [(f".{name}", part) for name, part in getattr(one, "__dict__", {}).items()]
+        if isinstance(one, list | tuple):
+            parts = [(f"[{index}]", part) for index, part in enumerate(one[:_MOST_ITEMS])]
+        for step, part in parts:
+            kind = next((kind for kind in kinds if isinstance(part, kind)), None)
+            if kind is not None:
+                found.setdefault(kind, path + step)
+            elif id(part) not in seen and (isinstance(part, list | tuple) or hasattr(part, "__dict__")):
+                seen.add(id(part))
+                waiting.append((path + step, part))
+    return list(found.values())
 
 
 def source_of(value: Any) -> LoaderSource | None:

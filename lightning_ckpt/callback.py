@@ -139,7 +139,7 @@ class AdaptiveCheckpoint(Callback):
         from lightning_ckpt.loggers import FitLoggers
 
         self._log, begins = log, beginning()
-        if begins is not None and begins[0].state.fn is TrainerFn.FITTING:
+        if begins is not None and begins[0].state.fn == TrainerFn.FITTING:
             self._loggers = FitLoggers(begins[0], self.config)
             self._loggers.begin(begins[1])
 

@@ -8,7 +8,6 @@ broadcast that the others do not expect: `defer_sigterm` hides a SIGTERM from th
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,6 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateF
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 from torchmetrics import Metric, SumMetric
 
@@ -30,7 +28,7 @@ from ckpt_engine.data import private_names as undocumented
 from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.resume_report import NotRestored
-from lightning_ckpt.compat_data import DataInternals
+from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, twin_of
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
@@ -67,7 +65,7 @@ def callbacks_of(trainer: Any) -> list[Callback]:
 
 def is_lightnings(what: Any) -> bool:
     """Whether a class or function is Lightning's or ours."""
-    return str(what.__module__).startswith(("lightning.", "lightning_ckpt."))
+    return str(what.__module__).startswith((*PACKAGES, "lightning_ckpt."))
 
 
 class LightningInternals(DataInternals):
@@ -103,7 +101,7 @@ class LightningInternals(DataInternals):
             "fit_loop": fit_loop,
             "epoch_loop": getattr(fit_loop, "epoch_loop", None),
             "val_loop": getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None),
-            "results": sys.modules.get(_RESULT_MODULE),
+            "results": twin_of(_RESULT_MODULE, trainer),
             "callback_connector": getattr(trainer, "_callback_connector", None),
             "csv_logger": CSVLogger("."),
             "csv_writer": ExperimentWriter,
@@ -169,16 +167,16 @@ class LightningInternals(DataInternals):
     @property
     def batch_sizes(self) -> dict[str, Any]:
         """Those that are searched for, as they are now, by the attribute that has each."""
-        names = [one._batch_arg_name for one in self._trainer.callbacks if isinstance(one, BatchSizeFinder)]
+        names = [one._batch_arg_name for one in self._trainer.callbacks if isinstance(one, both(BatchSizeFinder))]
         return {name: lightning_getattr(self._trainer.lightning_module, name) for name in names}
 
     def skip_searches(self, restoring: Callable[[], bool], sizes: Mapping[str, Any]) -> list[str]:
         """While `restoring()`, a `fit` does not search: optimizers go on with their rates, loaders with `sizes`."""
         notes = []
         for one in self._trainer.callbacks:
-            if isinstance(one, LearningRateFinder):
+            if isinstance(one, both(LearningRateFinder)):
                 name, goes_on = "lr_find", "optimizers go on with theirs, the model may name another"
-            elif isinstance(one, BatchSizeFinder) and one._batch_arg_name in sizes:
+            elif isinstance(one, both(BatchSizeFinder)) and one._batch_arg_name in sizes:
                 name, goes_on = "scale_batch_size", f"{one._batch_arg_name} is what it was"
                 one.optimal_batch_size = sizes[one._batch_arg_name]
                 lightning_setattr(self._trainer.lightning_module, one._batch_arg_name, one.optimal_batch_size)
@@ -196,7 +194,8 @@ class LightningInternals(DataInternals):
         """
         masks = [buffer for name, buffer in module.named_buffers() if name.endswith("_mask")]
         resets = any(
-            isinstance(one, ModelPruning) and one._use_lottery_ticket_hypothesis for one in self._trainer.callbacks
+            isinstance(one, both(ModelPruning)) and one._use_lottery_ticket_hypothesis
+            for one in self._trainer.callbacks
         )
         if not resets or all(bool(mask.all()) for mask in masks):
             return []
@@ -281,8 +280,10 @@ class LightningInternals(DataInternals):
 
     def hand_over(self, checkpoint: dict[str, Any], shown_path: str) -> None:
         """Lets Lightning restore `checkpoint` as if it had loaded it from a file called `shown_path`."""
-        if checkpoint.get("pytorch-lightning_version", VERSION) != VERSION:
-            checkpoint, _ = migrate_checkpoint(checkpoint)
+        own = twin_of("lightning.pytorch", self._trainer).__version__
+        if checkpoint.get("pytorch-lightning_version", own) != own:
+            migration = twin_of("lightning.pytorch.utilities.migration.utils", self._trainer)
+            checkpoint, _ = migration.migrate_checkpoint(checkpoint)
         connector = self._trainer._checkpoint_connector
         connector._ckpt_path = shown_path
         connector._loaded_checkpoint = checkpoint
@@ -459,7 +460,7 @@ class LightningInternals(DataInternals):
 
     def result_types(self) -> tuple[Any, Any, Any]:
         """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""
-        module = importlib.import_module(_RESULT_MODULE)
+        module = twin_of(_RESULT_MODULE, self._trainer)
         return module._ResultMetric, module._Metadata, module._Sync
 
 
@@ -522,7 +523,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 """Every private name in use; `tests/lightning/test_compat.py` has one test for each."""
 
 
-_LOOPS = "lightning.pytorch.loops."
+_LOOPS = ("lightning.pytorch.loops.", "pytorch_lightning.loops.")
 
 
 def defer_sigterm(connector: Any, deferred: Callable[[], bool]) -> Callable[[], None]:
@@ -530,6 +531,9 @@ def defer_sigterm(connector: Any, deferred: Callable[[], bool]) -> Callable[[], 
     kind = type(connector)
 
     class Deferring(kind):  # type: ignore[misc, valid-type]
+        def __reduce__(self) -> Any:
+            return kind.__new__, (kind,), dict(vars(self))
+
         @property
         def received_sigterm(self) -> bool:
             received = bool(self.__dict__["received_sigterm"])

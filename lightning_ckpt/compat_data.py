@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
 
 from ckpt_engine.observe.curves import Curve, EventFiles, cut_files, cut_rows, rows, sizes
 
@@ -131,7 +133,7 @@ def beginning() -> tuple[pl.Trainer, Any] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         trainer = frame.f_locals.get("self")
-        if isinstance(trainer, pl.Trainer) and "ckpt_path" in frame.f_locals:
+        if isinstance(trainer, both(pl.Trainer)) and "ckpt_path" in frame.f_locals:
             return trainer, frame.f_locals["ckpt_path"]
         frame = frame.f_back
     return None
@@ -147,7 +149,10 @@ def curves_of(loggers: Sequence[Logger]) -> list[Curve]:
     ]
     # A class of the user's may open something else.
     return [
-        make(one) for one in loggers for kind, make in made if getattr(type(one), "experiment", 0) is kind.experiment
+        make(one)
+        for one in loggers
+        for known, make in made
+        if any(getattr(type(one), "experiment", 0) is kind.experiment for kind in both(known))
     ]
 
 
@@ -334,3 +339,31 @@ def _takes(logger: Any, version: Any) -> bool:
     if logger._version is None:
         logger._version = version
     return bool(logger._version == version)
+
+
+# Lightning has two packages with the same contents, and programs import either: whose objects a trainer uses.
+
+_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
+
+
+def both(*kinds: type[Any]) -> tuple[type[Any], ...]:
+    """These classes, and the same ones of the other package where the program uses it."""
+    modules = {kind: sys.modules.get(_other(kind.__module__)) for kind in kinds}
+    found = [getattr(module, kind.__name__, kind) for kind, module in modules.items() if module is not None]
+    return (*kinds, *found)
+
+
+def twin_of(module: str, trainer: Any) -> Any:
+    """A module of Lightning, by its name in `lightning`, of the package that the trainer comes from."""
+    return importlib.import_module(_other(module) if isinstance(trainer, both(pl.Trainer)[1:]) else module)
+
+
+def is_overridden(method: str, instance: Any, parent: type[Any] = pl.LightningModule) -> bool:
+    """As Lightning's own function, which knows the classes of one package only."""
+    return _is_overridden(method, instance, next((one for one in both(parent) if isinstance(instance, one)), parent))
+
+
+def _other(module: str) -> str:
+    first, second, *rest = module.split(".")
+    return ".".join([_NAMES[f"{first}.{second}"], *rest])

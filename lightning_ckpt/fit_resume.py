@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.audit.audit import Audit
@@ -44,6 +43,7 @@ from ckpt_engine.state import sharding
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
@@ -260,7 +260,7 @@ class FitResume(Resume):
         ):
             return bool(self._own["should_stop"])
         if (
-            any(isinstance(callback, EarlyStopping) for callback in callbacks_of(self._trainer))
+            any(isinstance(callback, both(EarlyStopping)) for callback in callbacks_of(self._trainer))
             and self._own["stopped_early"]
         ):
             return True
@@ -457,7 +457,8 @@ class FitResume(Resume):
         assert self._loaders is not None
         if self.pending:
             self._notes.append("training was complete already: nothing was done")
-            if self._own["batch"] and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
+            within = self._own["batch"] and not self.finished
+            if within and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
                 self._missing.append(NotRestored("the rest of the epoch", _LATER_FIT))
         else:
             self._missing += self._loaders.problems()

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from ckpt_engine.engine import Engine
@@ -36,6 +35,7 @@ from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here, load_exactly, own_copy
 from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
+from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.run_state import Groups
 
 _log = logging.getLogger("lightning_ckpt")
@@ -131,9 +131,11 @@ def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
     Args:
         engine: where the nearest tier has snapshots it is a restart even if the command line does not say so.
     """
-    cli = sys.modules.get("lightning.pytorch.cli")  # slow to import, and a program that has not has no such callback
+    # Slow to import, and a program that has not has no such callback.
+    clis = [sys.modules[name] for name in ("lightning.pytorch.cli", "pytorch_lightning.cli") if name in sys.modules]
+    kinds: tuple[type[Any], ...] = tuple(cli.SaveConfigCallback for cli in clis)
     for callback in callbacks_of(trainer):
-        if cli is not None and isinstance(callback, cli.SaveConfigCallback):
+        if isinstance(callback, kinds):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
             callback.overwrite = callback.overwrite or asked or bool(engine.snapshots(nearest=True))
 
@@ -231,7 +233,7 @@ class Kept:
 
 def averages(trainer: pl.Trainer) -> bool:
     """Whether weight averaging has a scheduler of its own, which it restores."""
-    return any(isinstance(one, StochasticWeightAveraging) for one in callbacks_of(trainer))
+    return any(isinstance(one, both(StochasticWeightAveraging)) for one in callbacks_of(trainer))
 
 
 def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> bool:
@@ -327,7 +329,7 @@ def begin_averaging(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     Its scheduler and its count are part of a checkpoint only once they are set up.
     """
-    found = [one for one in callbacks_of(trainer) if isinstance(one, StochasticWeightAveraging)]
+    found = [one for one in callbacks_of(trainer) if isinstance(one, both(StochasticWeightAveraging))]
     late = [one for one in found if trainer.current_epoch > one.swa_end]
     if late:
         kept = Kept(trainer, module, HOOK, {})
@@ -348,7 +350,7 @@ def replay(
     callbacks = [
         callback
         for callback in callbacks_of(trainer)
-        if is_overridden(HOOK, callback, parent=Callback) and not isinstance(callback, _RESTORES_ITSELF)
+        if is_overridden(HOOK, callback, parent=Callback) and not isinstance(callback, both(*_RESTORES_ITSELF))
     ]
     in_module = is_overridden(HOOK, module)
     if not callbacks and not in_module:
@@ -407,7 +409,7 @@ def finish_again(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 def _replaces_weights(callback: Callback, module: pl.LightningModule) -> bool:
     averaging = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.5.5 and later
-    if averaging is not None and isinstance(callback, averaging):
+    if averaging is not None and isinstance(callback, both(averaging)):
         return True
     # With batch norm it replaced them one epoch before the end, and its hook only undoes counters it never raised here.
-    return isinstance(callback, StochasticWeightAveraging) and not callback.pl_module_contains_batch_norm(module)
+    return isinstance(callback, both(StochasticWeightAveraging)) and not callback.pl_module_contains_batch_norm(module)

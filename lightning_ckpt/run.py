@@ -32,6 +32,7 @@ from ckpt_engine.snapshot.step_fence import StepFence
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.compat_data import both
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import Telemetry
@@ -211,7 +212,7 @@ class FitRun:
     def abort(self, exception: BaseException) -> None:
         """Training failed: no collective, a deadline; what could be saved of it was, see `failed`."""
         try:
-            if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1 and not self._halt.done:
+            if isinstance(exception, both(SIGTERMException)) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
             self.engine.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS), failed=True)
         except CkptError as err:
@@ -219,7 +220,7 @@ class FitRun:
             _log.error("while handling %s: %s", type(exception).__name__, err)
         finally:
             self.disconnect()
-        if isinstance(exception, SIGTERMException) and exception.code is None:
+        if isinstance(exception, both(SIGTERMException)) and exception.code is None:
             # It came before training began: Lightning ends with 0, which says that the job is complete.
             exception.code = EXIT_CODE_OF_NOTICES
             _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.durable())
@@ -345,7 +346,7 @@ class FitRun:
             finish_again(self._trainer, self._module)
 
     def _failed(self, exception: BaseException) -> None:
-        if self._active and not isinstance(exception, SIGTERMException):
+        if self._active and not isinstance(exception, both(SIGTERMException)):
             self._failing.waits = self._nothing_came and not self._internals.user_fetches
             self._failing.end(exception)
         self.fence()
@@ -490,5 +491,5 @@ class StopWatch:
             self.by_early_stopping |= any(
                 callback.stopped_epoch == self._epoch
                 for callback in callbacks_of(self._trainer)
-                if isinstance(callback, EarlyStopping)
+                if isinstance(callback, both(EarlyStopping))
             )

@@ -28,7 +28,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from ckpt_engine.audit.attributes import Variables
@@ -43,6 +42,7 @@ from ckpt_engine.state.sharding import Groups as NamedGroups
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import SnapshotInfo
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress
+from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.sharded import flat_of, live_states
 
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -421,7 +421,7 @@ def write_again(trainer: pl.Trainer, root_url: str, info: SnapshotInfo, wrap: Wr
         return file_exists
 
     for callback in callbacks_of(trainer):
-        if isinstance(callback, ModelCheckpoint):
+        if isinstance(callback, both(ModelCheckpoint)):
             wrap(callback, "file_exists", exists_for(callback.file_exists))
 
 
@@ -457,7 +457,7 @@ def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collectio
     users know them by.
     """
     data: Any = getattr(trainer, "datamodule", None)
-    own = [one for one in callbacks_of(trainer) if not of_framework(type(one)) or isinstance(one, LambdaCallback)]
+    own = [one for one in callbacks_of(trainer) if not of_framework(type(one)) or isinstance(one, both(LambdaCallback))]
     callbacks = [one for one in own if one not in left_out]
     return {
         "model": module,

@@ -28,13 +28,14 @@ from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.state.sharding import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
+from lightning_ckpt.compat_data import both
 
 _LAYOUT = "tensor_parallel_size"
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
     """Whether the strategy leaves saving and restoring of weights to itself."""
-    return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
+    return isinstance(trainer.strategy, both(ModelParallelStrategy, FSDPStrategy))
 
 
 def is_flat(trainer: pl.Trainer) -> bool:
@@ -56,7 +57,7 @@ def shapes(trainer: pl.Trainer, module: pl.LightningModule) -> Shapes:
 
 def flat_of(trainer: pl.Trainer) -> FlatModels | None:
     """What FSDP1 divides; the root that it wraps is not the LightningModule but around it."""
-    return flat_models([_wrapped(trainer)]) if isinstance(trainer.strategy, FSDPStrategy) else None
+    return flat_models([_wrapped(trainer)]) if isinstance(trainer.strategy, both(FSDPStrategy)) else None
 
 
 def _wrapped(trainer: pl.Trainer) -> torch.nn.Module:
@@ -106,7 +107,7 @@ def wrappers_of(trainer: pl.Trainer) -> list[torch.nn.Module]:
 def _tensor_parallel(trainer: pl.Trainer) -> int:
     strategy = trainer.strategy
     # Its dimensions are data_parallel and tensor_parallel.
-    return int(strategy.device_mesh.shape[-1]) if isinstance(strategy, ModelParallelStrategy) else 1
+    return int(strategy.device_mesh.shape[-1]) if isinstance(strategy, both(ModelParallelStrategy)) else 1
 
 
 @contextmanager
@@ -127,7 +128,9 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    found: torch.optim.Optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    found: torch.optim.Optimizer = (
+        optimizer._optimizer if isinstance(optimizer, both(LightningOptimizer)) else optimizer
+    )
     return found
 
 
@@ -174,10 +177,10 @@ def ranks_of(trainer: pl.Trainer) -> Ranks | None:
         ConfigError: a strategy whose state is divided in ways that are not supported.
     """
     strategy = trainer.strategy
-    if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
+    if trainer.world_size == 1 or isinstance(strategy, both(SingleDeviceStrategy)):
         return None
     # Kinds of DDP divide the optimizer's state.
-    if type(strategy) not in (DDPStrategy, ModelParallelStrategy) and not isinstance(strategy, FSDPStrategy):
+    if type(strategy) not in both(DDPStrategy, ModelParallelStrategy) and not isinstance(strategy, both(FSDPStrategy)):
         raise ConfigError(
             f"several processes are supported with DDP, FSDP and ModelParallelStrategy, and this run has "
             f"{type(strategy).__name__}",
@@ -189,6 +192,6 @@ def ranks_of(trainer: pl.Trainer) -> Ranks | None:
 def replicas_of(trainer: pl.Trainer) -> int:
     """By how many the training samples are divided: ranks that share a model have the same ones."""
     strategy = trainer.strategy
-    if trainer.world_size == 1 or not isinstance(strategy, ParallelStrategy):
+    if trainer.world_size == 1 or not isinstance(strategy, both(ParallelStrategy)):
         return 1
     return int(strategy.distributed_sampler_kwargs["num_replicas"])

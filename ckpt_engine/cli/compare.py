@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,9 @@ PACKED = ("ckpt_engine", "packed")
 _AS_TEXT = ("ckpt_engine", "surroundings", "state")
 """The end of the path at which the counters of a transformers `Trainer` are, as one text of JSON."""
 _ABSENT = "absent"
+_ARRAYS = (torch.Tensor, np.ndarray)
+_SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (Mapping, *_SEQUENCES, SimpleNamespace, Namespace)
 _LOGGED_TIME = re.compile(r"ckpt_engine/(metrics|surroundings/state/log_history/\d+)/\w+_(runtime|per_second)$")
 
 
@@ -146,12 +152,8 @@ class Comparison:
         return bool(forms[0] == forms[1]) and [_stored(e) for e in entries[0]] == [_stored(e) for e in entries[1]]
 
     def _objects(self, a: Any, b: Any, path: TreePath) -> Iterator[LeafDifference]:
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            one, other = ({str(key): child for key, child in node.items()} for node in (a, b))
-            yield from self._keyed(one, other, path, self._objects)
-        elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) is type(b) and _nested(a, b):
-            one, other = ({str(index): child for index, child in enumerate(node)} for node in (a, b))
-            yield from self._keyed(one, other, path, self._objects)
+        if _opens(a, b):
+            yield from self._keyed(_children(a), _children(b), path, self._objects)
         elif type(a) is type(b) and (first := open_generator(a)) and (second := open_generator(b)):
             (state_a,), (state_b,), key = first[0], second[0], first[1]
             yield from self._objects(state_a, state_b, (*path, *key))
@@ -220,16 +222,25 @@ def _stored(entry: Entry) -> tuple[Any, ...]:
     return entry.dtype, entry.shape, tuple((p.content_digest or p, p.raw_nbytes) for p in entry.pieces)
 
 
-def _nested(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Sequences of containers or arrays are compared child by child, those of plain values as one value."""
-    return any(isinstance(child, Mapping | list | tuple | torch.Tensor | np.ndarray) for child in (*a[:3], *b[:3]))
+def _opens(a: Any, b: Any) -> bool:
+    """Whether two values are compared child by child: sequences of plain values are compared as one value."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return True
+    if type(a) is not type(b) or not isinstance(a, _CONTAINERS):
+        return False
+    return not isinstance(a, _SEQUENCES) or any(isinstance(child, (*_CONTAINERS, *_ARRAYS)) for child in (*a, *b))
+
+
+def _children(value: Any) -> dict[str, Any]:
+    found = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, _SEQUENCES) else None
+    return {str(key): child for key, child in (vars(value) if found is None else found).items()}
 
 
 def _difference(path: str, a: Any, b: Any) -> LeafDifference | None:
     one, other = _as_tensor(a), _as_tensor(b)
     if one is not None and other is not None and type(a) is type(b):
         return _arrays(path, one, other)
-    if type(a) is type(b) and (a == b or repr(a) == repr(b)):
+    if type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b or repr(a) == repr(b)):
         return None
     return LeafDifference(path, DifferenceKind.VALUE, _shown(a), _shown(b))
 

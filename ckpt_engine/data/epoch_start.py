@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
 from ckpt_engine.data import private_names as private
-from ckpt_engine.data.exactness import Exactness, Level
+from ckpt_engine.data.exactness import Exactness, Level, OnChange
 from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate, from_earlier_epoch
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
@@ -25,6 +25,10 @@ from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder
 from ckpt_engine.errors import MismatchError
 
 Make = Callable[[], Iterator[Any]]
+_BEGINS_AGAIN = (
+    "resume with the dataset of the saved run; where the model or chance decides what it gives, "
+    "data: restart_epoch lets it begin again"
+)
 
 
 class Starter:
@@ -152,11 +156,20 @@ class Starter:
         epoch.watch_end(iterator)
         return epoch, iterator
 
-    def within(self, make: Make, state: Mapping[str, Any]) -> tuple[Epoch, Iterator[Any]]:
-        """The rest of the saved epoch. Leaves the global streams as it found them."""
+    def within(
+        self, make: Make, state: Mapping[str, Any], on_change: OnChange = OnChange.REFUSE
+    ) -> tuple[Epoch, Iterator[Any]]:
+        """The rest of the saved epoch. Leaves the global streams as it found them.
+
+        Args:
+            on_change: what to do where the dataset now ends before the batches that were trained.
+
+        Raises:
+            MismatchError: it ends there, and the user has not chosen.
+        """
         now = rng.capture()
         try:
-            return self._within(make, state)
+            return self._within(make, state, on_change)
         finally:
             rng.restore(now)
 
@@ -188,7 +201,7 @@ class Starter:
             return epoch, iterator
         return self.fresh(make, previous)
 
-    def _within(self, make: Make, state: Mapping[str, Any]) -> tuple[Epoch, Iterator[Any]]:
+    def _within(self, make: Make, state: Mapping[str, Any], on_change: OnChange) -> tuple[Epoch, Iterator[Any]]:
         loader = self._loader
         batches, same, saved = int(state["batches"]), self._same_workers(state), state["native"]
         private.discard_iterator(loader)
@@ -214,8 +227,14 @@ class Starter:
         with self._instruments(epoch, init):
             iterator = make()
         self._settle_mode(epoch)
-        if epoch.mode is Mode.REPLAY:
-            self._replay(iterator, state)
+        if epoch.mode is Mode.REPLAY and (ended := self._replay(iterator, state)):
+            if on_change is OnChange.REFUSE:
+                raise MismatchError(ended, hint=_BEGINS_AGAIN)
+            epoch.exactness = epoch.exactness.lowered(
+                Level.NOT_RESTORED, f"data: {on_change}: {ended}; it begins again"
+            )
+            with self._instruments(epoch, init):
+                iterator = make()
         elif epoch.order is not None and loader.num_workers == 0:
             assert self._recorder is not None
             if state["order"]["at_first"] is not None or epoch.dealing is not None:
@@ -302,7 +321,7 @@ class Starter:
         mode, saved = self.mode(), state["native"]
         if self.why_again(state) is not None:
             return Mode.REPLAY
-        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and is_stateful(self._loader):
+        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and native.is_torchdatas(self._loader):
             return Mode.NATIVE
         if mode is Mode.NATIVE:
             return mode if saved is not None and saved["of"] == "dataset" else Mode.REPLAY
@@ -385,7 +404,8 @@ class Starter:
                 hint="resume with the number of ranks that has begun the epoch",
             )
 
-    def _replay(self, iterator: Iterator[Any], state: Mapping[str, Any]) -> None:
+    def _replay(self, iterator: Iterator[Any], state: Mapping[str, Any]) -> str:
+        """Fetch the trained batches again; where it ended before them, or ""."""
         batches = int(state["batches"])
         if self._loader.num_workers == 0 and state["first_fetch"] is not None:
             rng.restore(state["first_fetch"])
@@ -393,10 +413,8 @@ class Starter:
             try:
                 next(iterator)
             except StopIteration:
-                raise MismatchError(
-                    f"the dataset ended after {done} of {batches} batches that were already trained",
-                    hint="resume with the dataset of the saved run, or start the epoch again",
-                ) from None
+                return f"the dataset ended after {done} of {batches} batches that were already trained"
+        return ""
 
     def _same_workers(self, state: Mapping[str, Any]) -> bool:
         return len(state.get("workers", ())) == self._loader.num_workers

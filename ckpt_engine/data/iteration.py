@@ -372,8 +372,8 @@ class Epoch:
         return found
 
 
-class FollowedIterator(streams.Proxy):
-    """The loader's iterator with its bookkeeping."""
+class FollowedIterator(streams.Proxy, private.BaseIterator):
+    """The loader's iterator with its bookkeeping; where torch's own is left out of a copy, this one is too."""
 
     def __init__(
         self,

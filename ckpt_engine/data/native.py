@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.data.private_names import forgets_its_buffer, is_of_datasets, refuses_states_of_workers
 
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
+_TORCHDATA = "torchdata."
 _MOST_PARTS = 64
 _MOST_ITEMS = 16
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -38,11 +39,16 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def is_torchdatas(loader: DataLoader[Any]) -> bool:
+    """True for a `StatefulDataLoader`: what its state means is known, and of no other loader class."""
+    return any(kind.__module__.startswith(_TORCHDATA) for kind in type(loader).__mro__)
+
+
 def has_native_position(loader: DataLoader[Any]) -> bool:
     """True if the position of this iterable loader is best taken from the loader or its dataset."""
     if not isinstance(loader.dataset, IterableDataset):
         return False
-    return loader.num_workers == 0 if is_stateful(loader.dataset) else is_stateful(loader)
+    return loader.num_workers == 0 if is_stateful(loader.dataset) else is_torchdatas(loader)
 
 
 def why_replayed(loader: DataLoader[Any]) -> str | None:
@@ -165,18 +171,18 @@ def continue_once(dataset: Any, *, ended: bool) -> None:
 
 
 def is_finished(native: Mapping[str, Any]) -> bool:
-    """True if a stateful loader will start its next epoch, not end at once, when it is given this state."""
+    """True if torchdata's loader will start its next epoch, not end at once, when it is given this state."""
     return native["of"] == "loader" and bool(native["state"].get("_iterator_finished"))
 
 
 def starts_by_itself(loader: DataLoader[Any]) -> bool:
-    """True if a stateful loader was given a state by somebody else: its next epoch starts in the middle."""
-    return is_stateful(loader) and getattr(loader, "next_iter_state", None) is not None
+    """True if torchdata's loader was given a state by somebody else: its next epoch starts in the middle."""
+    return is_torchdatas(loader) and getattr(loader, "next_iter_state", None) is not None
 
 
 def reset(loader: DataLoader[Any]) -> None:
-    """Make a stateful loader forget an iterator made ahead of time (Accelerate's adapter makes one in `prepare`)."""
-    if is_stateful(loader):
+    """Make torchdata's loader forget an iterator made ahead of time (Accelerate's adapter makes one in `prepare`)."""
+    if is_torchdatas(loader):
         loader.load_state_dict({})  # type: ignore[attr-defined]
 
 

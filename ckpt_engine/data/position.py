@@ -13,7 +13,7 @@ import copyreg
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,7 +26,7 @@ from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode, no_
 from ckpt_engine.data.rng import RngState
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.data.sampling import deref
-from ckpt_engine.errors import NewerFormatError, StateError
+from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
 
 
 class Pending:
@@ -126,6 +126,7 @@ class LoaderPosition:
         self._epoch: Epoch | None = None
         self._pending: Pending | None = None
         self._restoration: Restoration | None = None
+        self._on_change = OnChange.REFUSE
         swap_in(loader, self)
 
     def __repr__(self) -> str:
@@ -304,7 +305,7 @@ class LoaderPosition:
             saved = {**state, "phase": phase}
             state, phase, fitted, restarts = fit_to(saved, changed, policy, self._starter.recipe(), self.loader)
             exactness = fitted.also(exactness)
-        self._pending = Pending(state, phase, rng)
+        self._pending, self._on_change = Pending(state, phase, rng), on_change
         exactness = exactness.also(self._pending.install(self.loader))
         batches = 0 if phase == "fresh" else state["batches"]
         why = self._starter.why_again(state) if batches else None
@@ -370,7 +371,10 @@ class LoaderPosition:
         else:
             pending.before_iterator(loader)
             if pending.phase == "within":
-                epoch, iterator = self._starter.within(make, pending.state)
+                try:
+                    epoch, iterator = self._starter.within(make, pending.state, self._on_change)
+                except MismatchError as err:
+                    return map(_raise, [err])  # when a batch is asked for: the teardown of Lightning hides it here
                 epoch.then_rng = pending.rng
             else:
                 epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
@@ -435,6 +439,10 @@ class LoaderPosition:
             state["version"] = _VERSION
             state["order"]["dealt"] = {"dealing": epoch.dealing.to_state(), "total": epoch.total}
         return state
+
+
+def _raise(error: MismatchError) -> NoReturn:
+    raise error
 
 
 def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ...]) -> Exactness:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from torch.utils.data import dataloader as _dataloader
 from torch.utils.data._utils import worker as _worker
 
 from ckpt_engine.errors import CkptError
+
+BaseIterator = _dataloader._BaseDataLoaderIter
+"""The class of all iterators of torch's loader: they refuse to be pickled, and who copies their holder asks for it."""
 
 _FETCHER = "_dataset_fetcher"
 _ITERATOR = "_iterator"
@@ -192,6 +195,25 @@ def _has(owner: Any, name: str) -> bool:
     return name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)
 
 
+class _Replacement(partial[Any]):
+    """What stands in the place of a method; copies and pickles of the object have the method that was there.
+
+    Args:
+        method: that runs instead.
+        owner, name: the object and the attribute.
+        before: the attribute of this object itself, if it had one.
+    """
+
+    def __new__(cls, method: Any, owner: Any, name: str, before: Any) -> _Replacement:
+        made = super().__new__(cls, method)
+        vars(made)["_plain"] = (getattr, (owner, name)) if before is None else (partial, (before,))
+        update_wrapper(made, method)
+        return made
+
+    def __reduce__(self) -> Any:
+        return vars(self)["_plain"]
+
+
 class Replaced:
     """Methods on objects, never on their classes, in the place of those that were there, until `undo`."""
 
@@ -200,9 +222,9 @@ class Replaced:
 
     def replace(self, owner: Any, name: str, method: Any) -> Any:
         """Put `method` there; what was called before."""
-        original = getattr(owner, name)
-        self._before.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, method)
+        original, before = getattr(owner, name), vars(owner).get(name)
+        self._before.append((owner, name, before))
+        setattr(owner, name, method if method is None else _Replacement(method, owner, name, before))
         return original
 
     def around(self, owner: Any, name: str, do: Callable[..., Any]) -> None:

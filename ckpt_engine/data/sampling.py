@@ -32,14 +32,13 @@ Attributes = dict[str, int]
 
 
 def attributes(loader: DataLoader[Any]) -> Attributes:
-    """Of all samplers that may change by themselves and have no state of their own."""
-    if streams.draws_at_start_only(loader):
-        return {}  # torch's own: nothing of them changes
+    """Of the loader's class, and of all samplers that may change by themselves and have no state of their own."""
+    of_torch = streams.draws_at_start_only(loader)  # nothing of them changes
     found: Attributes = {}
     for path, holder in streams.holders(loader):
-        if holder is loader or is_stateful(holder):
+        if holder is not loader and (of_torch or is_stateful(holder)):
             continue
-        for name, value in list(getattr(holder, "__dict__", {}).items()):
+        for name, value in streams.attributes(holder):
             if value is not getattr(loader, "dataset", None) and (one := checksum(value)) is not None:
                 found[f"{path}.{name}"] = one
     return found
@@ -69,8 +68,8 @@ def compared(loader: DataLoader[Any], state: Mapping[str, Any], *, between_epoch
     live = dict(streams.holders(loader))
     names = ", ".join(f"{type(live.get(owner)).__name__}.{name}" for owner, _, name in others)
     why = (
-        f"training has changed {names}, which the sampler cannot save: what it gives from here on may differ; give it "
-        "state_dict() and load_state_dict()"
+        f"training has changed {names}, which no snapshot has: the order from here on may differ; keep it in a sampler "
+        "with state_dict() and load_state_dict()"
     )
     return Exactness().lowered(Level.NOT_RESTORED, why)
 

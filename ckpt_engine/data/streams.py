@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -41,6 +41,7 @@ Holders = list[tuple[str, Any]]
 
 _ALWAYS = ("epoch", "seed", "initial_seed")
 _MAX_SAMPLERS = 8
+_LIBRARIES = ("torch.", "torchdata.")
 _KNOWN = {
     BatchSampler,
     DistributedSampler,
@@ -154,12 +155,11 @@ def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> No
 
 
 def counters(loader: DataLoader[Any], among: Holders | None = None) -> Counters:
-    """Every plain scalar attribute of the loader's samplers, and what `set_epoch` of iterable datasets got, by path."""
+    """Every plain scalar attribute of the loader's class and samplers, and what `set_epoch` of iterable datasets got,
+    by path."""
     found: Counters = {f"{path}.epoch": epoch for path, epoch in native.epochs(loader.dataset).items()}
     for path, holder in among or holders(loader):
-        if holder is loader:
-            continue
-        for name, value in _attributes(holder):
+        for name, value in attributes(holder):
             if isinstance(value, _SCALARS):
                 found[f"{path}.{name}"] = value
     return found
@@ -226,8 +226,7 @@ def path_of(loader: DataLoader[Any], generator: object) -> str | None:
 def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterator[tuple[str, Any, str, Any]]:
     seen: set[int] = set()
     for path, holder in among or holders(loader):
-        named = [("generator", getattr(holder, "generator", None))] if holder is loader else _attributes(holder)
-        for name, value in named:
+        for name, value in attributes(holder):
             if _kind(value) is not None and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{path}.{name}", holder, name, value
@@ -320,8 +319,18 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _attributes(holder: Any) -> list[tuple[str, Any]]:
-    return list(getattr(holder, "__dict__", {}).items())
+def attributes(holder: Any) -> list[tuple[str, Any]]:
+    """Name and value of a sampler's attributes; of a loader, those of its own class and `generator`."""
+    found = list(getattr(holder, "__dict__", {}).items())
+    if not isinstance(holder, DataLoader):
+        return found
+    given = _given_by_library(next(kind for kind in type(holder).__mro__ if kind.__module__.startswith(_LIBRARIES)))
+    return [(name, value) for name, value in found if name == "generator" or name not in given]
+
+
+@cache
+def _given_by_library(kind: Any) -> frozenset[str]:
+    return frozenset(vars(kind([0])))
 
 
 def _kind(value: object) -> str | None:

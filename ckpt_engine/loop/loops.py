@@ -18,6 +18,7 @@ from torch.utils.data import SequentialSampler
 
 from ckpt_engine.audit.carried import is_of_user
 from ckpt_engine.audit.source import follows
+from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.boundary import TrainingRun
@@ -371,6 +372,32 @@ def _way_here(home: frozenset[CodeType]) -> list[Any]:
     return way
 
 
+class UnstartedCheckpoint:
+    """What a copy or a pickle of a tracker is: it takes and restores nothing.
+
+    Args:
+        config: the options of the run.
+        epoch, global_step, resumed_batches: those of the moment of the copy.
+    """
+
+    def __init__(self, config: Config, epoch: int, global_step: int, resumed_batches: int) -> None:
+        self.config, self.epoch, self.global_step, self.resumed_batches = config, epoch, global_step, resumed_batches
+
+    def step(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def evaluated(self, seconds: float) -> None: ...
+
+    def finish(self, *, complete: bool | None = None) -> None: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon_resume(self) -> None: ...
+
+
 class LoopProgress:
     """The part of a tracker that takes no snapshots."""
 
@@ -383,6 +410,9 @@ class LoopProgress:
     _resumed: Feed | None
     _resumed_batches: int
     _steps: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnstartedCheckpoint, (self._engine.config, self.epoch, self._steps, self.resumed_batches)
 
     def finish(self, *, complete: bool | None = None) -> None:
         """See the tracker."""

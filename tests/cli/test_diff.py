@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import json
@@ -9,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +175,43 @@ def test_random_streams_and_positions_that_adapters_pack_are_compared_by_name(ck
     assert "ckpt_engine/loaders/0/batches" in paths
     assert any(path.startswith("ckpt_engine/rng/numpy/") for path in paths)
     assert not any("rng/torch" in path or "packed" in path for path in paths)
+
+
+Row = collections.namedtuple("Row", "x y")
+HOLDING: dict[str, Callable[[Any], Any]] = {
+    "namedtuple": lambda x: Row(x, 1),
+    "deque": lambda x: collections.deque([x, x], maxlen=3),
+    "deque of namedtuples": lambda x: collections.deque([Row(1, 2), Row(x, 1)]),
+    "behind plain values": lambda x: [1, 2, 3, 4, x],
+    "tuple in a list": lambda x: [(1, 2), (x, 3)],
+    "dataclass": lambda x: SimpleNamespace(x=x),
+}
+HELD: dict[str, Callable[[int], Any]] = {
+    "array": lambda number: np.array([1.0, number]),
+    "tensor": lambda number: torch.tensor([1.0, number]),
+    "texts": lambda number: np.array(["a", str(number)]),
+    "days": lambda number: np.array([f"2026-01-0{number}", "2026-01-09"], dtype="datetime64[D]"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("holding", HOLDING)
+def test_arrays_in_containers_of_any_kind_are_compared_one_by_one(
+    ckpt: Ckpt, tmp_path: Path, holding: str, packed: bool
+) -> None:
+    """What holds them has no truth value as a whole; what a container has in place of an array is a difference too."""
+    packer = Packer("ckpt_engine")
+    states = []
+    for number in (1, 2, 1):
+        tree = {name: HOLDING[holding](make(number)) for name, make in HELD.items()}
+        tree |= {"same": HOLDING[holding](np.zeros(2)), "other": [1, number if number == 1 else np.zeros(2)]}
+        states.append({"a": 1, "ckpt_engine": {"packed": packer.pack(tree)}} if packed else tree)
+    _save(tmp_path / "run", *states)
+    found = ckpt("diff", f"{tmp_path / 'run'}#0", f"{tmp_path / 'run'}#1", "--json")
+    assert found.code == 1, found.err
+    paths = {one["path"].removeprefix("ckpt_engine/").partition("/")[0] for one in found.json["differences"]}
+    assert paths == {*HELD, "other"}
+    assert ckpt("diff", f"{tmp_path / 'run'}#0", f"{tmp_path / 'run'}#2").code == 0
 
 
 def test_generators_are_compared_by_where_their_streams_are(ckpt: Ckpt, tmp_path: Path) -> None:

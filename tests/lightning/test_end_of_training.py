@@ -67,6 +67,22 @@ def test_a_snapshot_behind_the_last_epoch_is_of_a_later_fit(batch: int, tmp_path
     assert [("one ckpt_path='auto' too" in one) for one in named] == [True] * bool(batch)
 
 
+COMPLETE = {
+    "map": Case(),
+    "iterable": Case(loader=lambda: DataLoader(Stream(), batch_size=BATCH)),
+    "limited": Case(trainer={"limit_train_batches": 3}),
+    "by max_steps": Case(trainer={"max_epochs": -1, "max_steps": 12}),
+}
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_the_report_of_a_finished_run_names_nothing_as_missing(name: str, tmp_path: Path) -> None:
+    """However its end is set, a second start finds nothing to train and nothing that is not restored."""
+    fit(COMPLETE[name], [at_end(tmp_path)])
+    assert fit(COMPLETE[name], [at_end(tmp_path)], ckpt_path="auto", seed=5).trace == []
+    assert report(tmp_path)["not_restored"] == []
+
+
 def test_a_rerun_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
     """The same script again trains no batch, takes no snapshot and ends with the same weights, streams and metrics."""
     first = fit(Case(val=3), [at_end(tmp_path)])

@@ -315,7 +315,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         lambda place: a_loop(place, model=[torch.nn.Linear(1, 1)]),
         r"has no state_dict\(\)",
         "'model', a list",
-        "track modules",
+        r"track what it holds: model\[0\]",
     ),
     "a data set as the loader": (
         lambda place: a_loop(place, loader=torch.utils.data.TensorDataset(torch.ones(2))),

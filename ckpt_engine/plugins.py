@@ -170,7 +170,12 @@ def _origin(value: Any) -> str:
 
 def of_framework(kind: type) -> bool:
     """Whether a class is one of torch or of a trainer."""
-    return kind.__module__.partition(".")[0] in _FRAMEWORKS
+    return is_framework_name(kind.__module__)
+
+
+def is_framework_name(module: str) -> bool:
+    """Whether a module is one of torch or of a trainer."""
+    return module.partition(".")[0] in _FRAMEWORKS
 
 
 def of_us(kind: type) -> bool:

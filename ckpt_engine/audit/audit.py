@@ -15,13 +15,14 @@ import torch
 
 from ckpt_engine.audit.attributes import AttributeHolder
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
-from ckpt_engine.audit.roots import Beginning, KeptDraws, Unrepeated, of_modules
+from ckpt_engine.audit.roots import Beginning, Unrepeated, of_modules
 from ckpt_engine.audit.values import (
     CONTAINERS,
     GENERATORS,
     MISSING,
     PLAIN,
     Frozen,
+    KeptDraws,
     changes_within,
     digest,
     exchanged,

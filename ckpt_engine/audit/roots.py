@@ -35,6 +35,7 @@ from ckpt_engine.audit.values import (
     PLAIN,
     Clocks,
     Frozen,
+    KeptDraws,
     Looked,
     address,
     changes_in_place,
@@ -154,10 +155,6 @@ def _own(module: Any, name: str) -> Any:
 
 def _global(module: Any, name: str) -> Any:
     return vars(module).get(name, MISSING)
-
-
-class KeptDraws:
-    """Stands for results that `functools` keeps and that were drawn at random: no snapshot can have them."""
 
 
 KEPT = KeptDraws()

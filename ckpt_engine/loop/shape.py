@@ -34,6 +34,7 @@ from ckpt_engine.audit.carried import (
     made_before,
     only_shows_its_count,
 )
+from ckpt_engine.plugins import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]
 """Functions on the stack and the instructions they are at, innermost first."""
@@ -122,19 +123,26 @@ class Ask:
         values = [value for frame in self.frames for value in frame.f_locals.values()]
         return any(one is iterator for value in values for one in (value, *getattr(value, "__dict__", {}).values()))
 
-    def kept_in_generators(self) -> set[int]:
-        """Ids of the tensors in variables that generators around the loader read later."""
-        inside = [frame for frame in self.frames if frame.f_code.co_flags & inspect.CO_GENERATOR]
+    def kept_in_generators(self) -> set[int] | None:
+        """Ids of the tensors in variables that generators around the loader read later; None: there is no generator.
+
+        Those of trainers do not count: what they read ahead is known.
+        """
+        inside = [one for one in self.frames if _is_generator(one) and not is_framework_name(one.f_globals["__name__"])]
         live = [value for frame in inside for value in local_values(frame)[0]]
-        return _ids_in(live)
+        return _ids_in(live) if inside else None
 
     def is_in_generator(self) -> bool:
         """Whether a generator asks, which may begin one pass after the other."""
-        return any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame in self.frames)
+        return any(map(_is_generator, self.frames))
 
     def may_wrap(self) -> bool:
         """Whether the loop's code names an iterator that counts."""
         return any(not _NAMES.isdisjoint(frame.f_code.co_names) for frame in self.frames)
+
+
+def _is_generator(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def code_now() -> frozenset[CodeType]:
@@ -340,7 +348,7 @@ class Lead:
         self.unclear = 0
         """Batches that the first step took more, for no reason that was seen."""
         self._first: int | None = None
-        self._before: set[int] = set()
+        self._before = set[int]()
         """What the generators around the loader kept when the pass was asked for its first batch."""
         self._since = self._elsewhere = self._kept = self._vain = 0
         self._asked: list[At] = []
@@ -357,7 +365,7 @@ class Lead:
 
     def starts(self, ask: Ask) -> None:
         """The loop asks for the first batch of the pass."""
-        self._before = ask.kept_in_generators()
+        self._before = ask.kept_in_generators() or set()
 
     def asked(self, at: At) -> None:
         """The loop asks from there."""
@@ -382,8 +390,9 @@ class Lead:
             self._elsewhere = sum(one != places[-1] for one in places[:asked])
             kept = sum((one := each()) is not None and id(one) not in dropped for each in self._given)
             # A generator may keep a changed copy of what it has read ahead.
-            self._kept = max(kept, len(ask.kept_in_generators() - self._before))
-            if asked == 1:
+            in_generators = ask.kept_in_generators()
+            self._kept = max(kept, len((in_generators or set()) - self._before))
+            if asked == 1 or not (self._elsewhere or self._kept or in_generators is not None):
                 self.ahead = 0
         else:
             extra = max(self._first - asked, 0)

@@ -248,8 +248,14 @@ class Pipeline:
             self._in_flight.drop(self._jobs)
             self.slots.discard(slot.index)
             raise
-        with self.slots.undisturbed():
-            staging.begin(self._copier)
+        try:
+            with self.slots.undisturbed():
+                staging.begin(self._copier)
+        except BaseException:
+            if staging.complete:  # else a device still writes into the slot, and the error is reported then
+                self._in_flight.drop(self._jobs)
+                self.slots.discard(slot.index)
+            raise
         if not staging.complete:
             self._staging = staging
         handle.stall_seconds = time.perf_counter() - began

@@ -45,7 +45,8 @@ class Staging:
 
     `begin` returns when training may continue: every host tensor is copied, and work that is queued on a device from
     then on waits there until its eager tensors are read. `on_staged` is called exactly once, by whichever thread finds
-    everything copied, with the error that stopped a copy or None. It must not raise.
+    everything copied, with the error that stopped a copy or None. It must not raise. Where `begin` raises and no device
+    copies, it is not called.
 
     Args:
         capture: what to copy.
@@ -85,6 +86,9 @@ class Staging:
         except BaseException as err:
             self.host.stop(err)
             self.host.complete.wait(FENCE_TIMEOUT_SECONDS)  # the slot is filled again after this event
+            if self._flight is None:
+                self._reported.acquire(blocking=False)  # the caller has the error
+                self._settled.set()
             self._settle()
             raise
 
@@ -111,8 +115,8 @@ class Staging:
         if nbytes >= _HELP_BYTES:
             copier.submit(self)
         self.host.finish()
-        self._settle()
         self._raise()
+        self._settle()
 
     def fence(self) -> float:
         """Return when the lazy tensors may change; seconds waited. Training thread only.

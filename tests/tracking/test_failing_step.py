@@ -349,7 +349,7 @@ def test_whatever_leaves_the_loop_is_raised_and_the_step_before_is_durable(
 
 
 def test_a_failure_to_save_does_not_hide_the_exception(
-    bomb: Bomb, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bomb: Bomb, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The saving may fail at the boundary or when the Checkpointer is closed."""
 
@@ -357,7 +357,7 @@ def test_a_failure_to_save_does_not_hide_the_exception(
         raise OSError("no device")
 
     def late(script: Script) -> None:
-        monkeypatch.setattr(script.ckpt.engine, "save", broken)
+        script.ckpt.engine.save = broken  # type: ignore[method-assign]
         fail(script)
 
     with pytest.raises(Failure):

@@ -209,7 +209,7 @@ class Encoder:
             self._decoder.read(name, start, piece, out)
 
     def _chunk(self, work: Work) -> Chunk:
-        return chunk_of(work.name, self._manifest.entries[work.name], work.piece)
+        return Chunk(self._manifest.entries[work.name].dtype, (work.piece.raw_nbytes,), work.name)
 
     def _tried(self, work: Work) -> str:
         return self._pick(self._manifest.entries[work.name].dtype)
@@ -220,11 +220,6 @@ def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
     if len(kept.get(key, b"")) < nbytes:
         kept[key] = bytearray(nbytes)
     return memoryview(kept[key])[:nbytes]
-
-
-def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:
-    """What a codec may know of a piece of an entry."""
-    return Chunk(entry.dtype, (piece.raw_nbytes,), name)
 
 
 def in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:

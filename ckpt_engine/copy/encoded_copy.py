@@ -120,8 +120,8 @@ class Encoded(Plain):
         source: Manifest,
         planned: WritePlan,
         codec: str,
-        there: Decoder | None = None,
-        cpu_seconds: float = 0.0,
+        there: Decoder | None,
+        cpu_seconds: float,
     ) -> None:
         super().__init__(staged, repository)
         self.cpu_seconds = cpu_seconds

@@ -196,7 +196,7 @@ class Tier(Section):
     ] = Field(
         default="raw",
         description="How the tier stores snapshots: as they are, compressed, as differences to what it has "
-        "(delta), or, on a further tier, by whichever codec makes them durable soonest (auto). "
+        "(delta), or, on a further tier, compressed where its link is slower than encoding (auto). "
         "Also the name of a codec that an installed package registers.",
     )
     storage_options: Annotated[dict[str, Any], checked(_options), WithJsonSchema({"type": "object"})] = Field(

@@ -20,7 +20,7 @@ from ckpt_engine.copy.transfer import reading_source
 from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan
 from ckpt_engine.copy.write_snapshot import SideBySide
 from ckpt_engine.store import container, names
-from ckpt_engine.store.codecs.codec import Chunk, class_of, get_codec, get_group_codec
+from ckpt_engine.store.codecs.codec import Chunk, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece
@@ -37,7 +37,7 @@ LEAST_ROWS = 64
 """In a piece; with fewer of them most pieces change in most rows."""
 
 Pick = Callable[[str], str]
-"""The codec of a class of tensors (`codec.class_of`), or `DELTA`; `ROWS`: changed rows, else as it is."""
+"""The codec of tensors of a dtype, or `DELTA`; `ROWS`: changed rows, else as it is."""
 View = Callable[[str, Piece], memoryview]
 """The stored bytes of a plain piece of an entry, verified, where they are in memory."""
 CHANGED, SETTLED, DELTAS = 1, 2, 3
@@ -110,7 +110,7 @@ class Encoder:
         data = self._read(work)
         # Of decoded bytes without a known digest this is the first one.
         content = work.piece.content_digest or digest(data)
-        kind, tried = self._kind(work), self._tried(work)
+        tried = self._tried(work)
         began = time.thread_time()
         found = self._difference(work, data, content, tried) if tried in (DELTA, ROWS) else None
         is_over = found is not None
@@ -122,7 +122,7 @@ class Encoder:
         codec, stored = found
         stored_digest = content if codec == RAW else digest(stored)
         stored = stored if codec == RAW else _snug(stored)
-        return EncodedPiece(work, stored, codec, tried, kind, stored_digest, content, seconds, is_over)
+        return EncodedPiece(work, stored, codec, stored_digest, content, seconds, is_over)
 
     def _difference(
         self, work: Work, data: memoryview, content: str, tried: str
@@ -177,7 +177,7 @@ class Encoder:
         group = tuple(one.name for one in work)
         seconds = (time.thread_time() - began) / len(work)
         return [
-            EncodedPiece(one, _snug(data), ADAM, DELTA, self._kind(one), digest(data), content, seconds, True, group)
+            EncodedPiece(one, _snug(data), ADAM, digest(data), content, seconds, True, group)
             for one, data, content in zip(work, stored.values(), contents, strict=True)
         ]
 
@@ -209,13 +209,10 @@ class Encoder:
             self._decoder.read(name, start, piece, out)
 
     def _chunk(self, work: Work) -> Chunk:
-        return chunk_of(work.name, self._manifest.entries[work.name], work.piece)
-
-    def _kind(self, work: Work) -> str:
-        return class_of(work.name, self._manifest.entries[work.name].dtype)
+        return Chunk(self._manifest.entries[work.name].dtype, (work.piece.raw_nbytes,), work.name)
 
     def _tried(self, work: Work) -> str:
-        return self._pick(self._kind(work))
+        return self._pick(self._manifest.entries[work.name].dtype)
 
 
 def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
@@ -223,11 +220,6 @@ def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
     if len(kept.get(key, b"")) < nbytes:
         kept[key] = bytearray(nbytes)
     return memoryview(kept[key])[:nbytes]
-
-
-def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:
-    """What a codec may know of a piece of an entry."""
-    return Chunk(entry.dtype, (piece.raw_nbytes,), name)
 
 
 def in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:
@@ -271,8 +263,6 @@ class EncodedPiece:
     """A piece as it will be stored.
 
     Args:
-        tried: the codec that it was given to, whether it paid or not.
-        kind: its class of tensors.
         digest, raw_digest: of the stored and of the decoded bytes.
         seconds: processor time of encoding.
         is_over: whether it is a difference to `work.over`.
@@ -282,8 +272,6 @@ class EncodedPiece:
     work: Work
     stored: bytes | memoryview
     codec: str
-    tried: str
-    kind: str
     digest: str
     raw_digest: str
     seconds: float

@@ -10,21 +10,20 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
 from ckpt_engine.copy import write_plan
-from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
-from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, reading_source, settle_data
+from ckpt_engine.copy.encode_pieces import DELTA, EncodedPiece, Encoder, Files, Pick, in_rows
+from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
 from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
 from ckpt_engine.copy.write_snapshot import Plain, Staged
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
+from ckpt_engine.observe.units import size
 from ckpt_engine.store import manifest_codec
-from ckpt_engine.store.codecs import codec
-from ckpt_engine.store.codecs.codec import RAW as RAW_CODEC
-from ckpt_engine.store.codecs.codec import EncodingLimits, Knowledge, Speed, class_of, get_codec
+from ckpt_engine.store.codecs.codec import codec_on_slow_link
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
 from ckpt_engine.store.manifest import RAW, DataFile, Manifest, Piece
@@ -34,39 +33,22 @@ from ckpt_engine.store.storage.watchdog import Aside, CallProgress
 
 @dataclass(slots=True)
 class Tally:
-    """What encoding and sending have taken, to choose codecs by.
+    """What encoding has saved, and what sending has taken.
 
     Args:
-        raw_bytes, stored_bytes, seconds: by class and by the codec that was tried.
+        raw_bytes: before encoding.
         codecs: stored bytes by the codec that was used.
     """
 
-    raw_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    stored_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    raw_bytes: int = 0
     codecs: Counter[str] = field(default_factory=Counter)
     put_bytes: int = 0
     put_seconds: float = 0.0
 
     def add(self, done: EncodedPiece) -> None:
         """Note an encoded piece."""
-        key = done.kind, done.tried
-        self.raw_bytes[key] += done.work.piece.raw_nbytes
-        self.stored_bytes[key] += len(done.stored)
-        self.seconds[key] = self.seconds.get(key, 0.0) + done.seconds
+        self.raw_bytes += done.work.piece.raw_nbytes
         self.codecs[done.codec] += len(done.stored)
-
-    def speeds(self, decode_seconds_per_byte: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], Speed]:
-        """What every codec did to the tensors of a class."""
-        return {
-            key: Speed(
-                nbytes / max(1, self.stored_bytes[key]),
-                self.seconds[key] / nbytes,
-                decode_seconds_per_byte.get(key, 0.0),
-            )
-            for key, nbytes in self.raw_bytes.items()
-            if key[1] != RAW
-        }
 
 
 def put_encoded(
@@ -77,7 +59,7 @@ def put_encoded(
     What some of several ranks have refers to nothing at the target: of its arrays that has other slices.
 
     Args:
-        pick: the codec of each class of tensors; a piece that it does not pay for is stored as it is.
+        pick: the codec of each dtype; a piece that it does not pay for is stored as it is.
         tally: takes what it took.
 
     Raises:
@@ -85,8 +67,8 @@ def put_encoded(
         StorageError: from the target.
     """
     if manifest.info.partial is None:
-        classes = {class_of(name, entry.dtype) for name, entry in manifest.entries.items() if entry.pieces}
-        planned, rank = plan(manifest, target, DELTA in map(pick, classes), target.storage.get_into), 0
+        dtypes = {entry.dtype for entry in manifest.entries.values() if entry.pieces}
+        planned, rank = plan(manifest, target, DELTA in map(pick, dtypes), target.storage.get_into), 0
     else:
         planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
     files = Files(manifest, planned, rank)
@@ -138,8 +120,8 @@ class Encoded(Plain):
         source: Manifest,
         planned: WritePlan,
         codec: str,
-        there: Decoder | None = None,
-        cpu_seconds: float = 0.0,
+        there: Decoder | None,
+        cpu_seconds: float,
     ) -> None:
         super().__init__(staged, repository)
         self.cpu_seconds = cpu_seconds
@@ -191,17 +173,15 @@ class Encoded(Plain):
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             out[:] = view(entry, piece)
 
-        bases, tally = Bases(self._source, None, self._there), Tally()
+        bases = Bases(self._source, None, self._there)
         decoder = Decoder(self._source, fetch)
         encoder = Encoder(self._source, self._files.plan, decoder, bases, lambda _: self._codec, view)
         try:
             for file, blocks, done in self._files.encoded(encoder):
-                for one in done:
-                    tally.add(one)
+                self.cpu_seconds += sum(one.seconds for one in done)
                 yield file, blocks
         except CopySourceError as err:
             raise err.error from err
-        self.cpu_seconds += sum(tally.seconds.values())
 
 
 def encoded(
@@ -387,111 +367,62 @@ def _newest(repository: Repository) -> Manifest | None:
 
 
 AUTO = "auto"
-TRIED = ("byteplane-zstd", "zstd")
-"""The codecs that `auto` chooses from, beside raw."""
-CPU_SHARE = 0.25
-"""Of the time between two snapshots the encoding threads may use so much; they have the lowest priority."""
+LINK_BYTES_PER_SECOND = 200e6
+"""`auto` encodes what a slower link takes: a quarter of a core encodes 0.19 to 0.27 GB/s of trained states.
+
+The source is docs/benchmarks.md: the rows "codecs" have 0.761 GB/s per core for bf16 weights and 1.08 for fp32 states.
+"""
 LEAST_BYTES = 1 << 20
 """Smaller transfers say nothing of the rate of the link: it is latency that they take."""
 _LINKS = 2
 
 
 class Encoding:
-    """Tells the codec for each snapshot of one tier, one after another, and learns from what it took.
+    """Selects the codec of each snapshot of one tier, one after another.
 
     Args:
-        codec: a codec's name, or `auto`.
+        codec: a codec's name, or `auto`: as it is at first, to measure the link, and encoded while the link is slow.
     """
 
-    def __init__(self, codec: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, codec: str) -> None:
         self._codec = codec
-        self._clock = clock
-        self._known: Knowledge = {}
         self._links: list[float] = []
-        self._number = 0
-        self._began: float | None = None
         self.why = ""
-        """The choice for the snapshot under way, in one line; empty: nothing was chosen."""
+        """How the snapshot under way is stored, in one line; empty: as it is, always."""
 
     @property
     def is_plain(self) -> bool:
         """Whether everything is copied as it is, always."""
-        return self._codec == RAW_CODEC
+        return self._codec == RAW
 
     @property
     def needs_bases(self) -> bool:
         """Whether what the tier has is worth keeping near: the next snapshot is made against it."""
         return self._codec == DELTA
 
-    def pick(self, source: Repository, manifest: Manifest) -> Pick | None:
-        """The codecs of the next snapshot; None: it is copied as it is.
-
-        Raises:
-            SourceError: it is damaged at the source, or that cannot be read.
-        """
+    def pick(self) -> Pick | None:
+        """The codecs of the next snapshot; None: it is copied as it is."""
         if self._codec != AUTO:
             return None if self.is_plain else lambda _: self._codec
-        now = self._clock()
-        between_seconds = now - self._began if self._began is not None else float("inf")
-        self._began = now
-        self._number += 1
         if not self._links:
             self.why = "as it is, to measure the link"
             return None
-        sizes: Counter[str] = Counter()
-        for name, entry in manifest.entries.items():
-            if entry.pieces:
-                sizes[class_of(name, entry.dtype)] += entry.nbytes
-        due = codec.due(self._known, list(sizes), TRIED, self._number)
-        with reading_source():
-            self._learn(_measured(source, manifest, due))
-        # Whatever else runs makes a link look slower, never faster.
-        limits = EncodingLimits(max(self._links), THREADS, CPU_SHARE * THREADS * between_seconds)
-        codecs, self.why = codec.choose(self._known, sizes, limits)
-        return codecs.__getitem__ if set(codecs.values()) - {RAW_CODEC} else None
+        link = max(self._links)  # whatever else runs makes a link look slower, never faster
+        if link >= LINK_BYTES_PER_SECOND:
+            self.why = f"as it is: the link takes {size(link)}/s, encoding is slower"
+            return None
+        self.why = f"auto: the link takes {size(link)}/s, encoding is faster"
+        return codec_on_slow_link
 
     def done(self, tally: Tally) -> None:
         """Note what copying the snapshot has taken."""
         if tally.put_bytes >= LEAST_BYTES and tally.put_seconds > 0:
             self._links = [*self._links, tally.put_bytes / tally.put_seconds][-_LINKS:]
+        if self.is_plain or (self._codec == AUTO and not tally.raw_bytes):
+            return
+        saved = f"{tally.raw_bytes / 1e6:.3g} MB → {tally.codecs.total() / 1e6:.3g} MB"
+        used = ", ".join(f"{codec} {nbytes / 1e6:.3g} MB" for codec, nbytes in tally.codecs.most_common())
         if self._codec == AUTO:
-            decode = {key: known.speed().decode_seconds_per_byte for key, known in self._known.items()}
-            self._learn(tally.speeds(decode))
-        elif not self.is_plain:
-            before, after = sum(tally.raw_bytes.values()), sum(tally.stored_bytes.values())
-            used = ", ".join(f"{codec} {nbytes / 1e6:.3g} MB" for codec, nbytes in tally.codecs.most_common())
-            more = f" ({used})" if self.needs_bases and used else ""
-            self.why = f"{self._codec}: {before / 1e6:.3g} MB → {after / 1e6:.3g} MB{more}"
-
-    def _learn(self, measured: dict[tuple[str, str], Speed]) -> None:
-        self._known = codec.learn(self._known, measured, self._number)
-
-
-def _measured(source: Repository, manifest: Manifest, due: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Speed]:
-    """What codecs do to the largest piece of their class, encoded and decoded once."""
-    found = {}
-    decoder = decoder_of(source.storage, manifest)
-    for kind, name in due:
-        _, entry_name, start, piece = max(
-            (piece.raw_nbytes, entry_name, start, piece)
-            for entry_name, entry in manifest.entries.items()
-            if class_of(entry_name, entry.dtype) == kind
-            for start, piece in entry.placed()
-        )
-        data = memoryview(bytearray(piece.raw_nbytes))
-        decoder.read(entry_name, start, piece, data)
-        codec, chunk = get_codec(name), chunk_of(entry_name, manifest.entries[entry_name], piece)
-        began = time.thread_time()
-        stored = codec.encode(data, chunk, None)
-        encoded = time.thread_time()
-        if stored is None:
-            found[kind, name] = Speed(1.0, (encoded - began) / data.nbytes, 0.0)
-            continue
-        wanted, ratio = digest(data), data.nbytes / memoryview(stored).nbytes
-        again = time.thread_time()
-        codec.decode(memoryview(stored), data, None)
-        decoded = time.thread_time()
-        if digest(data) != wanted:
-            ratio = 0.0  # it is not to be trusted here
-        found[kind, name] = Speed(ratio, (encoded - began) / data.nbytes, (decoded - again) / data.nbytes)
-    return found
+            self.why = f"{self.why}; {saved} ({used})"
+        else:
+            self.why = f"{self._codec}: {saved}" + (f" ({used})" if self.needs_bases and used else "")

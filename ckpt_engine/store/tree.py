@@ -29,9 +29,6 @@ REPEATED, FREE_BYTES = 64, 64 << 20
 PAIRS = frozenset({"dict", "odict", "defaultdict", "counter", "mapping"})
 """Kinds whose items are pairs of a key and a value."""
 
-_Where = tuple[Any, Any]
-"""A key, and where that which it is a key of is; `()` at the top."""
-
 
 def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
     """Whether everything that follows a tree can do so without looking again.

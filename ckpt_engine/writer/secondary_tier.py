@@ -350,7 +350,7 @@ class SecondaryTier:
 
     def _put(self, source: Repository, target: Repository, manifest: Manifest) -> tuple[Manifest, Copied]:
         """See `transfer.Put`; as the tier stores it."""
-        tally, pick, began = Tally(), self.encoding.pick(source, manifest), time.monotonic()
+        tally, pick, began = Tally(), self.encoding.pick(), time.monotonic()
         if pick is None:
             stored, copied = copy_data(source, target, manifest, scratch=self._scratch())
             tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began

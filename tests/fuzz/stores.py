@@ -163,7 +163,7 @@ def encoded(root: Path) -> None:
     source = Repository(LocalStorage(near))
     far = adopt_run(RunText.of(source), LocalStorage(root))
     for parsed in source.ids():
-        copy_encoded(source, far, parsed.id, lambda kind: "zstd" if "uint8" in kind else "delta", Tally())
+        copy_encoded(source, far, parsed.id, lambda dtype: "zstd" if dtype == "uint8" else "delta", Tally())
     shutil.rmtree(near)
 
 

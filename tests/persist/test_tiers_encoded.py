@@ -11,11 +11,10 @@ import pytest
 
 from ckpt_engine.copy import encoded_copy
 from ckpt_engine.copy.encoded_copy import Encoding, Tally
-from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import StorageFullError
 from ckpt_engine.observe.events import SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten, TierDegraded
 from ckpt_engine.store import names
-from ckpt_engine.store.codecs.codec import get_codec
 from ckpt_engine.store.container import build_header, digest
 from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
@@ -144,7 +143,7 @@ def test_copies_that_were_cut_short_are_made_again(run: Run) -> None:
 
 
 def test_auto_first_measures_and_then_encodes_what_a_slow_link_wants(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first copy goes as it is; the next one is encoded, with the reason in one line."""
+    """The first copy is sent as it is; the next one is encoded, with the reason in one line."""
     monkeypatch.setattr(encoded_copy, "LEAST_BYTES", 1000)
     run.start(run.tier(codec="auto", bandwidth_bytes_per_second=300_000.0))
     run.save(1)
@@ -153,84 +152,109 @@ def test_auto_first_measures_and_then_encodes_what_a_slow_link_wants(run: Run, m
     assert first.sent_bytes > 64 << 10
     run.save(2)
     second = run.until_copied(2)
-    assert "values/float32: " in second.encoding and re.search(r" at [\d.]+ [kMG]B/s", second.encoding)
+    assert re.match(r"auto: the link takes [\d.]+ [kM]B/s, encoding is faster; 0\.0655 MB → ", second.encoding)
     assert second.sent_bytes < 24 << 10
     run.close()
     assert decoded_steps(run.far) == [1, 2]
     assert [event.step for event in run.all(SnapshotReplicated)] == [1, 2]
 
 
+ARRAYS = {
+    "weights": ("bfloat16", "BF16", 2),
+    "moments": ("float32", "F32", 4),
+    "spectrum": ("complex64", "C64", 8),
+    "tokens": ("int64", "I64", 8),
+    "mask": ("bool", "BOOL", 1),
+}
+"""Name: dtype, its name in the file, and bytes of one number."""
+
+
 class Place:
-    """A run with snapshots of one float32 weight, and a far place of it."""
+    """A run with snapshots of arrays of several dtypes, and a far place of it, behind a link whose rate is set."""
 
     def __init__(self, root: Path) -> None:
         self.near = Repository(LocalStorage(root / "near"))
         self.near.create_if_absent()
         self.far = adopt_run(RunText.of(self.near), LocalStorage(root / "far"))
+        self.auto = Encoding("auto")
+        self.arrays: dict[str, bytes] = {}
 
     def save(self, step: int) -> str:
-        data = np.random.default_rng(step).standard_normal(600_000).astype("<f4").tobytes()
-        header = build_header([("w", "F32", (600_000,), len(data))])
+        """A new snapshot, of which every array can be compressed by either codec."""
+        random = np.random.default_rng(step)
+        small = random.standard_normal(40_000).astype("<f4").view("<u4") & 0xFFFF0000
+        rows, content = [], {}
+        for name, (_, form, width) in ARRAYS.items():
+            data = content[name] = small.tobytes()
+            rows.append((name, form, (len(data) // width,), len(data)))
+        header = build_header(rows)
         snapshot = names.snapshot_id(step, step)
-        file = DataFile(names.data_name(snapshot), len(header) + len(data))
-        entry = Entry("float32", (600_000,), (Piece(0, len(header), len(data), digest(data), len(data)),), "F32")
-        info = SnapshotInfo(snapshot, step, step, None, "manual", 1.0, len(data))
-        self.near.storage.put(file.name, [memoryview(header + data)])
-        self.near.commit(Manifest(info, self.near.run_id, {"size": 1}, {}, (file,), {"w": entry}, {}))
+        entries, offset = {}, len(header)
+        for name, data in content.items():
+            dtype, form, width = ARRAYS[name]
+            piece = Piece(0, offset, len(data), digest(data), len(data))
+            entries[name] = Entry(dtype, (len(data) // width,), (piece,), form)
+            offset += len(data)
+        file = DataFile(names.data_name(snapshot), offset)
+        info = SnapshotInfo(snapshot, step, step, None, "manual", 1.0, offset - len(header))
+        self.near.storage.put(file.name, [memoryview(header + b"".join(content.values()))])
+        self.near.commit(Manifest(info, self.near.run_id, {"size": 1}, {}, (file,), entries, {}))
+        self.arrays = content
         return snapshot
 
-
-def test_a_codec_that_loses_is_off_after_two_snapshots(tmp_path: Path) -> None:
-    """Once the link is faster than the codec, at most two more snapshots are encoded, until it is slow again."""
-    place = Place(tmp_path)
-    auto = Encoding("auto", clock=iter(range(0, 100_000, 1000)).__next__)
-    used = []
-    for step, link in enumerate([1e6] * 4 + [1e12] * 4 + [1e6] * 4, 1):
-        snapshot = place.save(step)
-        pick = auto.pick(place.near, place.near.read(snapshot))
-        tally = Tally()
-        if pick is not None:
-            copy_encoded(place.near, place.far, snapshot, pick, tally)
-        used.append(pick("values/float32") if pick is not None else RAW)
+    def copy(self, step: int, link: float) -> dict[str, str]:
+        """Copy a new snapshot as `auto` wants; the link takes `link` bytes per second. The codec of each array."""
+        snapshot, tally = self.save(step), Tally()
+        pick = self.auto.pick()
+        if pick is None:
+            copy_snapshot(self.near, self.far, snapshot)
+        else:
+            copy_encoded(self.near, self.far, snapshot, pick, tally)
         tally.put_bytes, tally.put_seconds = 1 << 21, (1 << 21) / link
-        auto.done(tally)
-    assert used[0] == RAW, "nothing was measured before"
-    assert used[1:4] == ["byteplane-zstd"] * 3
-    assert used[6:8] == [RAW, RAW]
-    assert used[10:] == ["byteplane-zstd"] * 2
-    assert "values/float32: byteplane-zstd" in auto.why
+        self.auto.done(tally)
+        manifest = self.far.read(snapshot)
+        decoder = decoder_of(self.far.storage, manifest)
+        for name, data in self.arrays.items():
+            [(start, piece)] = manifest.entries[name].placed()
+            out = bytearray(len(data))
+            decoder.read(name, start, piece, memoryview(out))
+            assert bytes(out) == data
+        return {name: entry.pieces[0].codec for name, entry in manifest.entries.items()}
 
 
-def test_a_codec_that_became_slow_is_off_after_two_snapshots(tmp_path: Path) -> None:
-    """What encoding takes is measured while it is in use."""
+PLAIN = dict.fromkeys(ARRAYS, RAW)
+SLOW = dict.fromkeys(("weights", "moments", "spectrum"), "byteplane-zstd") | {"tokens": "zstd", "mask": "zstd"}
+
+
+def test_auto_encodes_numbers_by_planes_and_the_rest_by_zstd_on_a_slow_link(tmp_path: Path) -> None:
+    """The first snapshot measures the link; all arrays come back bit for bit."""
     place = Place(tmp_path)
-    auto = Encoding("auto", clock=iter(range(0, 100_000, 1000)).__next__)
-    used = []
-    for step in range(1, 8):
-        snapshot = place.save(step)
-        pick = auto.pick(place.near, place.near.read(snapshot))
-        tally = Tally()
-        if pick is not None:
-            copy_encoded(place.near, place.far, snapshot, pick, tally)
-            if step >= 4:
-                tally.seconds = dict.fromkeys(tally.seconds, 1000.0)
-        used.append(pick("values/float32") if pick is not None else RAW)
-        tally.put_bytes, tally.put_seconds = 1 << 21, (1 << 21) / 1e6
-        auto.done(tally)
-    assert used[:5] == [RAW, *["byteplane-zstd"] * 4]
-    assert "byteplane-zstd" not in used[5:]
+    assert place.copy(1, 1e6) == PLAIN
+    assert place.auto.why == "as it is, to measure the link"
+    assert place.copy(2, 1e6) == SLOW
+    assert place.auto.why.startswith("auto: the link takes 1 MB/s, encoding is faster; 0.8 MB → ")
+    assert "\n" not in place.auto.why
 
 
-def test_a_codec_that_does_not_decode_its_own_bytes_is_not_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is tried on one piece, both ways, before it is used."""
+@pytest.mark.parametrize(("share", "wanted"), [(0.01, SLOW), (0.99, SLOW), (1.01, PLAIN), (50, PLAIN)])
+def test_auto_has_one_bound(tmp_path: Path, share: float, wanted: dict[str, str]) -> None:
+    """Below it all is encoded, above it nothing is."""
     place = Place(tmp_path)
-    codec = get_codec("byteplane-zstd")
+    place.copy(1, share * encoded_copy.LINK_BYTES_PER_SECOND)
+    assert place.copy(2, share * encoded_copy.LINK_BYTES_PER_SECOND) == wanted
+    assert place.auto.why.startswith("auto: " if wanted == SLOW else "as it is: the link takes ")
+
+
+def test_auto_believes_the_best_of_the_last_two_rates(tmp_path: Path) -> None:
+    """One slow transfer changes nothing; a link that stays slow, or becomes fast, is noticed."""
+    place = Place(tmp_path)
+    rates = [1e12, 1e6, 1e6, 1e6, 1e12, 1e6]
+    encodes = [place.copy(step, rate) == SLOW for step, rate in enumerate(rates, 1)]
+    assert encodes == [False, False, False, True, True, False]
+
+
+def test_auto_learns_nothing_from_small_transfers() -> None:
+    """They measure latency: the link is still to be measured."""
     auto = Encoding("auto")
-    tally = Tally()
-    tally.put_bytes, tally.put_seconds = 1 << 21, 2.0
-    auto.done(tally)
-    monkeypatch.setattr(type(codec), "decode", lambda self, stored, out, base: out.cast("B").__setitem__(0, 7))
-    pick = auto.pick(place.near, place.near.read(place.save(1)))
-    assert pick is None or pick("values/float32") == "zstd"
+    auto.done(Tally(put_bytes=encoded_copy.LEAST_BYTES - 1, put_seconds=10.0))
+    assert auto.pick() is None and auto.why == "as it is, to measure the link"

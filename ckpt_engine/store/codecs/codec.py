@@ -1,19 +1,12 @@
-"""The seam of codecs: what a codec knows and promises, which there are by name, and which one pays for which tensors.
-
-Encoding overlaps sending. A snapshot is durable after the longer of the two, so that a codec pays as long as the link
-is the slower one: `auto` takes cheap savings first, until the link waits for the processor or the budget is spent.
-"""
+"""The seam of codecs: what a codec knows and promises, and which codecs exist by name."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ckpt_engine.errors import ConfigError, CorruptError, NewerFormatError
-from ckpt_engine.observe.units import duration, size
 from ckpt_engine.plugins import CODECS, plugin
 
 if TYPE_CHECKING:
@@ -135,170 +128,7 @@ def damaged(codec: str, what: str) -> CorruptError:
 
 Stored = bytes | memoryview
 
-RAW = "raw"
-LEAST_GAIN = 1.03
-"""A codec that does not reach this ratio is no better than raw."""
-MOST_RESTORE = 1.5
-"""Reading back may take at most this many times as long as raw."""
-RETRY_SNAPSHOTS = 16
-"""A codec that is not in use is measured again after so many snapshots: on one piece, see `due`."""
-KEPT = 2
 
-_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg", "momentum_buffer")
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What a codec did to some tensors.
-
-    Args:
-        ratio: bytes before divided by bytes after.
-        encode_seconds_per_byte: processor time per byte before encoding.
-        decode_seconds_per_byte: likewise for reading back.
-    """
-
-    ratio: float
-    encode_seconds_per_byte: float
-    decode_seconds_per_byte: float
-
-
-@dataclass(frozen=True, slots=True)
-class EncodingLimits:
-    """What encoding may use.
-
-    Args:
-        link_bytes_per_second: what the tier takes, measured.
-        cores: that encode at the same time.
-        cpu_seconds: processor time that encoding one snapshot may take.
-    """
-
-    link_bytes_per_second: float
-    cores: float
-    cpu_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class CodecMeasurements:
-    """The newest measurements of one codec on one class, oldest first.
-
-    Args:
-        snapshot: number of the snapshot at which it was measured last.
-    """
-
-    speeds: tuple[Speed, ...]
-    snapshot: int
-
-    def speed(self) -> Speed:
-        """What to expect: the newest ratio, which is no accident, and the shortest of the newest times.
-
-        Times are lengthened by whatever else runs, never shortened. A codec that became slower or worse is seen as such
-        after two snapshots at the latest.
-        """
-        return Speed(
-            self.speeds[-1].ratio,
-            min(speed.encode_seconds_per_byte for speed in self.speeds),
-            min(speed.decode_seconds_per_byte for speed in self.speeds),
-        )
-
-
-Knowledge = Mapping[tuple[str, str], CodecMeasurements]
-"""By class and codec."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Another codec for one class: `seconds` more processor time save `nbytes` more bytes."""
-
-    kind: str
-    codec: str
-    nbytes: float
-    seconds: float
-
-    @property
-    def worth(self) -> float:
-        """Bytes saved per second spent."""
-        return self.nbytes / self.seconds if self.seconds > 0 else float("inf")
-
-
-def class_of(name: str, dtype: str) -> str:
-    """The class of a tensor: its role in the optimizer, as its name tells, and its dtype."""
-    role = next((moment for moment in _MOMENTS if name.endswith(moment)), "values")
-    return f"{role}/{dtype}"
-
-
-def learn(known: Knowledge, measured: Mapping[tuple[str, str], Speed], snapshot: int) -> Knowledge:
-    """What is known after snapshot number `snapshot`."""
-    news = {
-        key: CodecMeasurements((*(known[key].speeds if key in known else ()), speed)[-KEPT:], snapshot)
-        for key, speed in measured.items()
-    }
-    return MappingProxyType({**known, **news})
-
-
-def due(known: Knowledge, classes: Sequence[str], codecs: Sequence[str], snapshot: int) -> list[tuple[str, str]]:
-    """Classes and codecs to be measured on one piece of this snapshot: never tried, or not for `RETRY_SNAPSHOTS`."""
-    return [
-        (kind, codec)
-        for kind in classes
-        for codec in codecs
-        if codec != RAW and ((kind, codec) not in known or snapshot - known[kind, codec].snapshot >= RETRY_SNAPSHOTS)
-    ]
-
-
-def choose(known: Knowledge, sizes: Mapping[str, int], limits: EncodingLimits) -> tuple[dict[str, str], str]:
-    """The codec of every class with which a snapshot is durable soonest, and why, with what is expected, in one line.
-
-    Savings are taken in the order of bytes saved per processor second, as long as the snapshot gets durable sooner
-    and the processor time allowed is not exceeded.
-
-    Args:
-        sizes: bytes of each class in one snapshot.
-    """
-    speeds = {key: had.speed() for key, had in known.items()}
-    codecs = dict.fromkeys(sizes, RAW)
-    raw_nbytes = float(sum(sizes.values()))
-    nbytes, cpu = raw_nbytes, 0.0
-    link, cores = limits.link_bytes_per_second, limits.cores
-    while True:
-        now = max(nbytes / link, cpu / cores)
-        steps = [step for kind, has in sizes.items() for step in _steps(kind, has, codecs[kind], speeds, limits)]
-        affordable = [step for step in steps if cpu + step.seconds <= limits.cpu_seconds]
-        better = [step for step in affordable if max((nbytes - step.nbytes) / link, (cpu + step.seconds) / cores) < now]
-        if not better:
-            break
-        best = max(better, key=lambda step: (step.worth, step.nbytes))
-        codecs[best.kind] = best.codec
-        nbytes, cpu = nbytes - best.nbytes, cpu + best.seconds
-    if len(affordable) < len(steps):
-        bound = f"processor budget {duration(limits.cpu_seconds)}"
-    else:
-        bound = "the link is faster than more encoding" if steps else "no codec saves more"
-    parts = [f"{kind}: {codec}" for kind, codec in codecs.items()]
-    times = f"{duration(raw_nbytes / link)} → {duration(max(nbytes / link, cpu / cores))} at {size(link)}/s"
-    why = (
-        f"{', '.join(parts) or 'nothing to store'}; {size(raw_nbytes)} → {size(nbytes)}, "
-        f"{times}, encoding {duration(cpu)}; {bound}"
-    )
-    return codecs, why
-
-
-def _steps(
-    kind: str, nbytes: int, codec: str, speeds: Mapping[tuple[str, str], Speed], limits: EncodingLimits
-) -> list[_Step]:
-    """The codecs that save more than the one a class has."""
-    had = speeds[kind, codec] if codec != RAW else Speed(1, 0, 0)
-    return [
-        _Step(
-            kind,
-            name,
-            nbytes * (1 / had.ratio - 1 / speed.ratio),
-            nbytes * (speed.encode_seconds_per_byte - had.encode_seconds_per_byte),
-        )
-        for (of, name), speed in speeds.items()
-        if of == kind and speed.ratio > had.ratio and speed.ratio >= LEAST_GAIN and _restores_in_time(speed, limits)
-    ]
-
-
-def _restores_in_time(speed: Speed, limits: EncodingLimits) -> bool:
-    link = 1 / limits.link_bytes_per_second
-    return max(link / speed.ratio, speed.decode_seconds_per_byte / limits.cores) <= MOST_RESTORE * link
+def codec_on_slow_link(dtype: str) -> str:
+    """The codec of tensors of a dtype where the link is slower than encoding."""
+    return "byteplane-zstd" if "float" in dtype or "complex" in dtype else "zstd"

@@ -37,8 +37,8 @@ from ckpt_engine.loop.resume import Resume
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord
-from ckpt_engine.restore.choose import require_match
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.match import require_match
 from ckpt_engine.state import sharding
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded

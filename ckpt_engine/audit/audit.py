@@ -208,7 +208,7 @@ class HiddenState:
             elif why:
                 missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
         first = self._inputs.get(moment, {})
-        if others := [path for path, was in first.items() if begun.input_at(path) not in ("", was)]:
+        if others := [path for path, was in first.items() if begun.is_drawn_again(path, was)]:
             missing.append(NotRestored("values made at start", differing(others)))
         done.sort(key=list(saved).index)
         return [Restored("hidden state", ", ".join(done))] if done else [], missing

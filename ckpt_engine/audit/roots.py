@@ -340,8 +340,14 @@ class Beginning:
         return not _PROCESS.are_read(value) and self._is_there(path)
 
     def input_at(self, path: str) -> str:
-        """A short digest of what was there at that moment; empty: nothing."""
-        return digest(self.frozen[path])[:8] if path in self.frozen else ""
+        """Short digests of the form and of the values of what was there at that moment; empty: nothing."""
+        frozen = self.frozen.get(path)
+        return "" if frozen is None else f"{digest(frozen[:2])[:4]}{digest(frozen[:3])[:4]}{digest(frozen)[:8]}"
+
+    def is_drawn_again(self, path: str, was: str) -> bool:
+        """Whether other values of the same form are there now; data of another form was changed on purpose."""
+        now = self.input_at(path)
+        return now != was and now[:8] == was[:8]
 
     def kept(self, path: str, value: Any) -> str:
         """What of it is still the objects of that moment: all, the container, or nothing."""

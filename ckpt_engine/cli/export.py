@@ -36,7 +36,8 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.restore.choose import Candidate, as_rank, assemble
+from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.restore.match import as_rank
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Entry, Manifest, require_whole
 from ckpt_engine.store.repository import Repository

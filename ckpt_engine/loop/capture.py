@@ -35,8 +35,8 @@ from ckpt_engine.loop.failing_loop import require_loadable
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.restore.choose import require_size
 from ckpt_engine.restore.load import Live, Loaded
+from ckpt_engine.restore.match import require_size
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of

@@ -24,7 +24,7 @@ from ckpt_engine.audit.source import is_metric
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.restore.choose import ANY_SHAPE, tensor_shapes
+from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.sharding import FlatPart, divided_like, here, load_exactly, own_copy
 from ckpt_engine.store.manifest import OWN_KEY, Manifest

@@ -53,8 +53,8 @@ from ckpt_engine.observe.resume_report import (
     resumed_from_memory,
 )
 from ckpt_engine.observe.units import count, place
-from ckpt_engine.restore.choose import as_rank, require_match
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.match import as_rank, require_match
 from ckpt_engine.state.sharding import MOVED, put_in_order, read_order
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 

@@ -42,15 +42,13 @@ from ckpt_engine.restore.choose import (
     Check,
     RejectedCandidate,
     Search,
-    as_rank,
     candidates,
     choose,
     notes_about,
-    own_trees,
-    require_fit,
     require_none,
 )
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
+from ckpt_engine.restore.match import as_rank, own_trees, require_fit
 from ckpt_engine.restore.node_roots import Gathered
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing

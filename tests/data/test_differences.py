@@ -166,7 +166,7 @@ def test_a_sampler_that_ends_too_early_is_a_mismatch() -> None:
     position = attach(again := loader(sampler=Shrinking(Augmented())))
     position.load_state(state)
     with pytest.raises(MismatchError, match="only 2 of 4 batches"):
-        iter(again)
+        next(iter(again))
 
 
 def test_a_dataset_that_ends_too_early_is_a_mismatch() -> None:
@@ -175,7 +175,7 @@ def test_a_dataset_that_ends_too_early_is_a_mismatch() -> None:
     position = attach(again := loader(QuietStream(9)))
     position.load_state(state)
     with pytest.raises(MismatchError, match="ended after 3 of 4 batches"):
-        iter(again)
+        next(iter(again))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,6 +18,7 @@ from ckpt_engine.errors import ClosedError, LeaseHeldError, OvertakenError
 from ckpt_engine.observe.events import SnapshotFailed
 from ckpt_engine.snapshot import writer_link
 from ckpt_engine.snapshot.stage import Staging
+from tests.support.delayed_devices import delay_copies
 from tests.support.heard import Heard
 
 WAIT_SECONDS = 60.0
@@ -219,6 +220,8 @@ def test_a_save_that_was_interrupted_leaves_no_torn_snapshot(
     """Ctrl-C in `save` or at the fence: weights change afterwards, and what is durable is one instant, or nothing."""
     live = {"a": torch.zeros(3_000_000), "b": torch.zeros(3_000_000)}
     heard = Heard()
+    if where == "fence":
+        delay_copies(monkeypatch)
     with Checkpointer(tmp_path, writer="thread") as ckpt:
         ckpt.engine.events = heard
         with monkeypatch.context() as patch:
@@ -240,5 +243,5 @@ def test_a_save_that_was_interrupted_leaves_no_torn_snapshot(
         found = ckpt.load()
         assert (found is None) == (where == "begin")
         assert found is None or not (found["a"].any() or found["b"].any())
-        assert [event.step for event in heard.events if isinstance(event, SnapshotFailed)] == [1] * (where == "begin")
+        assert not [event for event in heard.events if isinstance(event, SnapshotFailed)]
         ckpt.save(live, step=2).wait(WAIT_SECONDS)

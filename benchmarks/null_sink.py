@@ -191,7 +191,8 @@ class _Server:
             f'<ETag>"0-1"</ETag></Contents>'
             for key in names
         )
-        return f"<ListBucketResult {_NAMESPACE}><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+        head = f"<Name>{bucket.strip('/')}</Name><Prefix>{xml.sax.saxutils.escape(prefix)}</Prefix>"
+        return f"<ListBucketResult {_NAMESPACE}>{head}<IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
 
 
 class _Plain:

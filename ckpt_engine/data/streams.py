@@ -12,6 +12,7 @@ import copy
 import itertools
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType
@@ -330,7 +331,8 @@ def attributes(holder: Any) -> list[tuple[str, Any]]:
 
 @cache
 def _given_by_library(kind: Any) -> frozenset[str]:
-    return frozenset(vars(kind([0])))
+    with warnings.catch_warnings(action="ignore"):  # what a library says of its own loader is not for the user
+        return frozenset(vars(kind([0])))
 
 
 def _kind(value: object) -> str | None:

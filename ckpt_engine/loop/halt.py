@@ -288,8 +288,7 @@ class MissedBoundaries:
         self._unstopped += 1
         if self._steps == _REPORTED_STEPS:
             self._report()
-        stop = self._halt.watch.stop
-        if stop is None or self._unstopped < _MOST_UNSTOPPED or self._halt.done:
+        if self._unstopped < _MOST_UNSTOPPED or (stop := self._halt.watch.stop) is None or self._halt.done:
             return None
         waits = self._has_boundaries and self._halt.seconds_left(1.0) > 0.0
         return None if waits else stop

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -44,6 +45,7 @@ _NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
+_MOST_UNLISTED = 16
 _T = TypeVar("_T")
 _Of = TypeVar("_Of")
 
@@ -106,8 +108,8 @@ class Repository:
         """The snapshots of the last listing, and those committed since."""
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
-        self._unlisted: set[str] = set()
-        """Those that were known, are not forgotten, and are in the listing no more."""
+        self._unlisted: deque[str] = deque(maxlen=_MOST_UNLISTED)
+        """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 
@@ -346,7 +348,7 @@ class Repository:
         owners = frozenset(owner.id for item in free if (owner := names.data_owner(item.name)))
         owners -= self._alive | self._forgotten
         if free:
-            self._require_gone(owners | (self._unlisted - self._alive))
+            self._require_gone(owners | set(self._unlisted).difference(self._alive))
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged, owners)
 
     def _require_gone(self, snapshots: Collection[str]) -> None:
@@ -438,7 +440,7 @@ class Repository:
         for known in (self._infos, self._files):
             for gone in known.keys() - self._alive:
                 del known[gone]
-                self._unlisted.add(gone)
+                self._unlisted.append(gone)
         self._last_look = [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]
         return self._last_look
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError, StorageFullError
-from ckpt_engine.restore.choose import require_size
+from ckpt_engine.restore.match import require_size
 from ckpt_engine.snapshot import writer_link
 from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces

@@ -32,7 +32,7 @@ def test_a_library_that_finds_no_server_is_not_asked_again(monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
-    monkeypatch.setattr(storage._fs, "exists", refuse)  # type: ignore[attr-defined]
+    monkeypatch.setattr(storage._fs, "info", refuse)  # type: ignore[attr-defined]
     with asking(), pytest.raises(StorageError, match="refused"):
         list(storage.list(""))
 

@@ -128,7 +128,7 @@ class Loops:
             self._has_stepped = True
             self._look_for_older_iterators()
         self._resumed, self._stepped_on = None, threading.get_ident()
-        self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
+        self._stepped_at = max([feed.asked_at for feed in self._feeds], default=0)
 
     def over(self, feed: Feed) -> None:
         """A pass has ended, or was left."""

@@ -125,3 +125,33 @@ def test_a_state_that_no_snapshot_can_hold_is_refused_at_the_first_one(key: str 
     with pytest.raises(UnstorableLeafError, match=r"Projector at optimizer/state/.*(kept|projector)"):
         tracked(case, tmp_path)
     assert not list((tmp_path / "run" / "snapshots").glob("*.json"))
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer that has its state, as sharpness-aware ones do; its own is read from there."""
+
+    def __init__(self, parameters: Any, inner: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.base = inner(self.param_groups)
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base.param_groups = self.param_groups
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda groups: torch.optim.Adam(groups, lr=1e-2),
+        lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+        lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    ],
+    ids=["adam", "momentum", "adagrad"],
+)
+def test_an_optimizer_that_has_the_state_of_another_has_it_after_a_resume(inner: Any, tmp_path: Path) -> None:
+    """torch loads into a new dict of the outer one alone: the inner one would begin without its moments."""
+    assert_exact(Case(lambda model: Around(model.parameters(), inner)), tmp_path)

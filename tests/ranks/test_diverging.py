@@ -264,7 +264,7 @@ def test_a_stop_leaves_less_time(tmp_path: Path) -> None:
     engines = open_ranks(tmp_path / "run", 2, **OPTIONS)
     end = End(engines[1])
     now = time.monotonic()
-    end.halt._watch._requested = StopNotice("ckpt stop", now, 0.0)
+    end.halt.watch._requested = StopNotice("ckpt stop", now, 0.0)
     assert "rank 0 has not said" in str(end.together(LOST))
     close_all(engines)
 

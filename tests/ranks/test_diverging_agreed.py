@@ -22,7 +22,7 @@ from tests.ranks.test_diverging import LOST, OPTIONS, End
 
 def stopped(end: End) -> None:
     """As if `ckpt stop` had been heard there."""
-    end.halt._watch._requested = StopNotice("ckpt stop", time.monotonic(), PATIENCE_SECONDS, 143)
+    end.halt.watch._requested = StopNotice("ckpt stop", time.monotonic(), PATIENCE_SECONDS, 143)
 
 
 def codes(ends: list[End], errors: list[DivergedError | None]) -> list[Any]:
@@ -81,7 +81,7 @@ def test_all_ranks_flush_what_they_have_in_memory(where: str, tmp_path: Path, mo
     ends = [End(engine) for engine in engines]
     flushed: list[int] = []
     for rank, end in enumerate(ends):
-        monkeypatch.setattr(end.halt._watch, "flush", lambda rank=rank: flushed.append(rank))
+        monkeypatch.setattr(end.halt.watch, "flush", lambda rank=rank: flushed.append(rank))
     errors = on_all(lambda rank: getattr(ends[rank], where)(LOST if rank == 1 else None), 3)
     assert {type(error) for error in errors} == {RollbackRequestedError}
     assert sorted(flushed) == [0, 1, 2] and flushed[-1] == 0

@@ -70,7 +70,7 @@ def halted(store: Looked, rank: int = 1, *, pressed_again: bool = False) -> Halt
     watch: Any = SimpleNamespace(stop=stop, interrupted=pressed_again)
     times = RunTimes(SystemClock())
     ranks = ThreadRanks(rank, 2, store)  # type: ignore[arg-type]
-    engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False)
+    engine: Any = SimpleNamespace(ranks=ranks, memory=False, times=times, divided=False, loss=None)
     cadence = SharedCadence(FrequencySettings(overhead=None, every_n_steps=1), SystemClock(), LogSink(), engine)
     halt = Halt(watch, engine, SystemExit, logging.getLogger("test"), cadence)
     halt.done = True
@@ -146,7 +146,7 @@ def test_in_a_run_that_ends_by_itself_rank_0_stays_for_the_others() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)  # it ends with this object
     store = OtherLeavesLater(server)
     halt = halted(store, 0)
-    halt._watch.stop, halt.done, halt.complete = None, False, True  # type: ignore[misc]
+    halt.watch.stop, halt.done, halt.complete = None, False, True  # type: ignore[misc]
     halt.leave()
     assert store.get("left/1") is not None
     assert store.looks == 4

@@ -341,8 +341,10 @@ class Beginning:
 
     def input_at(self, path: str) -> str:
         """Short digests of the form and of the values of what was there at that moment; empty: nothing."""
-        frozen = self.frozen.get(path)
-        return "" if frozen is None else f"{digest(frozen[:2])[:4]}{digest(frozen[:3])[:4]}{digest(frozen)[:8]}"
+        if (frozen := self.frozen.get(path)) is None:
+            return ""
+        form = frozen[: 3 if frozen[0] in ("tensor", "array") else 2 if frozen[0] in _SIZED else 1]
+        return f"{digest(form)[:8]}{digest(frozen)[:8]}"
 
     def is_drawn_again(self, path: str, was: str) -> bool:
         """Whether other values of the same form are there now; data of another form was changed on purpose."""

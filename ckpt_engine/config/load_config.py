@@ -276,7 +276,9 @@ def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list
                 plain[key] = plain_values(item, (*path, key), origin, problems)
             else:
                 name = str(key) if isinstance(key, bool | float) else shown(key)
-                problems.append(OptionProblem(origin, (*path, name), _not_a_text(key)))
+                text = f"a key must be a text, not the {type(key).__name__} {shown(key)}"
+                trap = ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes"
+                problems.append(OptionProblem(origin, (*path, name), text + trap * (key in (True, False))))
         return plain
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [plain_values(item, (*path, index), origin, problems) for index, item in enumerate(value)]
@@ -390,13 +392,6 @@ def shown(value: Any) -> str:
 
 def _listed(section: type[Section]) -> str:
     return ", ".join(section.model_fields)
-
-
-def _not_a_text(key: object) -> str:
-    trap = (
-        ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes" if key in (True, False) else ""
-    )
-    return f"a key must be a text, not the {type(key).__name__} {shown(key)}{trap}"
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None

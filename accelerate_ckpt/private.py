@@ -183,9 +183,8 @@ class AcceleratorInternals:
 
 def is_known(writer: Any) -> bool:
     """Whether it is TensorBoard's own, whose files are known."""
-    if find_spec("tensorboard") is None:
-        return False
-    return isinstance(writer, import_module("torch.utils.tensorboard").SummaryWriter)
+    there = find_spec("tensorboard") is not None
+    return there and isinstance(writer, import_module("torch.utils.tensorboard").SummaryWriter)
 
 
 def source_of(loader: Any) -> LoaderSource:

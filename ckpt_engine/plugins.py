@@ -118,8 +118,7 @@ def _is_recorded(package: Distribution, origin: str) -> bool:
 
 def is_library(kind: type) -> bool:
     """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return is_library_file(file)
+    return is_library_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 @functools.cache

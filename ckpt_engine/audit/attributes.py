@@ -309,9 +309,8 @@ class Walk:
         kind = type(value)
         if isinstance(value, (*REFERENCES, *GENERATORS, *SAVED_BY_THEMSELVES)) or attributes_of(value) is None:
             return False
-        if isinstance(value, nn.Module | Dataset | Sampler):
-            return True
-        return isinstance(value, NAMESPACES) or (not is_standard(kind) and (root or not of_framework(kind)))
+        known = isinstance(value, (nn.Module, Dataset, Sampler, *NAMESPACES))
+        return known or (not is_standard(kind) and (root or not of_framework(kind)))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
         kind, values = chosen_class(value), attributes_of(value) or {}

@@ -137,7 +137,9 @@ class HiddenState:
             if not why and (size := nbytes_of(value)):
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
-            begin = self._first.get(path) or self._begin_of(path)
+            begin = self._first.get(path) or {
+                moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen
+            }
             if why == _ONCE and latest is not None and latest.is_of_library(path):
                 continue  # its package sets it in each process
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
@@ -155,11 +157,9 @@ class HiddenState:
         Args:
             rows: of `state`.
         """
-        found = {moment: one.inputs(rows) for moment, one in self._moments.items()}
-        first = self._inputs
         return {
-            moment: {path: first.get(moment, {}).get(path, was) for path, was in one.items()}
-            for moment, one in found.items()
+            moment: {path: self._inputs.get(moment, {}).get(path, was) for path, was in one.inputs(rows).items()}
+            for moment, one in self._moments.items()
         }
 
     def ids(self) -> set[int]:
@@ -226,9 +226,6 @@ class HiddenState:
             return "it is a running iterator, whose position cannot be seen"
         return problems(value, (path,), self._flattener) or ""
 
-    def _begin_of(self, path: str) -> Mapping[str, str]:
-        return {moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen}
-
 
 class Audit(HiddenState):
     """Looks at the objects that take part in training, and at the loop's local variables.
@@ -279,8 +276,7 @@ class Audit(HiddenState):
             return
         self._looks += 1
         self.looks_early = self._looks < _FIRST_LOOKS
-        roots = self.roots().values()
-        carries = [one for one in roots if isinstance(one, Carry)]
+        carries = [one for one in self.roots().values() if isinstance(one, Carry)]
         if new := self._locals.look(known, carries, self.ids):
             self._log.warning("%s", sentence(new))
 

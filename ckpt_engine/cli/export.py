@@ -29,7 +29,7 @@ from ckpt_engine.cli.output import (
     print_text,
     progress,
 )
-from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
+from ckpt_engine.cli.root import LATEST, open_run, storage_options
 from ckpt_engine.cli.show import OutlineLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
 from ckpt_engine.observe import units
@@ -171,7 +171,9 @@ def command(
         planned, write = _safetensors(chosen, out, component, everything=everything, dtype=dtype)
     else:
         planned, write = _state(chosen, out, form)
-    done = replace(planned, notes=(*planned.notes, *_about_copies(run, chosen)))
+    served = chosen.sources[0].storage.url
+    origin = () if served == run.tiers[0] else (f"read from {served}",)
+    done = replace(planned, notes=(*planned.notes, *origin, *chosen.notes))
     sources = Sources([place.storage for place in chosen.sources])
     if not dry_run:
         with progress(f"exporting {out.name}", done.nbytes, hidden=as_json) as advance:
@@ -208,11 +210,6 @@ def _of_rank(snapshot: Candidate, rank: int) -> Candidate:
         return snapshot
     note = f"of {size:,} ranks: what each of them had of its own is that of rank {rank}"
     return replace(snapshot, manifest=as_rank(snapshot.manifest, rank), notes=(*snapshot.notes, note))
-
-
-def _about_copies(run: Run, chosen: Candidate) -> tuple[str, ...]:
-    served = chosen.sources[0].storage.url
-    return chosen.notes if served == run.tiers[0] else (f"read from {served}", *chosen.notes)
 
 
 Write = Callable[[Sources, bool, Callable[[int], object]], tuple[str, ...]]

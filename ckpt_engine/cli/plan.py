@@ -110,7 +110,8 @@ def command(
     wanted = _failures(failures, rows)
     charged = _prices(prices, len(config.tiers))
     rules = {name: rule_of(name) for name in filter(None, (one.strip() for one in compare.split(",")))}
-    far = [_further(tier.every, tier.bandwidth, costs) for tier in config.tiers[1:]]
+    speeds = [(tier, tier.bandwidth or FAR_BYTES_PER_SECOND) for tier in config.tiers[1:]]
+    far = [FurtherTier(max(1e-3, costs.written_bytes / speed), tier.every or 0.0) for tier, speed in speeds]
     training = _training(settings, costs, memory)
     restart = _restart(rows)
     jobs = {"ckpt-engine": partial(SimulatedJob, training=training)}
@@ -212,10 +213,6 @@ def _training(settings: FrequencySettings, costs: Costs, memory: float) -> dict[
         "memory_stall": memory,
         "nbytes": int(costs.written_bytes),
     }
-
-
-def _further(every: float | None, bandwidth: float | None, costs: Costs) -> FurtherTier:
-    return FurtherTier(max(1e-3, costs.written_bytes / (bandwidth or FAR_BYTES_PER_SECOND)), every or 0.0)
 
 
 def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:

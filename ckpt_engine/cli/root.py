@@ -185,7 +185,9 @@ def open_run(root: str, config: Config | None = None, *, every: bool = False) ->
         for parsed in ids:
             holders[parsed] = (*holders.get(parsed, ()), place)
     if not holders and all(place.record() is None for place, _ in there):
-        raise _no_run(root, ", ".join(place.storage.url for place, _ in there), away)
+        unasked = "".join(f"; {one.url} does not answer: [{one.code}] {one.reason}" for one in away)
+        where = ", ".join(place.storage.url for place, _ in there)
+        raise StorageMissingError(f"no run at {where}{unasked}", hint=_where_else(root))
     in_order = dict(sorted(holders.items(), key=lambda item: (item[0].seq, item[0].id)))
     urls = tuple(repository.storage.url for repository in repositories)
     return Run(tuple(place for place, _ in there), in_order, away, urls)
@@ -222,11 +224,6 @@ def _for_readers(root: str) -> Iterator[None]:
         yield
     except ForeignError as err:
         raise ForeignError(err.message, hint=_where_else(root)) from err
-
-
-def _no_run(root: str, where: str, away: Sequence[Away] = ()) -> StorageMissingError:
-    unasked = "".join(f"; {one.url} does not answer: [{one.code}] {one.reason}" for one in away)
-    return StorageMissingError(f"no run at {where}{unasked}", hint=_where_else(root))
 
 
 def _where_else(root: str) -> str:

@@ -247,7 +247,8 @@ class OptionProblem:
     @property
     def line(self) -> int | None:
         """The line of the key, or of the section where it is missing; None outside files."""
-        return next((self.origin.lines[p] for p in _shrinking(self.path) if p in self.origin.lines), None)
+        outward = (self.path[:length] for length in range(len(self.path), 0, -1))
+        return next((self.origin.lines[path] for path in outward if path in self.origin.lines), None)
 
     def __str__(self) -> str:
         where = self.origin.name if self.line is None else f"{self.origin.name}, line {self.line}"
@@ -275,7 +276,9 @@ def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list
                 plain[key] = plain_values(item, (*path, key), origin, problems)
             else:
                 name = str(key) if isinstance(key, bool | float) else shown(key)
-                problems.append(OptionProblem(origin, (*path, name), _not_a_text(key)))
+                text = f"a key must be a text, not the {type(key).__name__} {shown(key)}"
+                trap = ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes"
+                problems.append(OptionProblem(origin, (*path, name), text + trap * (key in (True, False))))
         return plain
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [plain_values(item, (*path, index), origin, problems) for index, item in enumerate(value)]
@@ -320,7 +323,9 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     else:
         text = str(detail["msg"])
     hint = detail.get("ctx", {}).get("hint", "")
-    value = _at(values, path)
+    value: Any = values
+    for part in path:
+        value = value[part]
     secret = path[0] == "preemption" and ("headers" in path or isinstance(value, dict))
     secret |= path[0] == "tiers" and (
         path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text
@@ -376,12 +381,6 @@ def _as_written(loc: KeyPath, values: Any, kind: str) -> KeyPath:
     return tuple(path)
 
 
-def _at(values: Any, path: KeyPath) -> Any:
-    for part in path:
-        values = values[part]
-    return values
-
-
 def shown(value: Any) -> str:
     """A value as it is shown in messages: short, and never an error."""
     try:
@@ -393,17 +392,6 @@ def shown(value: Any) -> str:
 
 def _listed(section: type[Section]) -> str:
     return ", ".join(section.model_fields)
-
-
-def _not_a_text(key: object) -> str:
-    trap = (
-        ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes" if key in (True, False) else ""
-    )
-    return f"a key must be a text, not the {type(key).__name__} {shown(key)}{trap}"
-
-
-def _shrinking(path: KeyPath) -> list[KeyPath]:
-    return [path[:n] for n in range(len(path), 0, -1)]
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None

@@ -13,6 +13,8 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_engine.store.tree import keyed
+
 AdamNumbers = Mapping[str, float]
 
 
@@ -175,16 +177,5 @@ def _array(node: Any, shapes: Mapping[str, Any]) -> _Array | None:
 
 
 def _items(node: Any) -> list[tuple[str, Any]]:
-    """The children of a container node (docs/format.md, "Tree") whose keys are text or numbers."""
-    if isinstance(node, list):
-        return [(str(index), child) for index, child in enumerate(node)]
-    if not isinstance(node, dict):
-        return []
-    if "$" not in node:
-        return list(node.items())
-    items = node.get("items")
-    if not isinstance(items, list):
-        return []
-    if node["$"] in ("dict", "odict", "defaultdict", "mapping"):
-        return [(str(key), child) for key, child in items if isinstance(key, str | int)]
-    return [(str(index), child) for index, child in enumerate(items)]
+    """The children of a container node (docs/format.md, "Tree"), by their keys as text."""
+    return [(str(key), child) for key, child in keyed(node)]

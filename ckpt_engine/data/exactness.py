@@ -112,7 +112,8 @@ def _columns(path: str, node: Any) -> Iterator[tuple[str, Any]]:
         yield path, rows
         return
     for name, value in list(getattr(node, "__dict__", {}).items()):
-        if _is_column(value) and length_of(value) == length:
+        is_column = isinstance(value, (*_LISTS, np.ndarray, torch.Tensor)) or hasattr(value, "iloc")
+        if is_column and length_of(value) == length:
             yield f"{path}.{name}", value
         elif isinstance(value, list | tuple) and len(value) <= _NODES:
             for index, one in enumerate(value):
@@ -130,10 +131,6 @@ def _inner(node: Any) -> Iterator[tuple[str, Any]]:
         for name, value in list(getattr(node, "__dict__", {}).items()):
             if isinstance(value, torch.utils.data.Dataset) or _arrow_rows(value, length_of(value)) is not None:
                 yield name, value
-
-
-def _is_column(value: Any) -> bool:
-    return isinstance(value, (*_LISTS, np.ndarray, torch.Tensor)) or hasattr(value, "iloc")
 
 
 def _described(value: Any) -> dict[str, Any] | None:

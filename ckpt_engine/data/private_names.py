@@ -190,9 +190,8 @@ def require(names: Sequence[PrivateName], owners: Mapping[str, Any], framework: 
 
 def _has(owner: Any, name: str) -> bool:
     """True where the attribute exists; properties that fail to compute still exist."""
-    if owner is None:
-        return False
-    return name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)
+    found = name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)
+    return owner is not None and found
 
 
 class _Replacement(partial[Any]):

@@ -94,17 +94,13 @@ def _begin(name: str, like: Any, digest: bytes) -> Any:
     if name == "python":
         return encode_python(random.Random(seed))
     if name == "numpy":
-        return _begin_numpy(like, seed)
+        state = dict(getattr(np.random, like["bit_generator"])(seed).state)
+        return encode_numpy(state | ({"has_gauss": 0, "gauss": 0.0} if "key" in like else {}))
     if name == "torch":
         return _torch(torch.Generator(), seed)
     if isinstance(like, bytes):
         return _of_device(name, None, like, seed)
     return [_of_device(name, index, state, seed + index) for index, state in enumerate(like)]
-
-
-def _begin_numpy(like: Mapping[str, Any], seed: int) -> Any:
-    state = dict(getattr(np.random, like["bit_generator"])(seed).state)
-    return encode_numpy(state | ({"has_gauss": 0, "gauss": 0.0} if "key" in like else {}))
 
 
 def _of_device(kind: str, index: int | None, like: bytes, seed: int) -> bytes:
@@ -193,13 +189,13 @@ def restore(state: Mapping[str, Any]) -> tuple[str, ...]:
     decode_python(random, state["python"])
     _numpy_memo = None
     np.random.set_state(decode_numpy(state["numpy"]))
-    torch.set_rng_state(_bytes_tensor(state["torch"]))
+    torch.set_rng_state(bytes_tensor(state["torch"]))
     problems: list[str] = []
     for kind in _ACCELERATORS:
         problems += _restore_devices(kind, getattr(torch, kind), state[kind]) if kind in state else []
     if (mps := state.get("mps")) is not None:
         if torch.backends.mps.is_available():
-            torch.mps.set_rng_state(_bytes_tensor(mps))
+            torch.mps.set_rng_state(bytes_tensor(mps))
         else:
             problems.append("the mps random stream was recorded but this machine has no mps device")
     return tuple(problems)
@@ -295,7 +291,7 @@ def _restore_devices(kind: str, module: Any, states: Sequence[bytes]) -> list[st
     module.init()  # where CUDA starts later, a seed that was set before this call would be put in after the states
     count = module.device_count()
     for index, state in enumerate(states[:count]):
-        module.set_rng_state(_bytes_tensor(state), index)
+        module.set_rng_state(bytes_tensor(state), index)
     if count < len(states):
         return [f"{len(states)} {kind} random streams were recorded but this machine has {count} device(s)"]
     return []
@@ -305,5 +301,6 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def _bytes_tensor(data: bytes) -> torch.Tensor:
+def bytes_tensor(data: bytes) -> torch.Tensor:
+    """The state of a stream as torch takes it."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

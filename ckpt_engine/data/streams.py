@@ -248,9 +248,8 @@ def kept_by(**roots: Any) -> dict[str, Any]:
 def kept_by_dataset(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     """What an iterable dataset without a state keeps from pass to pass in this process: what it was, and is now."""
     dataset = loader.dataset
-    if not isinstance(dataset, IterableDataset) or loader.num_workers or is_stateful(dataset):
-        return {}
-    if native.keeps_nothing(dataset):
+    has_state = loader.num_workers or is_stateful(dataset)
+    if not isinstance(dataset, IterableDataset) or has_state or native.keeps_nothing(dataset):
         return {}
     now = kept_by(dataset=dataset)
     return {path: (baseline.get(path), value) for path, value in now.items() if baseline.get(path) != value}

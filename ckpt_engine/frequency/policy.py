@@ -266,10 +266,11 @@ class AdaptivePolicy:
             at = near + 1  # all that is durable goes far
         late = levels[at].latency_seconds - levels[near].latency_seconds
         limit = _limit(settings, best, near, at) - late
+        bandwidth = settings.bandwidth_bytes_per_second
         bounds = Bounds(
             budget=_steps_up(best.budget_seconds[at], step),
             backpressure=_steps_up(self._busy(costs), step),
-            io=_io_steps(settings.bandwidth_bytes_per_second, costs.written_bytes, step),
+            io=0 if bandwidth is None else _steps_up(costs.written_bytes, bandwidth * step),
             failure=round(_quotient(best.unbudgeted_seconds[at], step)),
             rpo=_rpo_steps(limit, costs.promised_latency_seconds, step),
         )
@@ -346,10 +347,6 @@ def _quotient(amount: float, per_step: float) -> float:
     if not per_step > 0.0 or amount >= per_step * MAX_INTERVAL_STEPS:
         return float(MAX_INTERVAL_STEPS)
     return amount / per_step
-
-
-def _io_steps(bandwidth: float | None, written: float, step: float) -> int:
-    return 0 if bandwidth is None else _steps_up(written, bandwidth * step)
 
 
 def _rpo_steps(rpo: float, latency: float, step: float) -> int:

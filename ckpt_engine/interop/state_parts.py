@@ -254,7 +254,8 @@ def to_legacy(state: Mapping[str, Any]) -> Legacy:
         numpy.set_state(rng.decode_numpy(state["numpy"]))
     except (TypeError, ValueError) as err:
         raise MismatchError(f"numpy's random stream has no form that others read: {err}") from err
-    return python.getstate(), numpy.get_state(), _tensor(state["torch"]), list(map(_tensor, state.get("cuda") or ()))
+    cuda = list(map(rng.bytes_tensor, state.get("cuda") or ()))
+    return python.getstate(), numpy.get_state(), rng.bytes_tensor(state["torch"]), cuda
 
 
 def from_legacy(legacy: Legacy) -> rng.RngState:
@@ -282,10 +283,6 @@ def from_legacy(legacy: Legacy) -> rng.RngState:
 def looks_recorded(node: Any) -> bool:
     """Whether a value has the form of `data.rng.capture()`."""
     return isinstance(node, Mapping) and {"python", "numpy", "torch"} <= node.keys()
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def write(state_dict: Mapping[str, Any], folder: Path, name: str, torch_name: str) -> tuple[str, ...]:

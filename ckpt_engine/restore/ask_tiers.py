@@ -100,11 +100,8 @@ class FarStorage(WrapperStorage):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(silent_seconds=self._silent_seconds, prepare=self.open_ahead)
-
-    def _silent_seconds(self) -> float:
-        """As `Capabilities` has it; 0 also while the library is still being imported."""
-        return self._signs.silent_seconds
+        # 0 seconds also while the library is still being imported.
+        return Capabilities(silent_seconds=lambda: self._signs.silent_seconds, prepare=self.open_ahead)
 
     @property
     def inner(self) -> Storage:  # type: ignore[override]

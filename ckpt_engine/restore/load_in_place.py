@@ -159,10 +159,6 @@ def copy_into(loaded: Any, into: Any) -> Any:
 def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
     if into is None and len(path) == 1:
         return loaded
-    if type(loaded) is torch.Tensor and type(into) in (torch.Tensor, torch.nn.Parameter) and into.shape == loaded.shape:
-        if into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
-            into.copy_(loaded)
-        return into
     where = "/".join(map(str, path)) or "(root)"
     if isinstance(into, FlatPart):
         if isinstance(loaded, torch.Tensor) and tuple(loaded.shape) == into.shape:

@@ -79,7 +79,7 @@ class Unchanged:
         for index in self._large:
             name, source = plan.layout.entries[index].name, plan.sources[index]
             tensor = capture.arrays[source.array]
-            if name in self._changing or not _is_candidate(tensor):
+            if name in self._changing or not is_movable(tensor) or tensor.requires_grad or tensor.is_inference():
                 continue
             last = self._last.get(name)
             if last is not None and (not last.is_same(tensor) or last.version != tensor._version):
@@ -112,7 +112,3 @@ def _large(plan: StatePlan) -> list[int]:
         for index, (entry, source) in enumerate(entries)
         if entry.nbytes >= LEAST_BYTES and source.storage_bytes is None and source.members is None
     ]
-
-
-def _is_candidate(tensor: torch.Tensor) -> bool:
-    return is_movable(tensor) and not (tensor.requires_grad or tensor.is_inference())

@@ -352,13 +352,10 @@ class Flattener:
         if encoded is not None:
             _require_plain(encoded, path)
         elif item is not None:
-            if not self._may_pickle(path):
+            joined = show_path(path)
+            if not any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths):
                 raise _unstorable(item, path)
             _naming(path, _pickled, item)
-
-    def _may_pickle(self, path: TreePath) -> bool:
-        joined = show_path(path)
-        return any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths)
 
 
 class _UnknownLeafError(Exception):

@@ -370,9 +370,9 @@ def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = state["bit_generator"]
     if name not in _BIT_GENERATORS:
         raise ValueError(f"unknown bit generator {str(name)[:40]!r}")
-    if name == "MT19937" and not 0 <= state["state"]["pos"] <= _MOST_WORDS:
-        raise ValueError("a generator that stands beyond its end")
-    if name == "Philox" and not 0 <= state["buffer_pos"] <= len(state["buffer"]):
+    if (name == "MT19937" and not 0 <= state["state"]["pos"] <= _MOST_WORDS) or (
+        name == "Philox" and not 0 <= state["buffer_pos"] <= len(state["buffer"])
+    ):
         raise ValueError("a generator that stands beyond its end")
     if node["$"] == "np.RandomState":
         legacy = np.random.RandomState(_BIT_GENERATORS[name]())

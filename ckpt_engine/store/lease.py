@@ -551,5 +551,4 @@ class ObjectLease(Lease):
 
 def _started_ticks(pid: int) -> int:
     """When a process began, in clock ticks since boot."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text.rpartition(")")[2].split()[19])
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -422,9 +422,9 @@ def connect(name: str, timeout: float) -> socket.socket | None:
 
 
 def _connected(path: str, timeout: float) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock, micros = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), max(1, int(timeout * 1e6))
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
         sock.connect(path)
         if peer_of(sock)[1] == os.geteuid():
             return sock
@@ -438,11 +438,6 @@ def _connected(path: str, timeout: float) -> socket.socket | None:
         raise
     sock.close()
     return None
-
-
-def _timeval(seconds: float) -> bytes:
-    micros = max(1, int(seconds * 1e6))
-    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
 
 
 class SocketListener:

@@ -84,7 +84,7 @@ class Persister:
         self._lane: Lane
         self._keeps_all = False
         self._seq = 0
-        self._holds = SlotReaders(self._emit_freed)
+        self._holds = SlotReaders(lambda slot: self._emit({"kind": channel.FREED, "slot": slot}))
         self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
@@ -484,9 +484,6 @@ class Persister:
             self._emit({"kind": channel.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)
-
-    def _emit_freed(self, slot: int) -> None:
-        self._emit({"kind": channel.FREED, "slot": slot})
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         said = all(one.url in self._waited_for and one.why is None for one in unfinished)

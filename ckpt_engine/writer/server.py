@@ -239,9 +239,8 @@ class Serving:
             self._queue.peers.poke()
 
     def _forward(self, what: str, who: str) -> bool:
-        if self._channel.backlog:
-            return False  # a trainer that takes nothing in is not sent more and more
-        return self._channel.send({"kind": channel.REQUEST, "what": what, "who": who})
+        # A trainer that takes nothing in is not sent more and more.
+        return not self._channel.backlog and self._channel.send({"kind": channel.REQUEST, "what": what, "who": who})
 
     def _take_leave(self) -> None:
         if self._control is not None:

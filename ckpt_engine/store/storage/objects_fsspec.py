@@ -226,7 +226,8 @@ class FsspecStorage:
             rows: Mapping[str, Mapping[str, Any]] = self._fs.find(top, detail=True) if there is not None else {}
             skip = len(self._root) + 1
             if not rows:
-                require_empty(f"{folder}/" if folder else "", self._level(skip), self._has_record)
+                record = self._path(names.RECORD)
+                require_empty(f"{folder}/" if folder else "", self._level(skip), lambda: self._info(record) is not None)
             files = [(path[skip:], row) for path, row in rows.items() if row["type"] == "file"]
             return [(name, int(row["size"]), _version(row)) for name, row in files]
 
@@ -241,14 +242,11 @@ class FsspecStorage:
         folders = [f"{row['name'][skip:]}/" for row in rows if row["type"] == "directory" and self._whole_at_close]
         return [row["name"][skip:] for row in rows if row["type"] == "file"] + folders
 
-    def _has_record(self) -> bool:
-        return self._info(self._path(names.RECORD)) is not None
-
     def _remove(self, path: str) -> None:
         try:
             self._fs.rm_file(path)
         except Exception as err:
-            if not _is_missing(err):
+            if not isinstance(err, FileNotFoundError | KeyError) and _status(err) != 404:
                 raise
 
     def _is_stale(self, path: str) -> bool:
@@ -300,14 +298,8 @@ def _status(error: BaseException) -> int:
     return 0
 
 
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError | KeyError) or _status(error) == 404
-
-
 def _is_transient(error: Exception) -> bool:
-    if _status(error) in _TRANSIENT_STATUS:
-        return True
-    if isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
+    if _status(error) in _TRANSIENT_STATUS or isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
         return True
     return not _TRANSIENT_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 

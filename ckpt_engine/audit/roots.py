@@ -340,16 +340,14 @@ class Beginning:
         return not _PROCESS.are_read(value) and self._is_there(path)
 
     def input_at(self, path: str) -> str:
-        """Short digests of the form and of the values of what was there at that moment; empty: nothing."""
-        if (frozen := self.frozen.get(path)) is None:
-            return ""
+        """Short digests of the form and of the values of what was there at that moment, or of nothing."""
+        frozen = self.frozen.get(path, ("",))
         form = frozen[: 3 if frozen[0] in ("tensor", "array") else 2 if frozen[0] in _SIZED else 1]
         return f"{digest(form)[:8]}{digest(frozen)[:8]}"
 
     def is_drawn_again(self, path: str, was: str) -> bool:
         """Whether other values of the same form are there now; data of another form was changed on purpose."""
-        now = self.input_at(path)
-        return now != was and now[:8] == was[:8]
+        return (now := self.input_at(path)) != was and now[:8] == was[:8]
 
     def kept(self, path: str, value: Any) -> str:
         """What of it is still the objects of that moment: all, the container, or nothing."""

@@ -375,7 +375,7 @@ class _Lane:
         sums: of the lazy transfers, by where they start.
         vector: the sums of the instant, on the device.
         expected: the same in host memory, once a snapshot has landed.
-        adders: the streams that make them, and of which steps; the first one is `stream`.
+        adders: the streams that make them, and of which steps.
     """
 
     stream: Any
@@ -421,10 +421,11 @@ class DeviceCopies:
                 lane = self._lanes[device]
                 training = self.runtime.current(device)
                 instant = self.runtime.mark(training)
-                for stream in (lane.stream, *[stream for stream, _ in lane.adders[1:]]):
+                for stream in (lane.stream, *[stream for stream, _ in lane.adders]):
                     self.runtime.hold(stream, instant)
-                for stream, steps in lane.adders:
-                    self.runtime.hold(training, self._add_up(lane, stream, steps, load))
+                for summed in [self._add_up(lane, stream, steps, load) for stream, steps in lane.adders]:
+                    self.runtime.hold(training, summed)
+                    self.runtime.hold(lane.stream, summed)  # which takes the sums to the host
                 if lane.eager:
                     flight.read[device] = self._queue(lane, lane.eager, load)
                     self.runtime.hold(training, flight.read[device])
@@ -532,8 +533,7 @@ class DeviceCopies:
         packed = [step for step in steps if step.transfer.packed]  # they share the buffer
         direct = [step for step in steps if not step.transfer.packed]
         more = [direct[at : at + DIRECT_SUMS] for at in range(0, len(direct), DIRECT_SUMS)]
-        lane.adders = [(lane.stream, packed)] if packed else []
-        lane.adders += [(self.runtime.side(device), part) for part in more]
+        lane.adders = [(lane.stream, packed), *[(self.runtime.side(device), part) for part in more]]
 
     def _add_up(self, lane: _Lane, stream: Any, steps: Sequence[_Step], load: Load) -> Any:
         """Queue the sums of these steps; the event after the last one."""
@@ -588,8 +588,12 @@ def _in_order(tensor: torch.Tensor, *, words: bool) -> bool:
     Args:
         words: they are to begin with a whole word.
     """
-    begins = not words or int(tensor.storage_offset()) * tensor.element_size() % 8 == 0
-    return tensor.is_contiguous() and begins and not tensor.is_complex() and not tensor.is_neg()
+    return (
+        tensor.is_contiguous()
+        and not tensor.is_complex()
+        and not tensor.is_neg()
+        and not (words and int(tensor.storage_offset()) * tensor.element_size() % 8)
+    )
 
 
 def _bytes_of(view: torch.Tensor) -> torch.Tensor:

@@ -191,6 +191,28 @@ def test_no_order_of_streams_tears_a_snapshot(seed: int, pumps: list[list[int]],
     assert torn_in(FakeDevices(seed), pumps, lazy=lazy) == []
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_sums_are_those_of_the_instant_where_nothing_is_packed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream that makes them waits for the update before, which the device has not done yet."""
+    monkeypatch.setattr(cuda, "DIRECT_SUMS", 2)
+    for seed in range(20):
+        devices, done = FakeDevices(seed), list[BaseException | None]()
+        on_devices(devices, monkeypatch)
+        state = {f"{i}": devices.put(torch.zeros(DIRECT)) for i in range(count)}
+        copier, capture = Copier(1, DeviceCopies(devices)), Planner(Flattener()).capture(state, lambda _: True)
+        slot = SharedSlot(0, slot_bytes(capture.plan), devices)
+        for tensor in state.values():
+            devices.launch(lambda t=tensor: t.fill_(7))
+        staging = Staging(capture, slot.views(capture.plan), done.append, slot=slot.memory)
+        staging.begin(copier)
+        staging.fence()
+        devices.pump()
+        assert staging.wait(30.0) and done == [None]
+        assert all(bool((view == 7).all()) for view in slot.views(capture.plan))
+        copier.close(30.0)
+        slot.close()
+
+
 @pytest.mark.parametrize("dropped", ["instant", "eager", "fence"])
 def test_every_wait_is_needed(dropped: str) -> None:
     """Without any one of the three kinds of waits some order of streams tears a snapshot."""

@@ -26,7 +26,7 @@ from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems
-from ckpt_engine.state.sharding import FlatPart, divided_like, here, load_exactly, own_copy
+from ckpt_engine.state.sharding import FlatPart, divided_like, here, is_pickled, load_exactly, own_copy
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
@@ -200,11 +200,12 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
-    """Shapes of the tensors of a model's state; lazy ones have none yet."""
-    lazy = {key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value)}
+    """Shapes of the tensors of a model's state; lazy ones have none yet, and tensors that wrap others are pickled."""
+    own = module.state_dict()
+    any_shape = {key: ANY_SHAPE for key, value in own.items() if nn.parameter.is_lazy(value) or is_pickled(value)}
     state = state_of(module, flat)
-    found = lazy | {key: tuple(one.shape) for key, one in state.items() if isinstance(one, FlatPart | torch.Tensor)}
-    return _without_extra_state(without_metrics(module, found))
+    found = {key: tuple(one.shape) for key, one in state.items() if isinstance(one, FlatPart | torch.Tensor)}
+    return _without_extra_state(without_metrics(module, found | any_shape))
 
 
 def saved_shapes(manifest: Manifest, component: str) -> Shapes:

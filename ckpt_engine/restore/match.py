@@ -30,7 +30,7 @@ def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[in
 
 
 ANY_SHAPE = (-1,)
-"""Of a lazy weight: its first forward would make it, or loading does. It may be missing."""
+"""Of a lazy weight (its first forward would make it, or loading does) and of a pickled one. It may be missing."""
 
 
 def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:

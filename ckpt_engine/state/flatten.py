@@ -468,7 +468,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 def _unstorable(item: Any, path: TreePath) -> UnstorableLeafError:
     kind = f"{type(item).__module__}.{type(item).__qualname__}"
     if isinstance(item, torch.Tensor):
-        what, hint = f"tensor subclass {kind}", "save its plain tensors (for example .to_local() or .dequantize())"
+        what = f"tensor subclass {kind}"
+        hint = "opt in with pickle: [that path], or save its plain tensors (for example .dequantize())"
     elif callable(getattr(owner := getattr(item, "__self__", item), "state_dict", None)):
         what = f"object of type {kind}"
         hint = f"save its state: the result of state_dict() of the {type(owner).__name__}"

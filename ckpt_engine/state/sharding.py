@@ -82,6 +82,11 @@ def is_wrapper(tensor: object) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
+def is_pickled(tensor: object) -> bool:
+    """Whether only the option `pickle` stores it: a tensor of other tensors that is not divided among ranks."""
+    return is_wrapper(tensor) and not is_sharded(tensor)
+
+
 def here(tensor: Any) -> torch.Tensor:
     """What this rank has of any tensor: all of a plain one."""
     if is_sharded(tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, q: torch.Tensor, scale: torch.Tensor) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype)
         return made
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
@@ -34,7 +35,9 @@ class Scaled(torch.Tensor):
         return ["q", "scale"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].q, args[0].scale)
         if func is torch.ops.aten.copy_.default:
@@ -62,7 +65,7 @@ class LowBit(nn.Module):
         return x @ (weight.q * weight.scale)
 
 
-MODELS = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "parameter": (lambda: nn.Sequential(LowBit(4, True), nn.Linear(4, 1)), "model/0.weight"),
     "buffer": (lambda: nn.Sequential(LowBit(4, False), nn.Linear(4, 1)), "model/0.weight"),
     "within others": (

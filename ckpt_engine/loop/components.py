@@ -201,8 +201,9 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet, and tensors that wrap others are pickled."""
-    own = module.state_dict()
-    any_shape = {key: ANY_SHAPE for key, value in own.items() if nn.parameter.is_lazy(value) or is_pickled(value)}
+    any_shape = {
+        key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value) or is_pickled(value)
+    }
     state = state_of(module, flat)
     found = {key: tuple(one.shape) for key, one in state.items() if isinstance(one, FlatPart | torch.Tensor)}
     return _without_extra_state(without_metrics(module, found | any_shape))

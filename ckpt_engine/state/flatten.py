@@ -468,8 +468,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 def _unstorable(item: Any, path: TreePath) -> UnstorableLeafError:
     kind = f"{type(item).__module__}.{type(item).__qualname__}"
     if isinstance(item, torch.Tensor):
-        what = f"tensor subclass {kind}"
-        hint = "opt in with pickle: [that path], or save its plain tensors (for example .dequantize())"
+        what, hint = f"tensor subclass {kind}", "opt in with pickle: [that path], or save its plain tensors"
     elif callable(getattr(owner := getattr(item, "__self__", item), "state_dict", None)):
         what = f"object of type {kind}"
         hint = f"save its state: the result of state_dict() of the {type(owner).__name__}"

@@ -375,8 +375,11 @@ def load_exactly(optimizer: torch.optim.Optimizer, saved: Any, load: Callable[[A
         saved: its `state_dict`.
         load: its `load_state_dict`, or that of what wraps it.
     """
-    inside = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
-    sharing = [one for one in inside if one.state is optimizer.state]
+    sharing = [
+        one
+        for one in vars(optimizer).values()
+        if isinstance(one, torch.optim.Optimizer) and one.state is optimizer.state
+    ]
     load(guarded(saved))
     put_exactly(optimizer, saved)
     for one in sharing:  # torch's `load_state_dict` makes a new dict for the outer one alone

@@ -45,7 +45,6 @@ _NOTHING: Mapping[bytes, Manifest] = MappingProxyType({})
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
 Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
-_MOST_UNLISTED = 16
 _T = TypeVar("_T")
 _Of = TypeVar("_Of")
 
@@ -108,7 +107,7 @@ class Repository:
         """The snapshots of the last listing, and those committed since."""
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
-        self._unlisted: deque[str] = deque(maxlen=_MOST_UNLISTED)
+        self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""

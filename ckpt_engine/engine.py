@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.copy.job import ErrorRecord, WriterConfig
@@ -21,6 +23,7 @@ from ckpt_engine.errors import (
     ConfigError,
     SnapshotFailedError,
     SnapshotSkippedError,
+    StorageError,
     WaitTimeoutError,
 )
 from ckpt_engine.observe.events import (
@@ -39,6 +42,7 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
+from ckpt_engine.probe.recorder import NOTE, FlightRecorder
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers
@@ -52,12 +56,14 @@ from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.rows import Life, files_of, read_life
 from ckpt_engine.writer.client import WriterClient
 
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
 T = TypeVar("T")
 U = TypeVar("U")
+Named = Callable[[], Mapping[str, T]]
 _UNDECIDED = (WaitTimeoutError.code, SnapshotSkippedError.code)
 """The writer still goes on with the snapshot; another rank was busy."""
 
@@ -233,6 +239,43 @@ class Engine:
     def prepare_seconds(self) -> float:
         """Processor time that `prepare` has taken in the background so far."""
         return self._pipeline.slots.touched_seconds
+
+    @property
+    def recorder(self) -> FlightRecorder | None:
+        """What records the steps of the run; None: nothing does."""
+        return self._pipeline.recorder
+
+    def record(self, optimizers: Named[torch.optim.Optimizer], modules: Named[torch.nn.Module]) -> None:
+        """Record the steps of these optimizers from now on, unless that is off.
+
+        Args:
+            optimizers: those of the run now, by name.
+            modules: names for their parameters.
+        """
+        if self.config.replay == "off" or self._pipeline.recorder is not None:
+            return
+        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+        stops = self.config.replay == "stop"
+        self._pipeline.record(FlightRecorder(optimizers, modules, rank, size, stops=stops))
+
+    def expect_replay(self, found: restore.Loaded) -> None:
+        """Training goes on from what was loaded: the steps that it repeats are compared."""
+        if (recorder := self.recorder) is None:
+            return
+        rank = recorder.rank
+
+        def lives() -> list[Life]:
+            for repository in (self._restorer.nearest(), *self._restorer.places()):
+                try:
+                    files = [name for name in files_of(repository.storage, rank) if name != recorder.name]
+                    read = [read_life(repository.storage, name) for name in files]
+                except StorageError:
+                    continue
+                if read:
+                    return [one for one in read if one is not None]
+            return []
+
+        recorder.expect(found.manifest.notes.get(NOTE), found.info.step, lives)
 
     @property
     def memory(self) -> bool:

@@ -27,7 +27,8 @@ CkptError                      CKPT000
 │   └── WaitTimeoutError       CKPT603   also a TimeoutError
 ├── ResumeError                CKPT700
 │   ├── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
-│   └── OvertakenError         CKPT702   another job made newer snapshots after this one had loaded
+│   ├── OvertakenError         CKPT702   another job made newer snapshots after this one had loaded
+│   └── ReplayError            CKPT703   a repeated step differs from the one of the earlier process
 ├── DivergedError              CKPT800   the loss is not finite, or far above its usual values
 │   └── RollbackRequestedError CKPT801   the same; the next start goes back and skips batches
 └── RanksError                 CKPT900   the ranks of a run cannot reach each other, or do not agree
@@ -361,6 +362,16 @@ class OvertakenError(ResumeError):
     """
 
     code = "CKPT702"
+
+
+class ReplayError(ResumeError):
+    """A resumed run repeats a step otherwise than the earlier process did it, and `replay: stop` is set.
+
+    Nothing was saved or removed since the resume. The message says which step, and what differs first.
+    docs/exactness.md has the usual causes. `replay: warn` trains on, and the report says the same.
+    """
+
+    code = "CKPT703"
 
 
 class DivergedError(CkptError):

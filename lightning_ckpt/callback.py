@@ -60,6 +60,7 @@ class AdaptiveCheckpoint(Callback):
         rng: random streams with another number of ranks: "derive", "warn" or "strict".
         data: a changed loader in the middle of an epoch: "refuse", "restart_epoch" or "continue".
         hidden: attributes that no state_dict has: "auto", "report" or "off".
+        replay: a repeated step that differs: "warn", "stop" or "off".
         pickle: paths in the state that may be stored with pickle.
         unknown: refused, with the option that is meant.
 
@@ -111,6 +112,7 @@ class AdaptiveCheckpoint(Callback):
             rng: str | None = None,
             data: str | None = None,
             hidden: str | bool | None = None,
+            replay: str | bool | None = None,
             pickle: str | list[str] | None = None,
             **unknown: Never,
         ) -> None:

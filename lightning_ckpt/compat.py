@@ -234,6 +234,16 @@ class LightningInternals(DataInternals):
 
         self._replaced.around(self._trainer.fit_loop.epoch_loop, "advance", advance)
 
+    def wrap_batches(self, took: Callable[[Any], None]) -> None:
+        """`took(batch)` gets every training batch as its loader made it (a public method, wrapped)."""
+
+        def convert(original: Callable[[Any], Any], batch: Any) -> Any:
+            if self._trainer.training:
+                took(batch)
+            return original(batch)
+
+        self._replaced.around(self._trainer.precision_plugin, "convert_input", convert)
+
     def skip_idle_hooks(self, *callbacks: Callback) -> None:
         """Lightning does not enter hooks of these callbacks that do nothing.
 

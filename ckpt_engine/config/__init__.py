@@ -160,4 +160,5 @@ class Options(TypedDict, total=False):
     rng: Literal["derive", "warn", "strict"] | None
     data: Literal["refuse", "restart_epoch", "continue"] | None
     hidden: Literal["auto", "report", "off"] | None
+    replay: Literal["warn", "stop", "off"] | None
     pickle: str | Sequence[str] | None

@@ -374,6 +374,11 @@ class Config(Section):
         "the new process begins with the same values; report only names them; off does not look.",
     )
 
+    replay: Annotated[Literal["warn", "stop", "off"], one_of("warn", "stop", "off")] = Field(
+        default="warn",
+        description="When a resumed run repeats a step otherwise than the earlier process did it: warn says so; stop "
+        "ends the run before anything is saved or removed; off records no steps.",
+    )
     pickle: Annotated[
         tuple[str, ...],
         checked(_patterns),

@@ -28,6 +28,7 @@ from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageEr
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, ended_by
@@ -37,6 +38,7 @@ from ckpt_engine.preempt.divergence import Divergence, LossGuard, On, StaleWatch
 from ckpt_engine.preempt.stop_plan import Board
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.probe.recorder import NOTE
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.sharding import here
@@ -375,6 +377,7 @@ class TrainingRun:
         device: where training computes.
         lazy: which leaves of the state change in optimizer steps only.
         log: of the adapter.
+        parts: the components, whose optimizers' steps are recorded.
         ends_with: makes of an exit code the exception that ends the run.
         losses: judges the losses that the adapter gives; None: it gives none.
         rollbacks: where a run that has diverged goes back, if it may.
@@ -390,6 +393,7 @@ class TrainingRun:
         device: torch.device,
         lazy: LazyPredicate,
         log: logging.Logger,
+        parts: Components,
         *,
         ends_with: Callable[[int], BaseException] = SystemExit,
         losses: Losses | None = None,
@@ -410,6 +414,7 @@ class TrainingRun:
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
         self._judges, self._took = losses is not None, False
+        engine.record(lambda: parts.optimizers, lambda: parts.modules)
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Go on with what the earlier process had learned about its snapshots."""
@@ -435,6 +440,8 @@ class TrainingRun:
         if stop is not None and (end := here.end(stop)) is not None:
             raise end
         self.config = self.stopping.edited(self.config)
+        if (recorder := self.engine.recorder) is not None:
+            recorder.boundary(step)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
         vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
@@ -451,7 +458,13 @@ class TrainingRun:
             self.cadence.memory_over(step)
 
     def _obstacle(self, here: Here, *, durable: bool) -> str | None:
-        return here.obstacle() or (None if self.engine.ready(durable=durable) else "busy")
+        return here.obstacle() or self._unproved or (None if self.engine.ready(durable=durable) else "busy")
+
+    @property
+    def _unproved(self) -> str | None:
+        """Why nothing may be saved before the repeated steps were compared."""
+        recorder = self.engine.recorder
+        return "replay: stop" if recorder is not None and recorder.holds_back else None
 
     def take(self, instant: RunInstant, reason: str, *, durable: bool = True) -> SaveHandle | None:
         """A snapshot; None: there is none, and that was said.
@@ -467,6 +480,11 @@ class TrainingRun:
             StateError: the same, and if it is the first one: then it is for the user to mend now.
         """
         step, began = instant.step, time.perf_counter()
+        if (unproved := self._unproved) is not None:
+            self._log.warning("no snapshot of step %d: %s, and not all repeated steps are compared", step, unproved)
+            self.engine.miss(step, unproved)
+            self.cadence.skipped(step, unproved)
+            return None
         if self.stopping.vetoed(due=True):
             if durable:
                 self._log.error("no snapshot of step %d: its loss is far above the usual ones", step)
@@ -475,6 +493,8 @@ class TrainingRun:
             return None
         try:
             state, notes = instant.state(), {"trainer": self._trainer, **instant.notes()}
+            if self.engine.recorder is not None:
+                notes[NOTE] = self.engine.recorder.note()
             self.engine.times.waited("stall", time.perf_counter() - began)
             handle = self.engine.save(
                 state,
@@ -512,6 +532,8 @@ class TrainingRun:
 
     def take_at_end(self, instant: RunInstant, reason: str) -> None:
         """The final snapshot, for which there is time; weights may change when this returns."""
+        if self.engine.recorder is not None:
+            self.engine.recorder.boundary(instant.step)
         if not self.engine.ready() and not self.engine.wait(self.stopping.halt.seconds_left(END_WAIT_SECONDS)):
             late = WaitTimeoutError("the final state was not saved: earlier snapshots are still being written")
             self._log.error("%s", late.message)

@@ -37,7 +37,7 @@ class FeedListener(Protocol):
     def asked(self, feed: Feed) -> None:
         """The consumer asks for the next batch: the fetch boundary."""
 
-    def given(self, feed: Feed) -> None:
+    def given(self, feed: Feed, batch: Any) -> None:
         """It gets one."""
 
     def failed(self, feed: Feed, error: Exception) -> None:
@@ -410,7 +410,7 @@ class Feed:
         if self.lead.ahead is None:
             self.lead.given(batch)
         if (listener := self._listener()) is not None:
-            listener.given(self)
+            listener.given(self, batch)
         if self._share == 0:
             self.position.forget()  # a loaded position holds until a batch is fetched
 

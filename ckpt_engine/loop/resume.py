@@ -47,6 +47,7 @@ from ckpt_engine.observe.resume_report import (
     FILE_NAME,
     NotRestored,
     Rejected,
+    Replay,
     Restored,
     ResumeReport,
     replace_file,
@@ -95,7 +96,20 @@ class Resume:
         own, notes, self._elastic, differing = found
         self._notes += notes
         self._missing += differing
+        self._engine.expect_replay(loaded)
+        if (recorder := self._engine.recorder) is not None:
+            recorder.told = self._replayed
         return own
+
+    def _replayed(self, replay: Replay) -> None:
+        """What the repeated steps have shown."""
+        if self._report is not None:
+            self._report = replace(self._report, replay=replay)
+            write(self._report, self._report_folder, self._log, self._rank)
+        if replay.first is not None:
+            self._log.warning("%s", replay.text())
+        else:
+            self._announce(replay.text())
 
     def add(self, restored: Sequence[Restored], missing: Sequence[NotRestored]) -> None:
         """More for the report, published or not."""
@@ -123,6 +137,8 @@ class Resume:
         self._report = report_of(
             self._engine.root_url, loaded, self._restored, self._missing, self._notes, self._engine.rhythm
         )
+        if (recorder := self._engine.recorder) is not None:
+            self._report = replace(self._report, replay=recorder.replay)
         publish(self._report, self._report_folder, self._log, rank=self._rank)
 
     def _conclude(self) -> None:

@@ -77,7 +77,7 @@ class Tracker(LoopProgress):
         self._outside = calls_now()
         self._audit = Audit(engine.config.hidden, self._audited, self._log, ahead=self._ahead)
         self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
-        self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log)
+        self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log, parts)
         self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
         self._steps, self._missed = begins_at or 0, MissedBoundaries(self._stopping.halt, self._log)
@@ -245,6 +245,8 @@ class Tracker(LoopProgress):
                 self._reloaded.clear()
                 self._audit.begin("batch")
                 self._resume.at_first_fetch()
+                if (recorder := self._engine.recorder) is not None:
+                    recorder.begin(feed.lead.ahead or 0)
                 self._gradients.install()  # a pass that sees none does not use up the saved position
                 self._run.cadence.start(self._steps)
             self._arrive(feed)
@@ -253,9 +255,11 @@ class Tracker(LoopProgress):
             self._failing.waits = True
         self._recent.add(feed)
 
-    def given(self, feed: Feed) -> None:
+    def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
+        if (recorder := self._engine.recorder) is not None:
+            recorder.took(batch)
         if feed in (self._training, self._resumed):
             self._resume.publish()
 

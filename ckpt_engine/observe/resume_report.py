@@ -46,6 +46,64 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a repeated step was first seen to differ from the one of the earlier process.
+
+    Args:
+        step: the training step.
+        what: `batch`, `random`, `learning_rate` or `weights`, which moments are, too.
+        name: of the tensor; "" where it is none.
+        relative: how far its values are apart, of the larger one; None: not known.
+    """
+
+    step: int
+    what: str
+    name: str = ""
+    relative: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Whether a resumed run repeated the steps behind the snapshot as an earlier process had run them.
+
+    Args:
+        result: `exact`, `different` or `not compared`.
+        steps: that were repeated and equal.
+        why: what the result means, or why there is none.
+        first: the first difference.
+    """
+
+    result: str
+    steps: int = 0
+    why: str = ""
+    first: Difference | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Replay:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            KeyError, TypeError: not such a result.
+        """
+        first = data["first"]
+        return cls(data["result"], data["steps"], data["why"], None if first is None else Difference(**first))
+
+    def text(self) -> str:
+        """The result for people, a line."""
+        if self.result == "exact":
+            return f"resume proved exact: {self.why}"
+        if self.first is None:
+            return f"resume not proved: {self.why}"
+        first = self.first
+        where = f" of {first.name}" if first.name else ""
+        far = "" if first.relative is None else f", by {first.relative:.1e}"
+        return (
+            f"resume not exact: step {first.step} repeats otherwise, first seen in the "
+            f"{first.what.replace('_', ' ')}{where}{far}, after {self.steps} equal steps: {self.why}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ResumeReport:
     """What one resume did.
 
@@ -61,6 +119,7 @@ class ResumeReport:
         read_bytes: read from storage.
         away: sentences about places that were left out and may have something newer.
         rhythm: how often snapshots are taken from here on, and why.
+        replay: whether the steps that it repeated were those of the earlier process; None: that was not asked.
     """
 
     url: str
@@ -76,6 +135,7 @@ class ResumeReport:
     place: str = ""
     away: tuple[str, ...] = ()
     rhythm: str = ""
+    replay: Replay | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -93,6 +153,8 @@ class ResumeReport:
         values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         for key, kind in (("restored", Restored), ("not_restored", NotRestored), ("rejected", Rejected)):
             values[key] = tuple(kind(**row) for row in data[key])
+        if values.get("replay") is not None:
+            values["replay"] = Replay.from_json(values["replay"])
         return cls(**values)
 
     def text(self) -> str:

@@ -19,6 +19,7 @@ from ckpt_engine.observe.events import (
     said_if_slow,
 )
 from ckpt_engine.observe.metrics import RunTimes
+from ckpt_engine.probe.recorder import FlightRecorder
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
@@ -91,6 +92,8 @@ class Pipeline:
         self.memory = memory
         self._newest = Newest(self.slots.release, of_ranks=session is not None)
         self._pulse: Pulse | None = None
+        self.recorder: FlightRecorder | None = None
+        """Its rows are shared with the writer."""
         self._copier = Copier()
         self._unchanged = Unchanged()
         self._torn = False
@@ -148,9 +151,20 @@ class Pipeline:
         assert self._pulse is not None
         try:
             client.attach_pulse(self._pulse.fd)
+            self._share_rows(client)
         except CkptError:
             client.close(CLOSE_SECONDS)  # else it would keep the lease
             raise
+
+    def record(self, recorder: FlightRecorder) -> None:
+        """Share the rows of this recorder with the writer from now on."""
+        self.recorder = recorder
+        if self._writer is not None and self._writer.client is not None:
+            self._share_rows(self._writer.client)
+
+    def _share_rows(self, client: WriterClient) -> None:
+        if self.recorder is not None:
+            client.attach_rows(self.recorder.name, self.recorder.about, self.recorder.fd)
 
     @property
     def started(self) -> bool:
@@ -448,6 +462,8 @@ class Pipeline:
         if self._pulse is not None:
             self._pulse.close()
             self._pulse = None
+        if self.recorder is not None:
+            self.recorder.close()
         self.slots.close()
         if not drained:
             raise WaitTimeoutError(f"snapshots were still being written after {time.monotonic() - began:.0f} s")

@@ -12,6 +12,7 @@ status.json                          what the writer of several tiers was doing 
 catalog.json                         what many manifests say: a cache
 rollback.json                        the last time that the run had to go back
 attempts.json                        who trained, how long, and how that ended
+replay/<milliseconds>-<random>-r<rank>.rows   what each of the last steps of a process did
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -34,11 +35,14 @@ MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
 PARTS = "parts/"
+ROWS = "replay/"
 
 MANIFEST_BYTES = 128 << 20
 """The most that a manifest, a part record or the catalog may have. Data files have no limit."""
 SMALL_BYTES = 1 << 20
 """The most that any other of our JSON files may have, and what a pin may add to its manifest."""
+ROWS_BYTES = 8 << 20
+"""The most that a file of rows may have."""
 
 _REMEMBERED = 4096
 """Names that were taken apart: a listing shows the same ones again and again."""
@@ -47,6 +51,7 @@ _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
 _PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
 _WANTED = re.compile(rf"parts/({_ID.pattern})-wanted\.json")
+_ROWS = re.compile(r"replay/[0-9]{13}-[0-9a-f]{8}-r([0-9]{5,})\.rows")
 _DATA = re.compile(rf"data/({_ID.pattern})-r([0-9]{{5,}})(-p[0-9]{{3,}})?\.safetensors")
 
 
@@ -156,6 +161,18 @@ def data_rank(name: str) -> int | None:
     return int(match[5]) if match else None
 
 
+def rows_name(milliseconds: int, token: str, rank: int) -> str:
+    """The object name of the rows of a process that began then, in milliseconds since the epoch."""
+    return f"{ROWS}{milliseconds:013d}-{token}-r{rank:05d}.rows"
+
+
+@lru_cache(_REMEMBERED)
+def rows_rank(name: str) -> int | None:
+    """The rank whose rows the object of this name has, or None if it is not a name of rows."""
+    match = _ROWS.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def _owner(match: re.Match[str] | None) -> ParsedId | None:
     return ParsedId(match[1], int(match[2]), int(match[3])) if match else None
 
@@ -164,11 +181,13 @@ def most_bytes(name: str) -> int:
     """How many bytes of the object of this name are read at most when it is read whole."""
     if name in (RECORD, LEASE, STATUS, ROLLBACK, ATTEMPTS) or wanted_id(name):
         return SMALL_BYTES
+    if rows_rank(name) is not None:
+        return ROWS_BYTES
     return MANIFEST_BYTES + (SMALL_BYTES if pin_id(name) else 0)
 
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
     return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK, ATTEMPTS) or any(
-        part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner, wanted_id)
+        part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner, wanted_id, rows_rank)
     )

@@ -14,6 +14,7 @@ To the writer, in this order:
 | `persist`  | `job`                                     | a job in a slot that was sent before |
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
+| `rows`     | `name`, `about`, one file descriptor      | where the trainer records its steps, see `rows.Ring` |
 | `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
 | `partner`  | `addresses`, `keepers`, `senders`, `moved` | the writers of other machines, see `peers.Peers.meet` |
 | `close`    |                                           | finish everything, then exit |
@@ -306,6 +307,7 @@ PERSIST = "persist"
 HOLD = "hold"
 CANCEL = "cancel"
 PULSE = "pulse"
+ROWS = "rows"
 PARTNER = "partner"
 CLOSE = "close"
 LEAVE = "leave"

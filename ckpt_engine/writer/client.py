@@ -353,6 +353,10 @@ class WriterClient(abc.ABC):
         """Share where the trainer says how far it is, see `channel.Pulse`. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.PULSE}, [fd])
 
+    def attach_rows(self, name: str, about: Mapping[str, Any], fd: int) -> None:
+        """Share where the trainer records its steps, see `RowFile`. Sent to a dead writer this does nothing."""
+        self._tell({"kind": channel.ROWS, "name": name, "about": about}, [fd])
+
     def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
         if self.alive:
             self._send(body, fds)

@@ -125,6 +125,9 @@ class JobQueue:
         if body["kind"] == channel.PULSE:
             self.held.take_pulse(fds[0])
             return
+        if body["kind"] == channel.ROWS:
+            self._persister.rows.attach(body, fds[0])
+            return
         if body["kind"] == channel.PARTNER:
             if self.peers is not None:
                 self.peers.meet(body)

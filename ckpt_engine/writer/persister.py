@@ -44,6 +44,7 @@ from ckpt_engine.writer.commit_of_ranks import Cancelled, CrashRecovery, Session
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
+from ckpt_engine.writer.row_file import RowFile
 from ckpt_engine.writer.run_records import AttemptRecord, Unfinished
 from ckpt_engine.writer.secondary_tiers import SecondaryTiers
 
@@ -95,6 +96,7 @@ class Persister:
         self._alone = threading.Event()
         self._recovery: CrashRecovery | None = None
         self._attempts: AttemptRecord | None = None
+        self.rows: RowFile
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -109,6 +111,7 @@ class Persister:
         policy = policy_of(config, self._notice)
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = Lane(plain.url)
+        self.rows = RowFile(plain, self._emit_event)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if ranks is not None and not ranks.leads:
@@ -196,6 +199,7 @@ class Persister:
     def leave_alone(self) -> None:
         """The trainer is gone: others are not waited for long any more. Any thread may call this."""
         self._alone.set()
+        self.rows.finish()
         if self._attempts is not None:
             self._attempts.note(gone=True)
 
@@ -243,6 +247,7 @@ class Persister:
                 self._emit_event(SnapshotFailed(gone, step, self._config.url, code, why))
         if self._attempts is not None:
             self._attempts.end(self.ending)
+        self.rows.end()
         try:
             self._primary.release()
         except (CkptError, OSError) as err:  # a tier that is away does not hear it
@@ -395,6 +400,7 @@ class Persister:
             self._secondary.learn(job.line, job.pace.get("far_seconds"))
 
     def _committed(self, snapshot: str) -> None:
+        self.rows.committed()
         if self._secondary is not None:
             self._secondary.committed(snapshot)
         self._prune(snapshot)

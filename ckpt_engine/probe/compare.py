@@ -1,0 +1,149 @@
+"""Compares the steps that a resumed process repeats with what an earlier process did. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpt_engine.observe.resume_report import Difference, Replay
+from ckpt_engine.store.rows import Life, Row
+
+Names = Callable[[Row], Sequence[tuple[str, str]]]
+"""Of the words of a row the tensor and its dtype."""
+_FORMATS = {"float64": "<d", "float32": "<2f", "float16": "<4e"}
+_ROUNDING = 1e-4
+"""A difference of weights up to here may come from kernels that add up in another order."""
+_CAUSES = {
+    "batch": "the loop got other data: a data set or loader that changed, or a position that is not in the snapshot",
+    "random": "something drew other random numbers since the snapshot: a generator of its own, or an unseeded one",
+    "learning_rate": "the schedule is at another place: a scheduler or a counter that no snapshot has, or changed code",
+    "weights": "batches, random streams and learning rates were the same: state that no snapshot has, or changed code",
+}
+
+
+def steps_behind(lives: Sequence[Life], calls: int) -> dict[int, Row]:
+    """What was done behind a snapshot, each step as the newest process that ran it did it, by its number.
+
+    An older process counts as far as it did the same as the newer ones: else those went another way.
+
+    Args:
+        lives: of the processes, oldest first.
+        calls: optimizer steps at the snapshot.
+    """
+    found: dict[int, Row] = {}
+    for life in reversed(lives):
+        rows = {row.calls: row for row in life.rows if row.calls > calls}
+        if any(what_differs(row, found[at]) for at, row in rows.items() if at in found):
+            break
+        found = {**rows, **found}
+    last = calls
+    while last + 1 in found:
+        last += 1
+    return {at: row for at, row in found.items() if at <= last}
+
+
+def what_differs(row: Row, other: Row) -> str:
+    """Which part of a step is not the same, the first one in the order in which one follows from the other; or ""."""
+    if row.optimizer != other.optimizer:
+        return "weights"
+    if row.batch and other.batch and row.batch != other.batch:
+        return "batch"
+    if row.stream != other.stream or (row.streams and other.streams and row.streams != other.streams):
+        return "random"
+    if row.rates != other.rates:
+        return "learning_rate"
+    return "weights" if row.plan == other.plan and row.words != other.words else ""
+
+
+class Comparison:
+    """The steps of one resumed process beside those of earlier ones.
+
+    Args:
+        expected: see `steps_behind`; at least one.
+        about, now: of the process that ran the last of them, and of this one.
+        names: of this process.
+    """
+
+    def __init__(
+        self, expected: Mapping[int, Row], about: Mapping[str, Any], now: Mapping[str, Any], names: Names
+    ) -> None:
+        self._expected, self._names = expected, names
+        self._about, self._now = about, now
+        self.replay = Replay("not compared", 0, f"{len(expected)} repeated steps are compared as they come")
+        self.over = False
+
+    def compare(self, row: Row) -> bool:
+        """Take one more step; whether `replay` is final."""
+        other = self._expected.get(row.calls)
+        if other is None:
+            return False
+        if what := what_differs(row, other):
+            self._differs(row, other, what)
+        else:
+            steps = self.replay.steps + 1
+            self.replay = replace(self.replay, steps=steps)
+            if steps == len(self._expected):
+                self._equal()
+        return self.over
+
+    def end(self) -> bool:
+        """Training is over; whether that makes `replay` final."""
+        if self.over or not self.replay.steps:
+            return False
+        self._equal()
+        return True
+
+    def _equal(self) -> None:
+        self.over = True
+        steps = self.replay.steps
+        why = f"{steps} of {len(self._expected)} repeated steps gave the same batches and weights"
+        self.replay = Replay("exact", steps, why)
+
+    def _differs(self, row: Row, other: Row, what: str) -> None:
+        self.over = True
+        name, relative, why = "", None, _CAUSES[what]
+        if what == "weights" and row.plan == other.plan and row.optimizer == other.optimizer:
+            name, relative = first_word(row, other, self._names(row))
+            if relative is not None and relative <= _ROUNDING and self._kernels:
+                why = self._kernels
+        elif what == "weights":
+            why = "the steps of the optimizers came in another order"
+        self.replay = Replay("different", self.replay.steps, why, Difference(row.step, what, name, relative))
+
+    @property
+    def _kernels(self) -> str:
+        """What may round otherwise now."""
+        changed = [
+            f"{key} is {self._now.get(key)} and was {value}"
+            for key, value in self._about.items()
+            if key in ("threads", "torch", "device", "machine") and self._now.get(key) != value
+        ]
+        return f"{', '.join(changed)}: sums may be rounded otherwise" if changed else ""
+
+
+def first_word(row: Row, other: Row, names: Sequence[tuple[str, str]]) -> tuple[str, float | None]:
+    """The tensor whose words are the first that differ, and by how much of the larger one; None: that says nothing."""
+    pairs = zip(row.words, other.words, names, strict=False)
+    for one, two, (name, dtype) in pairs:
+        if one != two:
+            return name, _relative(one, two, dtype)
+    return "", None
+
+
+def _relative(one: int, two: int, dtype: str) -> float | None:
+    if dtype == "bfloat16":
+        pairs = [(_bfloat16(one >> shift), _bfloat16(two >> shift)) for shift in (0, 16, 32, 48)]
+    elif dtype in _FORMATS:
+        unpacked = (struct.unpack(_FORMATS[dtype], word.to_bytes(8, "little")) for word in (one, two))
+        pairs = list(zip(*unpacked, strict=True))
+    else:
+        return None
+    found = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b and abs(a) + abs(b) < float("inf")]
+    return max(found, default=None)
+
+
+def _bfloat16(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", (bits & 0xFFFF) << 16))[0]
+    return value

@@ -1,0 +1,223 @@
+"""The flight recorder: a row for each optimizer step, and the proof that a resumed run repeats those of an earlier one.
+
+No step waits for it. The rows are in memory that the writer process shares, so that they outlive a trainer that is
+killed; see docs/exactness.md.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from ckpt_engine.copy.host_memory import shared_memory
+from ckpt_engine.errors import ReplayError
+from ckpt_engine.observe.resume_report import Replay
+from ckpt_engine.probe.batch import digest_of
+from ckpt_engine.probe.compare import Comparison, steps_behind
+from ckpt_engine.probe.sample import Sampler
+from ckpt_engine.store import names
+from ckpt_engine.store.rows import ROW_BYTES, ROWS, Life, Ring, Row
+
+NOTE = "replay"
+"""The note of a snapshot that says how many steps were recorded."""
+_OTHER_STREAMS_EACH = 16
+"""Python's and numpy's streams take longer to read than torch's."""
+_NO_STEP = "no step was repeated"
+
+
+class FlightRecorder:
+    """Of one run of one process, on its training thread.
+
+    Args:
+        optimizers: of the run now, by name.
+        modules: names for its parameters.
+        rank, size: of this process.
+        stops: a difference raises.
+
+    Attributes:
+        rank: of this process.
+        name, about, fd: what `WriterClient.attach_rows` takes.
+        told: hears of the outcome, once.
+    """
+
+    def __init__(
+        self,
+        optimizers: Callable[[], Mapping[str, torch.optim.Optimizer]],
+        modules: Callable[[], Mapping[str, torch.nn.Module]],
+        rank: int,
+        size: int,
+        *,
+        stops: bool,
+    ) -> None:
+        self._optimizers, self._modules, self._stops = optimizers, modules, stops
+        self.rank = rank
+        self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), rank)
+        self.about = {
+            "version": 1,
+            "world": size,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+        }
+        self.fd, memory = shared_memory("ckpt-rows", ROWS * ROW_BYTES)
+        self._ring = Ring(memory)
+        self._process = os.getpid()
+        self._samplers: dict[int, Sampler] = {}
+        self._number = self._calls = self._step = self._skips = 0
+        self._batch = 0
+        self._at_boundary = {"calls": 0, "batch": 0, "world": size}
+        self._saved_batch = 0
+        self._comparison: Comparison | None = None
+        self._why = _NO_STEP
+        self.told: Callable[[Replay], object] = lambda _: None
+        self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
+
+    def close(self) -> None:
+        """Record no more. What was compared is the outcome. Idempotent."""
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        self._samplers.clear()
+        os.close(self.fd)
+        if self._comparison is not None and self._comparison.end():
+            self.told(self._comparison.replay)
+
+    @property
+    def replay(self) -> Replay:
+        """How the resume is proved so far."""
+        return self._comparison.replay if self._comparison is not None else Replay("not compared", 0, self._why)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether nothing may be overwritten yet."""
+        return self._stops and self._comparison is not None and not self._comparison.over
+
+    # ---- what a run says
+
+    def took(self, batch: Any) -> None:
+        """The loop got a batch."""
+        if self._skips:
+            self._skips -= 1
+            return
+        self._batch = xxhash.xxh3_64_intdigest(digest_of(batch).to_bytes(8, "little"), self._batch)
+
+    def boundary(self, step: int) -> None:
+        """Step `step` is complete."""
+        self._step = step
+        self._at_boundary = {**self._at_boundary, "calls": self._calls, "batch": self._batch}
+
+    def note(self) -> dict[str, Any]:
+        """For the snapshot of the last boundary."""
+        return dict(self._at_boundary)
+
+    def expect(self, saved: Mapping[str, Any] | None, step: int, lives: Callable[[], Sequence[Life]]) -> None:
+        """The run goes on from a snapshot.
+
+        Args:
+            saved: its `note`; None: it has none.
+            step: its step.
+            lives: what earlier processes have recorded, oldest first.
+        """
+        self._step, self._comparison = step, None
+        if saved is None:
+            self._why = "the snapshot was written by a version that does not record steps"
+            return
+        self._calls, self._saved_batch = int(saved["calls"]), int(saved["batch"])
+        self._batch = self._saved_batch
+        self.boundary(step)
+        if saved["world"] != self.about["world"]:
+            self._why = f"{self.about['world']} processes go on where {saved['world']} were"
+            return
+        found = lives()
+        expected = steps_behind(found, self._calls)
+        if expected:
+            self._comparison = Comparison(expected, found[-1].about, self.about, self._names)
+
+    def give_up(self, why: str) -> None:
+        """Nothing is compared: the run goes on otherwise on purpose."""
+        self._comparison, self._why = None, why
+
+    def begin(self, ahead: int) -> None:
+        """The resumed loop asks for its first batch.
+
+        Args:
+            ahead: so many of the batches that come were counted before the snapshot.
+        """
+        self._batch, self._skips = self._saved_batch, ahead
+
+    # ---- a step
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        sampler = self._samplers.get(id(optimizer)) or self._follow(optimizer)
+        if sampler is None or os.getpid() != self._process:  # a fork shares the memory
+            return
+        self._calls += 1
+        self._number += 1
+        rates = [_number(group.get("lr")) for group in optimizer.param_groups]
+        words = tuple(sampler.words(self._calls))
+        row = Row(
+            number=self._number,
+            calls=self._calls,
+            step=self._step + 1,
+            optimizer=sampler.checksum,
+            plan=sampler.plan,
+            batch=self._batch,
+            stream=_torch_stream(),
+            streams=0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
+            rates=xxhash.xxh3_64_intdigest(repr(rates).encode()),
+            rate=rates[0] if rates else 0.0,
+            time=time.time(),
+            words=words,
+        )
+        self._batch = 0
+        self._ring.put(row)
+        comparison = self._comparison
+        if comparison is not None and not comparison.over and comparison.compare(row):
+            self.told(comparison.replay)
+            if self._stops and comparison.replay.first is not None:
+                raise ReplayError(
+                    comparison.replay.text(),
+                    hint="`replay: warn` goes on, and says it; `resume: off` starts afresh",
+                )
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> Sampler | None:
+        for name, one in self._optimizers().items():
+            if one is optimizer or any(each is optimizer for each in vars(one).values()):
+                found = name if one is optimizer else f"{name}, inner"
+                return self._samplers.setdefault(id(optimizer), Sampler(optimizer, found))
+        return None
+
+    def _names(self, row: Row) -> list[tuple[str, str]]:
+        sampler = next(one for one in self._samplers.values() if one.checksum == row.optimizer)
+        named = {id(p): f"{key}.{name}" for key, m in self._modules().items() for name, p in m.named_parameters()}
+        return sampler.names(row.calls, named)
+
+
+def _number(rate: Any) -> float:
+    """A learning rate; 0.0 where reading it would wait for a device."""
+    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+        return 0.0
+    return float(rate or 0.0)
+
+
+def _torch_stream() -> int:
+    state: Any = torch.get_rng_state().numpy()
+    return xxhash.xxh3_64_intdigest(state)
+
+
+def _other_streams() -> int:
+    legacy: Any = np.random.get_state()
+    hasher = xxhash.xxh3_64(legacy[1].tobytes())
+    hasher.update(repr((legacy[0], legacy[2:], hash(random.getstate()[1]))).encode())
+    return hasher.intdigest()

@@ -1,0 +1,162 @@
+"""The rows of the flight recorder: what one optimizer step did, in 512 bytes, and the files that have them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.store import container, names
+from ckpt_engine.store.storage.base import Storage
+
+ROW_BYTES = 512
+MOST_WORDS = 48
+ROWS = 4096
+"""So many of the newest rows are in memory; a file has no more."""
+KEPT_FILES = 4
+"""Of each rank, those of the newest processes."""
+_BODY = struct.Struct(f"<QQQQIIQQQQQdd{MOST_WORDS}Q")
+_CHECK = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One optimizer step.
+
+    Args:
+        number: of the row in its process, from 1 on.
+        calls: optimizer steps of the run so far, this one included.
+        step: the training step that it belongs to.
+        optimizer: a checksum of its name.
+        plan: a digest of which words are looked at; other words cannot be compared.
+        batch: a digest of the batches since the row before; 0: none was seen.
+        stream: a digest of torch's random stream.
+        streams: a digest of the other random streams; 0: they were not looked at.
+        rates: a digest of the learning rates; `rate`: the first one.
+        time: seconds since the epoch.
+        words: of weights and of what the optimizer knows of them.
+    """
+
+    number: int
+    calls: int
+    step: int
+    optimizer: int
+    plan: int
+    batch: int
+    stream: int
+    streams: int
+    rates: int
+    rate: float
+    time: float
+    words: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        """Its bytes, with a checksum."""
+        words, missing = self.words, MOST_WORDS - len(self.words)
+        body = _BODY.pack(
+            self.number,
+            self.calls,
+            self.step,
+            self.plan,
+            self.optimizer,
+            len(words),
+            self.batch,
+            self.stream,
+            self.streams,
+            self.rates,
+            0,
+            self.rate,
+            self.time,
+            *words,
+            *(0,) * missing,
+        )
+        return body.ljust(ROW_BYTES - _CHECK.size, b"\0") + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def decode(data: bytes) -> Row | None:
+    """The inverse of `Row.encode`; None: a row that is not whole."""
+    if len(data) < ROW_BYTES or _CHECK.unpack_from(data, ROW_BYTES - _CHECK.size)[0] != xxhash.xxh3_64_intdigest(
+        data[: _BODY.size]
+    ):
+        return None
+    number, calls, step, plan, optimizer, count, batch, stream, streams, rates, _, rate, time, *words = (
+        _BODY.unpack_from(data)
+    )
+    return Row(number, calls, step, optimizer, plan, batch, stream, streams, rates, rate, time, tuple(words[:count]))
+
+
+class Ring:
+    """The newest rows of one process, in memory that its writer shares.
+
+    Args:
+        memory: `ROWS * ROW_BYTES` bytes.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def put(self, row: Row) -> None:
+        """Add a row. Where there is one of that place already it is replaced."""
+        at = (row.number - 1) % ROWS * ROW_BYTES
+        self._memory[at : at + ROW_BYTES] = row.encode()
+
+    def after(self, number: int) -> Iterator[bytes]:
+        """The rows behind this one, in order, as far as they are whole. Those that were replaced are left out."""
+        while True:
+            at = number % ROWS * ROW_BYTES
+            data = bytes(self._memory[at : at + ROW_BYTES])
+            row = decode(data)
+            if row is None or row.number <= number:
+                return
+            number = row.number
+            yield data
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What one process has recorded.
+
+    Args:
+        about: where it ran: threads, world, torch and so on.
+        rows: in order.
+    """
+
+    about: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+
+def header(about: Mapping[str, Any]) -> bytes:
+    """What such an object begins with, as long as a row.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    text = json.dumps(dict(about)).encode()
+    if len(text) >= ROW_BYTES:
+        raise ValueError(f"{len(text)} bytes about a process; a row has {ROW_BYTES}")
+    return text.ljust(ROW_BYTES - 1) + b"\n"
+
+
+def files_of(storage: Storage, rank: int) -> list[str]:
+    """The objects with rows of a rank, oldest first."""
+    return sorted(one.name for one in storage.list(names.ROWS) if names.rows_rank(one.name) == rank)
+
+
+def read_life(storage: Storage, name: str) -> Life | None:
+    """What the object of this name has; None: nothing that can be used. Rows that are not whole are left out."""
+    try:
+        data = storage.get(name)
+    except StorageMissingError:
+        return None
+    try:
+        about = container.loads(data[:ROW_BYTES])
+    except ValueError:
+        return None
+    starts = range(ROW_BYTES, len(data) - ROW_BYTES + 1, ROW_BYTES)
+    rows = (decode(data[at : at + ROW_BYTES]) for at in starts)
+    return Life(about if isinstance(about, dict) else {}, tuple(row for row in rows if row is not None))

@@ -1,0 +1,144 @@
+"""Keeps the rows of the flight recorder beside the snapshots: the writer outlives the trainer, and so do they."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ckpt_engine.copy.host_memory import shared_bytes
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.store import names, rows
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.disk import translated
+from ckpt_engine.store.storage.object_requests import asking
+
+APPEND_SECONDS = 1.0
+"""A folder has what was recorded that long ago."""
+PUT_SECONDS = 15.0
+"""Other places get it with a commit, and not more often than that."""
+PUT_ROWS = 512
+"""They get the newest ones only, as an object cannot be added to."""
+_END_SECONDS = 2.0
+
+
+class RowFile:
+    """The rows of one trainer at one place. What goes wrong is said once: training does not depend on it.
+
+    Args:
+        storage: the place; calls may hang.
+        emit: takes events; any thread.
+    """
+
+    def __init__(self, storage: Storage, emit: Callable[[Event], object]) -> None:
+        self._storage, self._emit = storage, emit
+        self._ring: rows.Ring | None = None
+        self._name, self._header = "", b""
+        self._written, self._put_at = 0, -PUT_SECONDS
+        self._over, self._committed = threading.Event(), threading.Event()
+        self._said = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="ckpt-rows", daemon=True)
+
+    def attach(self, body: Mapping[str, Any], fd: int) -> None:
+        """Keep the rows that come into this memory from now on; the descriptor is owned. One that came before is left.
+
+        Args:
+            body: `name` of the object, and what there is to say `about` the process.
+        """
+        try:
+            with self._lock:
+                self._ring = rows.Ring(shared_bytes(fd, rows.ROWS * rows.ROW_BYTES, writable=False))
+                self._name, self._header = body["name"], rows.header(body["about"])
+        finally:
+            os.close(fd)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def committed(self) -> None:
+        """A snapshot is durable here."""
+        self._committed.set()
+
+    def finish(self) -> None:
+        """The trainer records no more. Never waits."""
+        self._over.set()
+
+    def end(self) -> None:
+        """The same; what is not written yet is written, unless the place hangs. Idempotent."""
+        self.finish()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        self._forget_older()
+        with suppress(CkptError):
+            before = rows.read_life(self._storage, self._name)  # of a writer that was lost
+            self._written = before.rows[-1].number if before is not None and before.rows else 0
+        while not self._over.wait(APPEND_SECONDS):
+            self._write(last=False)
+        self._write(last=True)
+
+    def _write(self, *, last: bool) -> None:
+        with self._lock, asking():
+            try:
+                folder = self._storage.capabilities.folder
+                if folder is not None:
+                    self._append(folder.path(self._name))
+                elif last or (self._committed.is_set() and time.monotonic() >= self._put_at + PUT_SECONDS):
+                    self._put()
+            except CkptError as err:
+                if not self._said:
+                    self._said = True
+                    text = f"the steps are not recorded, a resume cannot be proved: {err.message}"
+                    self._emit(Notice("WARNING", text))
+
+    def _append(self, path: str) -> None:
+        assert self._ring is not None
+        new = list(self._ring.after(self._written))
+        if not new:
+            return
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - the folder's own names are texts
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                size = (
+                    os.fstat(fd).st_size // rows.ROW_BYTES * rows.ROW_BYTES
+                )  # a write that failed may have left a part
+                if not size:
+                    size += os.pwrite(fd, self._header, 0)
+                wrote = os.pwrite(fd, b"".join(new), size)
+                self._written += wrote // rows.ROW_BYTES
+                if size + wrote > 2 * rows.ROWS * rows.ROW_BYTES:
+                    self._cut(fd)
+            finally:
+                os.close(fd)
+        except OSError as err:
+            raise translated(err, "write", path) from err
+
+    def _cut(self, fd: int) -> None:
+        """Leave the newest rows only. Where this is interrupted, rows are lost, and none is wrong."""
+        size = os.fstat(fd).st_size // rows.ROW_BYTES * rows.ROW_BYTES
+        newest = os.pread(fd, rows.ROWS * rows.ROW_BYTES, size - rows.ROWS * rows.ROW_BYTES)
+        os.ftruncate(fd, rows.ROW_BYTES)
+        os.pwrite(fd, newest, rows.ROW_BYTES)
+
+    def _put(self) -> None:
+        assert self._ring is not None
+        self._committed.clear()
+        self._put_at = time.monotonic()
+        newest = list(self._ring.after(self._written))
+        self._written += max(0, len(newest) - PUT_ROWS)
+        if newest:
+            text = self._header + b"".join(newest[-PUT_ROWS:])
+            self._storage.put(self._name, [memoryview(text)], exclusive=False)
+
+    def _forget_older(self) -> None:
+        """Of earlier processes the newest ones are of use."""
+        rank = names.rows_rank(self._name)
+        with suppress(CkptError):
+            if rank is not None and (older := rows.files_of(self._storage, rank)[: -rows.KEPT_FILES]):
+                self._storage.delete(*older)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,54 +20,54 @@ _MOST_ITEMS = 256
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
-def digest_of(batch: Any) -> int:
-    """Of the values in nested containers and objects, and of their kinds and shapes. Runs no code of the objects."""
-    hasher = xxhash.xxh3_64()
-    _add(hasher, batch, 0)
-    return hasher.intdigest()
+def digest_of(batch: Any, before: int = 0) -> int:
+    """Of the values in nested containers and objects, and of their kinds and shapes.
+
+    Args:
+        before: of the batches before it.
+    """
+    parts: list[Any] = []
+    _add(parts, batch, 0)
+    return xxhash.xxh3_64_intdigest(b"".join(parts), before)
 
 
-def _add(hasher: Any, value: Any, depth: int) -> None:
+def _add(parts: list[Any], value: Any, depth: int) -> None:
     if isinstance(value, torch.Tensor):
-        _add_tensor(hasher, value)
+        parts.append(f"{value.dtype}{value.shape}".encode())
+        _add_tensor(parts, here(value))
     elif isinstance(value, np.ndarray):
-        hasher.update(f"{value.dtype}{value.shape}".encode())
+        parts.append(f"{value.dtype}{value.shape}".encode())
         if value.dtype.kind not in "OV":
-            _add_memory(hasher, value.ctypes.data, value.nbytes) if value.flags.forc else hasher.update(value.tobytes())
+            whole = np.ascontiguousarray(value)
+            _add_memory(parts, whole.ctypes.data, whole.nbytes)
     elif isinstance(value, _VALUES):
-        hasher.update(repr(value).encode("utf-8", "surrogatepass"))
+        parts.append(repr(value).encode("utf-8", "surrogatepass"))
     elif depth < _DEEPEST:
-        hasher.update(type(value).__qualname__.encode())
-        _add_items(hasher, value, depth + 1)
+        parts.append(type(value).__qualname__.encode())
+        for name, one in _items_of(value):
+            parts.append(name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"%d" % name)
+            _add(parts, one, depth + 1)
 
 
-def _add_items(hasher: Any, value: Any, depth: int) -> None:
-    if isinstance(value, Mapping):
-        rows: Any = list(value.items())[:_MOST_ITEMS]
-    elif isinstance(value, list | tuple):
-        rows = enumerate(value[:_MOST_ITEMS])
-    else:
-        rows = list(getattr(value, "__dict__", {}).items())[:_MOST_ITEMS]
-    for name, one in rows:
-        hasher.update(str(name).encode("utf-8", "surrogatepass") if isinstance(name, str | int) else b"?")
-        _add(hasher, one, depth)
+def _items_of(value: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(value, list | tuple):
+        return list(enumerate(value[:_MOST_ITEMS]))
+    items = value.items() if isinstance(value, Mapping) else getattr(value, "__dict__", {}).items()
+    return [(str(name), one) for name, one in islice(items, _MOST_ITEMS)]
 
 
-def _add_tensor(hasher: Any, tensor: torch.Tensor) -> None:
-    hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    tensor = here(tensor)
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+def _add_tensor(parts: list[Any], tensor: torch.Tensor) -> None:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
         return
-    if not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
-    if address := tensor.data_ptr():
-        _add_memory(hasher, address, tensor.nbytes)
+    whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    if address := whole.data_ptr():
+        _add_memory(parts, address, whole.nbytes)
 
 
-def _add_memory(hasher: Any, address: int, nbytes: int) -> None:
+def _add_memory(parts: list[Any], address: int, nbytes: int) -> None:
     memory = (ctypes.c_char * nbytes).from_address(address)
-    if nbytes <= WHOLE_BYTES:
-        hasher.update(memory)
-        return
-    apart = nbytes // WORDS // 8 * 8
-    hasher.update(np.ndarray((WORDS,), np.uint64, memoryview(memory), 0, (apart,)).tobytes())
+    if nbytes > WHOLE_BYTES:
+        apart = nbytes // WORDS // 8 * 8
+        parts.append(np.ndarray((WORDS,), np.uint64, memoryview(memory), 0, (apart,)).tobytes())
+    else:
+        parts.append(memory.raw)

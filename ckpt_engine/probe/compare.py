@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.observe.resume_report import Difference, Replay
-from ckpt_engine.store.rows import Life, Row
+from ckpt_engine.store.rows import CHUNK_BYTES, Life, Row
 
 Names = Callable[[Row], Sequence[tuple[str, str]]]
 """Of the words of a row the tensor and its dtype."""
-_FORMATS = {"float64": "<d", "float32": "<2f", "float16": "<4e"}
+_LETTERS: dict[str, Any] = {"float64": "d", "float32": "f", "float16": "e"}
 _ROUNDING = 1e-4
 """A difference of weights up to here may come from kernels that add up in another order."""
 _CAUSES = {
@@ -125,25 +125,21 @@ class Comparison:
 
 def first_word(row: Row, other: Row, names: Sequence[tuple[str, str]]) -> tuple[str, float | None]:
     """The tensor whose words are the first that differ, and by how much of the larger one; None: that says nothing."""
-    pairs = zip(row.words, other.words, names, strict=False)
-    for one, two, (name, dtype) in pairs:
+    for number, (name, dtype) in enumerate(names):
+        start = number * CHUNK_BYTES
+        one, two = (words[start : start + CHUNK_BYTES] for words in (row.words, other.words))
         if one != two:
             return name, _relative(one, two, dtype)
     return "", None
 
 
-def _relative(one: int, two: int, dtype: str) -> float | None:
+def _relative(one: bytes, two: bytes, dtype: str) -> float | None:
     if dtype == "bfloat16":
-        pairs = [(_bfloat16(one >> shift), _bfloat16(two >> shift)) for shift in (0, 16, 32, 48)]
-    elif dtype in _FORMATS:
-        unpacked = (struct.unpack(_FORMATS[dtype], word.to_bytes(8, "little")) for word in (one, two))
-        pairs = list(zip(*unpacked, strict=True))
-    else:
+        one, two = (b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2)) for data in (one, two))
+        dtype = "float32"
+    if dtype not in _LETTERS:
         return None
-    found = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b and abs(a) + abs(b) < float("inf")]
+    values: Any = (memoryview(data).cast(_LETTERS[dtype]) for data in (one, two))
+    pairs = zip(*values, strict=True)
+    found = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b and abs(a) + abs(b) < math.inf]
     return max(found, default=None)
-
-
-def _bfloat16(bits: int) -> float:
-    value: float = struct.unpack("<f", struct.pack("<I", (bits & 0xFFFF) << 16))[0]
-    return value

@@ -110,7 +110,7 @@ class FlightRecorder:
         if self._skips:
             self._skips -= 1
             return
-        self._batch = xxhash.xxh3_64_intdigest(digest_of(batch).to_bytes(8, "little"), self._batch)
+        self._batch = digest_of(batch, self._batch)
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete."""
@@ -165,7 +165,6 @@ class FlightRecorder:
         self._calls += 1
         self._number += 1
         rates = [_number(group.get("lr")) for group in optimizer.param_groups]
-        words = tuple(sampler.words(self._calls))
         row = Row(
             number=self._number,
             calls=self._calls,
@@ -178,7 +177,7 @@ class FlightRecorder:
             rates=xxhash.xxh3_64_intdigest(repr(rates).encode()),
             rate=rates[0] if rates else 0.0,
             time=time.time(),
-            words=words,
+            words=sampler.look(self._calls),
         )
         self._batch = 0
         self._ring.put(row)

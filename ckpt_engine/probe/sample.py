@@ -1,7 +1,7 @@
 """Chooses a few words of an optimizer's parameters and of what it knows of them, and reads them where they are.
 
 Of each step other words: half of the parameters are taken in turn, so that all of them come; the other half by size, so
-that a change of many words is met soon. Nothing is kept of a tensor but where the optimizer has it.
+that a change of many words is met soon. No tensor is kept, and a parameter that is exchanged is followed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import bisect
 import ctypes
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import xxhash
 
 from ckpt_engine.state.sharding import here
-from ckpt_engine.store.rows import MOST_WORDS
+from ckpt_engine.store.rows import CHUNK_BYTES, MOST_CHUNKS
 
-EACH_WAY = 4
+EACH_WAY = 2
 """So many parameters are looked at in turn, and as many by size."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_WORD = ctypes.c_uint64
-_WORD_BYTES = 8
+_CHUNK = ctypes.c_char * CHUNK_BYTES
 _MASK = (1 << 64) - 1
 
 
 class Sampler:
-    """Of one optimizer. A parameter that is exchanged is followed, as nothing is remembered of it.
+    """Of one optimizer.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -43,78 +42,80 @@ class Sampler:
         self._counts: list[int] = []
         self._where: list[tuple[int, int]] = []
         self._ends: list[int] = []
+        self._keys: dict[int, tuple[int, list[Any]]] = {}
 
-    def words(self, calls: int) -> list[int]:
-        """The words of this step.
+    def look(self, calls: int) -> bytes:
+        """The words of this step, in chunks of `CHUNK_BYTES`.
 
         Args:
             calls: optimizer steps of the run so far.
         """
-        return [word for _, _, word in self._looks(calls)]
+        state = self.optimizer.state
+        found = []
+        for number, parameter, draw in self._parameters(calls):
+            if (chunk := chunk_of(parameter, draw)) is not None:
+                found.append(chunk)
+            known: Any = state.get(parameter)
+            for key in self._moments(number, parameter, known):
+                chunk = chunk_of(known[key], draw)
+                found += () if chunk is None else (chunk,)
+        return b"".join(found[:MOST_CHUNKS])
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
-        """Of the words of that step the tensor and its dtype.
+        """Of the chunks of that step the tensor and its dtype.
 
         Args:
             named: names of parameters by their ids.
         """
-        return [
-            (named.get(id(parameter), "a parameter") + (f", {key}" if key else ""), dtype)
-            for parameter, key, dtype in self._tensors(calls)
-        ]
+        found = []
+        for number, parameter, draw in self._parameters(calls):
+            name = named.get(id(parameter), "a parameter")
+            known: Any = self.optimizer.state.get(parameter)
+            moments = [(f"{key} of {name}", known[key]) for key in self._moments(number, parameter, known)]
+            for called, tensor in [(name, parameter), *moments]:
+                if chunk_of(tensor, draw) is not None:
+                    found.append((called, str(tensor.dtype).removeprefix("torch.")))
+        return found
 
-    def _looks(self, calls: int) -> Iterator[tuple[Any, str, int]]:
-        state, found = self.optimizer.state, 0
-        for slot, parameter in enumerate(self._parameters(calls)):
-            draw = (calls * 0x9E3779B97F4A7C15 + slot * 0xBF58476D1CE4E5B9) & _MASK
-            for key, tensor in _tensors_of(parameter, state.get(parameter)):
-                if found == MOST_WORDS:
-                    return
-                word = word_of(tensor, draw >> 16)
-                if word is not None:
-                    found += 1
-                    yield parameter, key, word
-
-    def _tensors(self, calls: int) -> Iterator[tuple[Any, str, str]]:
-        state = self.optimizer.state
-        for parameter, key, _ in self._looks(calls):
-            tensor = parameter if not key else state[parameter][key]
-            yield parameter, key, str(here(tensor).dtype).removeprefix("torch.")
-
-    def _parameters(self, calls: int) -> Iterator[Any]:
+    def _parameters(self, calls: int) -> list[tuple[int, Any, int]]:
+        """Those of this step: a number, the parameter, and the number that its words are drawn by."""
         groups = self.optimizer.param_groups
         if [len(group["params"]) for group in groups] != self._counts:
             self._make_plan()
-        count = len(self._where)
-        if not count:
-            return
-        numbers = [(calls * EACH_WAY + slot) % count for slot in range(min(EACH_WAY, count))]
-        for slot in range(EACH_WAY):
-            draw = (calls * 0xD6E8FEB86659FD93 + slot * 0xA0761D6478BD642F) & _MASK
-            numbers.append(bisect.bisect_right(self._ends, (draw >> 16) % self._ends[-1]))
-        for number in numbers:
-            group, index = self._where[number]
-            yield groups[group]["params"][index]
+        ends = self._ends
+        if not ends:
+            return []
+        found, begin, count, total = [], calls * EACH_WAY, len(ends), ends[-1]
+        for slot in range(begin, begin + EACH_WAY):
+            draw = slot * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019 & _MASK
+            draw = (draw ^ draw >> 29) * 0xBF58476D1CE4E5B9 & _MASK
+            for number in (slot % count, bisect.bisect_right(ends, (draw >> 20) % total)):
+                group, index = self._where[number]
+                found.append((number, groups[group]["params"][index], draw >> 16))
+        return found
+
+    def _moments(self, number: int, parameter: Any, known: Any) -> list[Any]:
+        """The names of what an optimizer has for each element of a parameter, in order: a resume may change theirs."""
+        if not isinstance(known, dict):
+            return []
+        many, keys = self._keys.get(number, (-1, []))
+        if many != len(known):
+            size = parameter.numel()
+            keys = [key for key, one in known.items() if isinstance(one, torch.Tensor) and one.numel() == size]
+            self._keys[number] = len(known), sorted(keys, key=str)
+        return self._keys[number][1]
 
     def _make_plan(self) -> None:
         groups = self.optimizer.param_groups
         self._counts = [len(group["params"]) for group in groups]
         self._where = [(g, i) for g, group in enumerate(groups) for i in range(len(group["params"]))]
-        sizes = [max(1, here(group["params"][i]).numel()) for group in groups for i in range(len(group["params"]))]
-        self._ends = list(itertools.accumulate(sizes))
+        sizes = [max(1, here(one).numel()) for group in groups for one in group["params"]]
+        self._ends, self._keys = list(itertools.accumulate(sizes)), {}
         self.plan = xxhash.xxh3_64_intdigest(repr((self.name, self._counts, sizes)).encode())
 
 
-def _tensors_of(parameter: Any, state: Any) -> Iterator[tuple[str, Any]]:
-    yield "", parameter
-    if isinstance(state, dict):
-        for key in sorted(state, key=str):
-            if isinstance(value := state[key], torch.Tensor):
-                yield key, value
-
-
-def word_of(tensor: Any, draw: int) -> int | None:
-    """As many neighbouring elements as fill 8 bytes, or fewer where there are fewer; None: they cannot be read here.
+def chunk_of(tensor: Any, draw: int) -> bytes | None:
+    """Neighbouring elements of `CHUNK_BYTES` bytes in all, filled up with zeros; None: they cannot be read here.
 
     The same elements are read however they lie in memory.
 
@@ -125,19 +126,20 @@ def word_of(tensor: Any, draw: int) -> int | None:
         tensor = here(tensor)
         if type(tensor) not in _PLAIN:
             return None
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
-    address, size, count = tensor.data_ptr(), tensor.itemsize, tensor.numel()
-    if not address or not count:
-        return 0
-    many = min(count, max(1, _WORD_BYTES // size))
-    first = draw % (count // many) * many
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    if not address:
+        return bytes(CHUNK_BYTES)
+    count = nbytes // CHUNK_BYTES
     if tensor.is_contiguous():
-        if many * size >= _WORD_BYTES:
-            return _WORD.from_address(address + first * size).value
-        return int.from_bytes(ctypes.string_at(address + first * size, many * size), "little")
-    parts = (ctypes.string_at(address + _offset(tensor, first + n) * size, size) for n in range(many))
-    return int.from_bytes(b"".join(parts)[:_WORD_BYTES], "little")
+        if count:
+            return _CHUNK.from_address(address + draw % count * CHUNK_BYTES).raw
+        return ctypes.string_at(address, nbytes).ljust(CHUNK_BYTES, b"\0")
+    size = tensor.itemsize
+    first, many = (draw % count, CHUNK_BYTES // size) if count else (0, tensor.numel())
+    places = (address + _offset(tensor, first * many + n) * size for n in range(many))
+    return b"".join(ctypes.string_at(place, size) for place in places).ljust(CHUNK_BYTES, b"\0")
 
 
 def _offset(tensor: torch.Tensor, index: int) -> int:

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -15,17 +15,17 @@ from ckpt_engine.store import container, names
 from ckpt_engine.store.storage.base import Storage
 
 ROW_BYTES = 512
-MOST_WORDS = 48
+CHUNK_BYTES = 32
+MOST_CHUNKS = 12
 ROWS = 4096
-"""So many of the newest rows are in memory; a file has no more."""
+"""So many of the newest rows are in memory; a file has at least these."""
 KEPT_FILES = 4
 """Of each rank, those of the newest processes."""
-_BODY = struct.Struct(f"<QQQQIIQQQQQdd{MOST_WORDS}Q")
+_HEAD = struct.Struct("<QQQIQQQQQddI")
 _CHECK = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One optimizer step.
 
     Args:
@@ -39,7 +39,7 @@ class Row:
         streams: a digest of the other random streams; 0: they were not looked at.
         rates: a digest of the learning rates; `rate`: the first one.
         time: seconds since the epoch.
-        words: of weights and of what the optimizer knows of them.
+        words: of weights and of what the optimizer knows of them, at most `MOST_CHUNKS` chunks of `CHUNK_BYTES`.
     """
 
     number: int
@@ -53,41 +53,24 @@ class Row:
     rates: int
     rate: float
     time: float
-    words: tuple[int, ...]
+    words: bytes
 
     def encode(self) -> bytes:
         """Its bytes, with a checksum."""
-        words, missing = self.words, MOST_WORDS - len(self.words)
-        body = _BODY.pack(
-            self.number,
-            self.calls,
-            self.step,
-            self.plan,
-            self.optimizer,
-            len(words),
-            self.batch,
-            self.stream,
-            self.streams,
-            self.rates,
-            0,
-            self.rate,
-            self.time,
-            *words,
-            *(0,) * missing,
-        )
+        words = self.words
+        body = _HEAD.pack(*self[:-1], len(words)) + words
         return body.ljust(ROW_BYTES - _CHECK.size, b"\0") + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def decode(data: bytes) -> Row | None:
     """The inverse of `Row.encode`; None: a row that is not whole."""
-    if len(data) < ROW_BYTES or _CHECK.unpack_from(data, ROW_BYTES - _CHECK.size)[0] != xxhash.xxh3_64_intdigest(
-        data[: _BODY.size]
-    ):
+    if len(data) < ROW_BYTES:
         return None
-    number, calls, step, plan, optimizer, count, batch, stream, streams, rates, _, rate, time, *words = (
-        _BODY.unpack_from(data)
-    )
-    return Row(number, calls, step, optimizer, plan, batch, stream, streams, rates, rate, time, tuple(words[:count]))
+    *values, nbytes = _HEAD.unpack_from(data)
+    body = data[: _HEAD.size + min(nbytes, MOST_CHUNKS * CHUNK_BYTES)]
+    if _CHECK.unpack_from(data, ROW_BYTES - _CHECK.size)[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    return Row._make([*values, body[_HEAD.size :]])
 
 
 class Ring:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from tests.ranks.launch import Launcher, writers_of
 from tests.support.trainers import read
 
 TRAINERS = ("lightning", "accelerate", "transformers", "fabric", "plain")
-VERDICTS = ("bitwise", "declared", "silent", "crash", "wrong refusal")
-"""Equal; not equal, and the report says the true cause; not equal, and it does not; failed; refused to resume."""
+VERDICTS = ("bitwise", "declared", "silent", "false alarm", "crash", "wrong refusal")
+"""Equal; not equal, and the report says the true cause; not equal, and it does not; equal, and the repeated steps were
+said to differ; failed; refused to resume."""
 BAD = VERDICTS[2:]
 LIFE_SECONDS = 120.0
 _MOST_DELAY_SECONDS = 0.05
@@ -62,6 +63,7 @@ class Result:
         detail: where it differs, or what it failed with.
         lives: those that trained something, the last one included.
         declared: what resume reports said was not restored.
+        replays: what came of the repeated steps of each life that resumed.
     """
 
     cell: Cell
@@ -70,6 +72,7 @@ class Result:
     lives: int
     declared: tuple[str, ...]
     seconds: float
+    replays: tuple[str, ...] = ()
 
 
 def draw(number: int) -> Cell:
@@ -164,9 +167,16 @@ class Lives:
 
     def declared(self) -> tuple[str, ...]:
         """What the last resume report says was not restored."""
+        return tuple(f"{row['name']}: {row['why']}" for row in self._report().get("not_restored", ()))
+
+    def replay(self) -> str:
+        """What came of the steps that the last resume has repeated."""
+        found = self._report().get("replay") or {"result": "not asked", "first": None}
+        return f"{found['result']} {found['first']}" if found["first"] else str(found["result"])
+
+    def _report(self) -> dict[str, Any]:
         path = self.root / "resume-report.json"
-        rows = json.loads(path.read_text())["not_restored"] if path.exists() else []
-        return tuple(f"{row['name']}: {row['why']}" for row in rows)
+        return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def _lives(pid: int) -> bool:
@@ -180,10 +190,13 @@ def run(cell: Cell, launcher: Launcher, folder: Path) -> Result:
     """The cell's verdict."""
     began = time.monotonic()
     lives = Lives(cell, launcher, folder)
-    trained, declared = 0, dict[str, None]()
+    trained, declared, replays = 0, dict[str, None](), list[str]()
 
     def result(verdict: str, detail: str = "") -> Result:
-        return Result(cell, verdict, detail, trained, tuple(declared), time.monotonic() - began)
+        alarms = [one for one in replays if one.startswith("different")]
+        if verdict == "bitwise" and alarms:
+            verdict, detail = "false alarm", alarms[0]
+        return Result(cell, verdict, detail, trained, tuple(declared), time.monotonic() - began, tuple(replays))
 
     if any(lives.live("whole", None, ours=False)):
         return result("crash", f"without us: {_last_line(lives.log('whole'))}")
@@ -194,6 +207,7 @@ def run(cell: Cell, launcher: Launcher, folder: Path) -> Result:
         lines = None if kill is None else (1 + int((len(wanted[0]) - reached[0]) * kill[0]), *kill[1:])
         statuses = lives.live(name, lines)
         declared |= dict.fromkeys(lives.declared())
+        replays.append(lives.replay())
         log = lives.log(name)
         if any(status not in (0, -signal.SIGKILL) for status in statuses) or (kill is None and any(statuses)):
             line = _last_line(log)
@@ -287,11 +301,14 @@ def table(results: Sequence[Result]) -> str:
     counts = Counter(one.verdict for one in results)
     lines.append(f"{'all':>14}" + "".join(f"{counts[verdict]:>14}" for verdict in VERDICTS))
     lines.append(f"{sum(one.lives for one in results)} lives that trained; {len(results)} cells")
+    proofs = Counter(replay.partition(" {")[0] for one in results for replay in one.replays)
+    lines.append("repeated steps: " + ", ".join(f"{count} {name}" for name, count in sorted(proofs.items())))
     for one in sorted(results, key=lambda result: (VERDICTS.index(result.verdict), result.cell.number)):
         if one.verdict == "bitwise":
             continue
         lines += [f"{one.verdict}: {one.cell}", f"    {one.detail}"]
         lines += [f"    named: {row[:200]}" for row in one.declared]
+        lines += [f"    repeated: {one.replays}"]
     return "\n".join(lines)
 
 
@@ -302,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first cell")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--every", type=int, help="steps between snapshots, in the place of those drawn")
     parser.add_argument("--folder", type=Path, help="where cells that end badly leave their logs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
@@ -310,7 +328,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     sweep = Sweep(folder)
     try:
-        for one in sweep.results(map(draw, numbers), options.jobs):
+        cells = [draw(number) for number in numbers]
+        if options.every:
+            cells = [replace(cell, every_n_steps=options.every) for cell in cells]
+        for one in sweep.results(cells, options.jobs):
             results.append(one)
             print(f"[{len(results)}/{len(numbers)}] {one.verdict}, {one.seconds:.0f} s: {one.cell}", file=sys.stderr)
     finally:

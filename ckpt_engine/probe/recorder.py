@@ -131,7 +131,7 @@ class FlightRecorder:
         """
         self._step, self._comparison = step, None
         if saved is None:
-            self._why = "the snapshot was written by a version that does not record steps"
+            self._why = "the snapshot has no record of its steps"
             return
         self._calls, self._saved_batch = int(saved["calls"]), int(saved["batch"])
         self._batch = self._saved_batch
@@ -140,6 +140,7 @@ class FlightRecorder:
             self._why = f"{self.about['world']} processes go on where {saved['world']} were"
             return
         found = lives()
+        self._why = _NO_STEP if found else "no earlier process has left a record"
         expected = steps_behind(found, self._calls)
         if expected:
             self._comparison = Comparison(expected, found[-1].about, self.about, self._names)
@@ -180,15 +181,15 @@ class FlightRecorder:
             words=sampler.look(self._calls),
         )
         self._batch = 0
-        self._ring.put(row)
         comparison = self._comparison
         if comparison is not None and not comparison.over and comparison.compare(row):
             self.told(comparison.replay)
-            if self._stops and comparison.replay.first is not None:
+            if self._stops and comparison.replay.first is not None:  # a step that is not to be is no measure of others
                 raise ReplayError(
                     comparison.replay.text(),
                     hint="`replay: warn` goes on, and says it; `resume: off` starts afresh",
                 )
+        self._ring.put(row)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> Sampler | None:
         for name, one in self._optimizers().items():

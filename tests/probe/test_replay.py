@@ -1,0 +1,195 @@
+"""A resumed run proves itself: the steps behind the snapshot are compared with what the earlier process did."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_engine.errors import ReplayError
+from ckpt_engine.observe.resume_report import Replay
+from tests.probe import lives
+from tests.probe.lives import END, SNAPSHOT, Job, make, replay_of, train
+
+Change = Callable[[Job, list[torch.Tensor], random.Random], None]
+
+
+def _flip(tensor: torch.Tensor, dice: random.Random) -> None:
+    """One bit of one element."""
+    words = tensor.detach().view(-1).view(torch.int32)
+    words[dice.randrange(words.numel())] ^= 1 << dice.randrange(12, 30)
+
+
+def _weight(job: Job, _: list[torch.Tensor], dice: random.Random) -> None:
+    _flip(dice.choice(list(job.model.parameters())), dice)
+
+
+def _moment(job: Job, _: list[torch.Tensor], dice: random.Random) -> None:
+    _flip(dice.choice(list(job.optimizer.state.values()))[dice.choice(("exp_avg", "exp_avg_sq"))], dice)
+
+
+def _batch(_: Job, batch: list[torch.Tensor], dice: random.Random) -> None:
+    _flip(batch[1], dice)
+
+
+def _draw(_: Job, __: list[torch.Tensor], dice: random.Random) -> None:
+    torch.rand(dice.randrange(1, 3))
+
+
+def _rate(job: Job, _: list[torch.Tensor], dice: random.Random) -> None:
+    job.optimizer.param_groups[0]["lr"] *= 1 + dice.random() * 1e-9
+
+
+def _decay(job: Job, _: list[torch.Tensor], __: random.Random) -> None:
+    job.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+CHANGES: dict[str, tuple[Change, set[str]]] = {
+    "weight": (_weight, {"weights"}),
+    "moment": (_moment, {"weights"}),
+    "batch": (_batch, {"weights"}),  # the loop changes it after the loader has given it
+    "random": (_draw, {"random"}),
+    "learning rate": (_rate, {"learning_rate"}),
+    "weight decay": (_decay, {"weights"}),
+}
+
+
+def _begin(root: Path) -> Job:
+    """A process that ends behind its last snapshot."""
+    job = make()
+    assert train(root, job, END) == {}
+    assert [path.name.split("-")[1] for path in (root / "snapshots").glob("*.json")] == [f"s{SNAPSHOT:010d}"]
+    return job
+
+
+def test_an_exact_resume_is_proved_by_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    """All steps behind the snapshot are compared, another seed does not matter, and a third life repeats the second."""
+    _begin(tmp_path)
+    for seed in (1, 2):
+        replay = replay_of(train(tmp_path, make(seed), END + 1 if seed == 1 else END + 3))
+        count = END - SNAPSHOT if seed == 1 else END + 1 - SNAPSHOT
+        assert (replay.result, replay.steps, replay.first) == ("exact", count, None)
+        assert replay.text() == (
+            f"resume proved exact: {count} of {count} repeated steps gave the same batches and weights"
+        )
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_change_in_a_repeated_step_is_found_and_named(tmp_path: Path, name: str) -> None:
+    """Where it was first seen, at which step, in which tensor, and how far it is apart."""
+    change, kinds = CHANGES[name]
+    _begin(tmp_path)
+    job, dice = make(1), random.Random(name)
+
+    def at(job: Job, step: int, batch: list[torch.Tensor]) -> None:
+        if step == SNAPSHOT + 2:
+            change(job, batch, dice)
+
+    job.at = at
+    replay = replay_of(train(tmp_path, job, END + 1))
+    assert replay.result == "different"
+    assert replay.first is not None
+    assert replay.first.what in kinds
+    assert SNAPSHOT + 2 <= replay.first.step <= SNAPSHOT + 4
+    if kinds == {"weights"}:
+        assert replay.first.name.split(" of ")[-1].startswith("model.")
+        assert (replay.first.relative or 0.0) > 0.0
+
+
+def test_other_data_are_found_in_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that makes a sample has changed since."""
+    _begin(tmp_path)
+    monkeypatch.setattr(lives, "NOISE", 0.02)
+    replay = replay_of(train(tmp_path, make(), END + 1))
+    assert replay.first is not None
+    assert (replay.first.what, replay.first.step) == ("batch", SNAPSHOT + 1)
+
+
+def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
+    """Nothing was repeated; training ends before all of it was; nothing was recorded."""
+    train(tmp_path / "even", make(), SNAPSHOT)
+    even = replay_of(train(tmp_path / "even", make(), SNAPSHOT + 1))
+    assert even == Replay("not compared", 0, "no step was repeated")
+    _begin(tmp_path / "lost")
+    shutil.rmtree(tmp_path / "lost" / "replay")
+    lost = replay_of(train(tmp_path / "lost", make(), SNAPSHOT + 1))
+    assert lost == Replay("not compared", 0, "no earlier process has left a record")
+    _begin(tmp_path / "early")
+    early = replay_of(train(tmp_path / "early", make(), SNAPSHOT + 2))
+    assert (early.result, early.steps) == ("exact", 2)
+    assert f"2 of {END - SNAPSHOT}" in early.text()
+    train(tmp_path / "off", make(), END, replay="off")
+    assert not (tmp_path / "off" / "replay").exists()
+    off = replay_of(train(tmp_path / "off", make(), END + 1))
+    assert off == Replay("not compared", 0, "the snapshot has no record of its steps")
+    assert train(tmp_path / "off", make(), END + 2, replay="off")["replay"] is None
+
+
+def test_a_process_that_went_another_way_is_not_the_measure(tmp_path: Path) -> None:
+    """The second life goes wrong, is said to, and ends; the third repeats it, and what only the first ran is left."""
+    _begin(tmp_path)
+    job = make()
+    job.at = lambda job, step, batch: _weight(job, batch, random.Random(0)) if step == SNAPSHOT + 1 else None
+    assert replay_of(train(tmp_path, job, SNAPSHOT + 3)).result == "different"
+    third = make()
+    third.at = job.at
+    replay = replay_of(train(tmp_path, third, END + 1))
+    assert (replay.result, replay.steps) == ("exact", 3)
+
+
+def test_a_run_that_is_to_stop_ends_before_anything_is_saved(tmp_path: Path) -> None:
+    """`replay: stop`: no snapshot before the outcome is known, and none where it differs; then as usual."""
+    _begin(tmp_path)
+    job = make()
+    job.at = lambda job, step, batch: _weight(job, batch, random.Random(0)) if step == END - 1 else None
+    before = sorted((tmp_path / "snapshots").iterdir())
+    with pytest.raises(ReplayError, match=f"step {END - 1} repeats otherwise, first seen in the weights of model") as info:
+        train(tmp_path, job, END + 5, replay="stop", every_n_steps=1)
+    assert "warn" in (info.value.hint or "")
+    assert sorted((tmp_path / "snapshots").iterdir()) == before
+    report = json.loads((tmp_path / "resume-report.json").read_text())
+    assert report["replay"]["result"] == "different"
+    train(tmp_path, make(), END + 5, replay="stop", every_n_steps=1)
+    steps = sorted(int(path.name.split("-")[1][1:]) for path in (tmp_path / "snapshots").glob("*.json"))
+    assert steps[0] == SNAPSHOT
+    assert steps[1] in (END, END + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_injected_changes_are_found(tmp_path: Path) -> None:
+    """Where one in a hundred weights or moments differs at the last repeated step, 95 of 100 are found, and named."""
+    first = _begin(tmp_path / "first")
+    counted = found = 0
+    dice = random.Random(11)
+    for number in range(200):
+        root = tmp_path / str(number)
+        _copy(tmp_path / "first", root)
+        name, at = dice.choice(list(CHANGES)), dice.randrange(SNAPSHOT + 1, END + 1)
+        job = make(number)
+
+        def change(job: Job, step: int, batch: list[torch.Tensor], name: str = name, at: int = at) -> None:
+            if step == at:
+                CHANGES[name][0](job, batch, dice)
+
+        job.at = change
+        replay = replay_of(train(root, job, END + 1))
+        pairs = list(zip(first.states[END], job.states[END], strict=True))
+        share = sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+        if share >= 0.01:
+            counted += 1
+            found += replay.result == "different"
+    assert counted > 100
+    assert found >= 0.95 * counted, (found, counted)
+
+
+def _copy(source: Path, target: Path) -> None:
+    for path in source.rglob("*"):
+        if path.is_file() and path.name != "lease.json":
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            (target / path.relative_to(source)).write_bytes(path.read_bytes())

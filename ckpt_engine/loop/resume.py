@@ -107,7 +107,7 @@ class Resume:
             self._report = replace(self._report, replay=replay)
             write(self._report, self._report_folder, self._log, self._rank)
         if replay.first is not None:
-            self._log.warning("%s", replay.text())
+            self.add([], [NotRestored("repeated steps", replay.text())])
         else:
             self._announce(replay.text())
 

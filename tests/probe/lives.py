@@ -68,7 +68,9 @@ class Job:
 
     def state(self) -> list[torch.Tensor]:
         """Copies of all weights and moments."""
-        moments = [one for row in self.optimizer.state.values() for one in row.values() if isinstance(one, torch.Tensor)]
+        moments = [
+            one for row in self.optimizer.state.values() for one in row.values() if isinstance(one, torch.Tensor)
+        ]
         return [one.detach().clone() for one in (*self.model.parameters(), *moments)]
 
 

@@ -7,12 +7,14 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ReplayError
-from ckpt_engine.observe.resume_report import Replay
+from ckpt_engine.observe.resume_report import FILE_NAME, Replay
 from tests.probe import lives
 from tests.probe.lives import END, SNAPSHOT, Job, make, replay_of, train
 
@@ -148,7 +150,9 @@ def test_a_run_that_is_to_stop_ends_before_anything_is_saved(tmp_path: Path) -> 
     job = make()
     job.at = lambda job, step, batch: _weight(job, batch, random.Random(0)) if step == END - 1 else None
     before = sorted((tmp_path / "snapshots").iterdir())
-    with pytest.raises(ReplayError, match=f"step {END - 1} repeats otherwise, first seen in the weights of model") as info:
+    with pytest.raises(
+        ReplayError, match=f"step {END - 1} repeats otherwise, first seen in the weights of model"
+    ) as info:
         train(tmp_path, job, END + 5, replay="stop", every_n_steps=1)
     assert "warn" in (info.value.hint or "")
     assert sorted((tmp_path / "snapshots").iterdir()) == before
@@ -158,6 +162,41 @@ def test_a_run_that_is_to_stop_ends_before_anything_is_saved(tmp_path: Path) -> 
     steps = sorted(int(path.name.split("-")[1][1:]) for path in (tmp_path / "snapshots").glob("*.json"))
     assert steps[0] == SNAPSHOT
     assert steps[1] in (END, END + 1)
+
+
+def _steps(root: Path, seed: int, until: int, where: str) -> dict[str, Any]:
+    """A loop that makes its batches itself, and may draw beside them."""
+    torch.manual_seed(seed)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with Checkpointer(root, every_n_steps=SNAPSHOT, at_end=False, writer="thread") as ckpt:
+        run = ckpt.track(net=net, optimizer=optimizer)
+        begin = run.global_step
+        if where == "before the loop":
+            torch.randn(3)
+        for _ in range(begin, until):
+            net(torch.randn(2, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step()
+            if where == "behind the step":
+                torch.randn(3)
+    path = root / FILE_NAME
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+@pytest.mark.parametrize("where", ["nowhere", "before the loop", "behind the step"])
+def test_a_draw_that_no_resume_can_repeat_is_found(tmp_path: Path, where: str) -> None:
+    """It shifts the random stream of a loop without a loader; the report has that among what is not restored."""
+    _steps(tmp_path, 0, END, where)
+    report = _steps(tmp_path, 1, END + 2, where)
+    replay, names = replay_of(report), [row["name"] for row in report["not_restored"]]
+    if where == "nowhere":
+        assert (replay.result, names) == ("exact", [])
+        return
+    assert replay.first is not None
+    assert (replay.first.what, replay.first.step) == ("random", SNAPSHOT + 1)
+    assert "repeated steps" in names
 
 
 @pytest.mark.slow

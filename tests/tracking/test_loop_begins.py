@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckpt_engine import Carry, Checkpointer
+from ckpt_engine import Checkpointer
 from tests.support.digests import seed_everything
 from tests.tracking.test_hidden import Killed, report
 
@@ -257,115 +257,6 @@ def test_what_a_script_draws_before_its_loop_is_what_it_drew_then(
 # ---- loops that do not say it
 
 
-def draws_after_it_has_read(script: Script) -> None:
-    run = script.track()
-    begin = run.global_step
-    draw()
-    for _ in range(begin, STEPS):
-        script.step()
-
-
-def draws_an_order_for_each_epoch(script: Script) -> None:
-    run = script.track()
-    rows = torch.arange(12.0).view(4, 3)
-    for _ in range(run.global_step // 4, 2):
-        order = torch.randperm(4)
-        for place in range(run.global_step % 4, 4):
-            script.learn(rows[order[place]])
-            run.step()
-
-
-def makes_its_batches_first(script: Script) -> None:
-    def batches(begin: int) -> list[torch.Tensor]:
-        return [torch.randn(2, 3) for _ in range(begin, STEPS)]
-
-    run = script.track()
-    for x in batches(run.global_step):
-        script.learn(x + torch.randn(3))
-        run.step()
-
-
-def counts_by_itself(script: Script) -> None:
-    carry = Carry(step=0)
-    script.track(carry=carry)
-    draw()
-    while carry.step < STEPS:
-        carry.step += 1
-        script.step()
-
-
-def steps_in_a_library(script: Script) -> None:
-    def one(_: int) -> None:
-        script.learn(torch.randn(2, 3) + script.run.global_step)
-        script.run.step()
-
-    run = script.track()
-    draw()
-    list(map(one, range(run.global_step, STEPS)))
-
-
-class Memory:
-    """As a language model has it: what the first batch starts from is of zeros."""
-
-    def __init__(self) -> None:
-        self.width = 3
-
-    def begin(self, like: torch.Tensor) -> torch.Tensor:
-        return self.zeros(next(iter([like])))
-
-    def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(2, self.width)
-
-    def noise(self, like: torch.Tensor) -> torch.Tensor:
-        return self.zeros(like).normal_()
-
-
-def begins_with_zeros(script: Script) -> None:
-    run, memory, rows = script.track(), Memory(), torch.arange(12.0).view(4, 3)
-    begin = run.global_step
-    state = memory.begin(rows)
-    for _ in range(begin, begin + rows.size(0) + STEPS - 4 - begin):
-        script.learn(torch.randn(2, 3) + state)
-        run.step()
-
-
-def begins_with_noise(script: Script) -> None:
-    run, memory, rows = script.track(), Memory(), torch.arange(12.0).view(4, 3)
-    begin = run.global_step
-    state = memory.noise(rows)
-    for _ in range(begin, STEPS):
-        script.learn(torch.randn(2, 3) + state)
-        run.step()
-
-
-def test_functions_that_draw_nothing_are_not_named(tmp_path: Path) -> None:
-    """Their code is read, and that of the functions they call; of a tensor's methods few draw."""
-    wanted = life(tmp_path / "whole", begins_with_zeros)
-    got = life(tmp_path / "killed", begins_with_zeros, 1, 3) + life(tmp_path / "killed", begins_with_zeros, 2)
-    assert got == wanted
-    assert report(tmp_path / "killed")["not_restored"] == []
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        draws_after_it_has_read,
-        begins_with_noise,
-        draws_an_order_for_each_epoch,
-        makes_its_batches_first,
-        counts_by_itself,
-    ],
-    ids=lambda loop: loop.__name__,
-)
-def test_a_draw_that_may_shift_the_streams_is_named(loop: Callable[[Script], None], tmp_path: Path) -> None:
-    """It comes once more in each process, after the streams were put back."""
-    wanted = life(tmp_path / "whole", loop)
-    got = life(tmp_path / "killed", loop, 1, 3) + life(tmp_path / "killed", loop, 2)
-    assert got != wanted
-    said = [row["why"] for row in report(tmp_path / "killed")["not_restored"]]
-    assert any("run.global_step" in one and "test_loop_begins.py:" in one for one in said), said
-
-
 def says_it_in_a_branch(script: Script) -> None:
     run = script.track()
     for step in range(run.global_step, STEPS):
@@ -397,13 +288,6 @@ def test_what_a_loop_does_behind_its_step_is_named(
     assert sum("behind run.step()" in one for one in caplog.messages) == said
     life(tmp_path, loop, 2)
     assert sum("behind run.step()" in row["why"] for row in report(tmp_path)["not_restored"]) == said
-
-
-def test_where_no_loop_is_seen_that_is_said(tmp_path: Path) -> None:
-    """A function of Python's own repeats the step."""
-    life(tmp_path, steps_in_a_library, 1, 3)
-    life(tmp_path, steps_in_a_library, 2)
-    assert any(row["why"].startswith("no loop is seen") for row in report(tmp_path)["not_restored"])
 
 
 def counts_epochs_by_itself(script: Script) -> None:

@@ -56,7 +56,7 @@ from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.rows import Life, files_of, read_life
+from ckpt_engine.store.rows import ProcessRows, files_of, read_life
 from ckpt_engine.writer.client import WriterClient
 
 CLOSE_TIMEOUT_SECONDS = 600.0
@@ -245,26 +245,33 @@ class Engine:
         """What records the steps of the run; None: nothing does."""
         return self._pipeline.recorder
 
-    def record(self, optimizers: Named[torch.optim.Optimizer], modules: Named[torch.nn.Module]) -> None:
-        """Record the steps of these optimizers from now on, unless that is off.
+    def record(
+        self, optimizers: Named[torch.optim.Optimizer], modules: Named[torch.nn.Module]
+    ) -> FlightRecorder | None:
+        """Record the steps of these optimizers from now on; None: that is off.
 
         Args:
             optimizers: those of the run now, by name.
             modules: names for their parameters.
         """
-        if self.config.replay == "off" or self._pipeline.recorder is not None:
-            return
+        if self.config.replay == "off":
+            return None
         rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
         stops = self.config.replay == "stop"
         self._pipeline.record(FlightRecorder(optimizers, modules, rank, size, stops=stops))
+        return self._pipeline.recorder
 
     def expect_replay(self, found: restore.Loaded) -> None:
-        """Training goes on from what was loaded: the steps that it repeats are compared."""
+        """Training continues from what was loaded: the steps that it repeats are compared.
+
+        Args:
+            found: what was loaded.
+        """
         if (recorder := self.recorder) is None:
             return
         rank = recorder.rank
 
-        def lives() -> list[Life]:
+        def lives() -> list[ProcessRows]:
             for repository in (self._restorer.nearest(), *self._restorer.places()):
                 try:
                     files = [name for name in files_of(repository.storage, rank) if name != recorder.name]

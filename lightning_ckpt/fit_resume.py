@@ -33,7 +33,7 @@ from ckpt_engine.loop.capture import (
 from ckpt_engine.loop.components import own_extra_state, saved_shapes
 from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.loop.diverging import Rollbacks
-from ckpt_engine.loop.resume import Resume
+from ckpt_engine.loop.taking_over import Resume
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord

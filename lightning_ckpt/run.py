@@ -118,8 +118,7 @@ class FitRun:
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
-        if (recorder := self.engine.recorder) is not None:
-            internals.wrap_batches(recorder.took)
+        internals.wrap_batches(self._run.took)
         relays = self._shared is not None and SIGTERM in self._config.preemption.numbers()
         internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
         self._step_fence.install()
@@ -261,8 +260,7 @@ class FitRun:
         if self.resume.pending:
             self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
-            if (recorder := self.engine.recorder) is not None:
-                recorder.begin(0)
+            self._run.begins(0)
         if self._skip_batches:
             self._skip_batches -= self._internals.skip_batches(self._skip_batches)
         self._given, step = self._internals.batches_given, self.step

@@ -414,11 +414,21 @@ class TrainingRun:
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
         self._judges, self._took = losses is not None, False
-        engine.record(lambda: parts.optimizers, lambda: parts.modules)
+        self._recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Go on with what the earlier process had learned about its snapshots."""
         self.cadence.restore(learned, failure=ended_by(self.engine))
+
+    def took(self, batch: Any) -> None:
+        """The loop got a batch of its training loader."""
+        if self._recorder is not None:
+            self._recorder.took(batch)
+
+    def begins(self, ahead: int) -> None:
+        """See `FlightRecorder.begin`."""
+        if self._recorder is not None:
+            self._recorder.begin(ahead)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make the arena ready in the background, for states like this one."""
@@ -440,8 +450,8 @@ class TrainingRun:
         if stop is not None and (end := here.end(stop)) is not None:
             raise end
         self.config = self.stopping.edited(self.config)
-        if (recorder := self.engine.recorder) is not None:
-            recorder.boundary(step)
+        if self._recorder is not None:
+            self._recorder.boundary(step)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
         vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
@@ -463,8 +473,7 @@ class TrainingRun:
     @property
     def _unproved(self) -> str | None:
         """Why nothing may be saved before the repeated steps were compared."""
-        recorder = self.engine.recorder
-        return "replay: stop" if recorder is not None and recorder.holds_back else None
+        return "replay: stop" if self._recorder is not None and self._recorder.holds_back else None
 
     def take(self, instant: RunInstant, reason: str, *, durable: bool = True) -> SaveHandle | None:
         """A snapshot; None: there is none, and that was said.
@@ -493,8 +502,8 @@ class TrainingRun:
             return None
         try:
             state, notes = instant.state(), {"trainer": self._trainer, **instant.notes()}
-            if self.engine.recorder is not None:
-                notes[NOTE] = self.engine.recorder.note()
+            if self._recorder is not None:
+                notes[NOTE] = self._recorder.note()
             self.engine.times.waited("stall", time.perf_counter() - began)
             handle = self.engine.save(
                 state,
@@ -532,8 +541,8 @@ class TrainingRun:
 
     def take_at_end(self, instant: RunInstant, reason: str) -> None:
         """The final snapshot, for which there is time; weights may change when this returns."""
-        if self.engine.recorder is not None:
-            self.engine.recorder.boundary(instant.step)
+        if self._recorder is not None:
+            self._recorder.boundary(instant.step)
         if not self.engine.ready() and not self.engine.wait(self.stopping.halt.seconds_left(END_WAIT_SECONDS)):
             late = WaitTimeoutError("the final state was not saved: earlier snapshots are still being written")
             self._log.error("%s", late.message)

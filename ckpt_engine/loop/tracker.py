@@ -245,8 +245,7 @@ class Tracker(LoopProgress):
                 self._reloaded.clear()
                 self._audit.begin("batch")
                 self._resume.at_first_fetch()
-                if (recorder := self._engine.recorder) is not None:
-                    recorder.begin(feed.lead.ahead or 0)
+                self._run.begins(feed.lead.ahead or 0)
                 self._gradients.install()  # a pass that sees none does not use up the saved position
                 self._run.cadence.start(self._steps)
             self._arrive(feed)
@@ -258,8 +257,7 @@ class Tracker(LoopProgress):
     def given(self, feed: Feed, batch: Any) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
-        if (recorder := self._engine.recorder) is not None:
-            recorder.took(batch)
+        self._run.took(batch)
         if feed in (self._training, self._resumed):
             self._resume.publish()
 

@@ -23,10 +23,10 @@ from ckpt_engine.copy.host_memory import shared_memory
 from ckpt_engine.errors import ReplayError
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.batch import digest_of
-from ckpt_engine.probe.compare import Comparison, steps_behind
+from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.store import names
-from ckpt_engine.store.rows import ROW_BYTES, ROWS, Life, Ring, Row
+from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring, Row
 
 NOTE = "replay"
 """The note of a snapshot that says how many steps were recorded."""
@@ -77,7 +77,7 @@ class FlightRecorder:
         self._batch = 0
         self._at_boundary = {"calls": 0, "batch": 0, "world": size}
         self._saved_batch = 0
-        self._comparison: Comparison | None = None
+        self._comparison: RepeatedSteps | None = None
         self._why = _NO_STEP
         self.told: Callable[[Replay], object] = lambda _: None
         self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
@@ -121,7 +121,7 @@ class FlightRecorder:
         """For the snapshot of the last boundary."""
         return dict(self._at_boundary)
 
-    def expect(self, saved: Mapping[str, Any] | None, step: int, lives: Callable[[], Sequence[Life]]) -> None:
+    def expect(self, saved: Mapping[str, Any] | None, step: int, lives: Callable[[], Sequence[ProcessRows]]) -> None:
         """The run goes on from a snapshot.
 
         Args:
@@ -143,7 +143,7 @@ class FlightRecorder:
         self._why = _NO_STEP if found else "no earlier process has left a record"
         expected = steps_behind(found, self._calls)
         if expected:
-            self._comparison = Comparison(expected, found[-1].about, self.about, self._names)
+            self._comparison = RepeatedSteps(expected, found[-1].about, self.about, self._names)
 
     def give_up(self, why: str) -> None:
         """Nothing is compared: the run goes on otherwise on purpose."""

@@ -101,7 +101,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ProcessRows:
     """What one process has recorded.
 
     Args:
@@ -130,7 +130,7 @@ def files_of(storage: Storage, rank: int) -> list[str]:
     return sorted(one.name for one in storage.list(names.ROWS) if names.rows_rank(one.name) == rank)
 
 
-def read_life(storage: Storage, name: str) -> Life | None:
+def read_life(storage: Storage, name: str) -> ProcessRows | None:
     """What the object of this name has; None: nothing that can be used. Rows that are not whole are left out."""
     try:
         data = storage.get(name)
@@ -142,4 +142,4 @@ def read_life(storage: Storage, name: str) -> Life | None:
         return None
     starts = range(ROW_BYTES, len(data) - ROW_BYTES + 1, ROW_BYTES)
     rows = (decode(data[at : at + ROW_BYTES]) for at in starts)
-    return Life(about if isinstance(about, dict) else {}, tuple(row for row in rows if row is not None))
+    return ProcessRows(about if isinstance(about, dict) else {}, tuple(row for row in rows if row is not None))

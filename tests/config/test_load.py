@@ -87,6 +87,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "rng",
         "data",
         "hidden",
+        "replay",
         "pickle",
     )
 

@@ -27,8 +27,8 @@ from tests.accelerate.runs import make_accelerator
 from tests.tracking.runs import Case
 
 STEPS = 40
-BOUNDARY, STEP = 45, 150
-"""Most calls of a boundary, and of what a step has more than without us: hooks, fence, the position of the loader."""
+BOUNDARY, STEP = 48, 270
+"""Most calls of a boundary, and of what a step has more than without us: hooks, fence, position, row."""
 NEVER: dict[str, Any] = {"every_n_steps": 10**6, "at_end": False}
 
 

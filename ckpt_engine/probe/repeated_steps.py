@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_engine.observe.resume_report import Difference, Replay
-from ckpt_engine.store.rows import CHUNK_BYTES, Life, Row
+from ckpt_engine.observe.resume_report import FirstDifference, Replay
+from ckpt_engine.store.rows import CHUNK_BYTES, ProcessRows, Row
 
 Names = Callable[[Row], Sequence[tuple[str, str]]]
 """Of the words of a row the tensor and its dtype."""
@@ -23,7 +23,7 @@ _CAUSES = {
 }
 
 
-def steps_behind(lives: Sequence[Life], calls: int) -> dict[int, Row]:
+def steps_behind(lives: Sequence[ProcessRows], calls: int) -> dict[int, Row]:
     """What was done behind a snapshot, each step as the newest process that ran it did it, by its number.
 
     An older process counts as far as it did the same as the newer ones: else those went another way.
@@ -57,7 +57,7 @@ def what_differs(row: Row, other: Row) -> str:
     return "weights" if row.plan == other.plan and row.words != other.words else ""
 
 
-class Comparison:
+class RepeatedSteps:
     """The steps of one resumed process beside those of earlier ones.
 
     Args:
@@ -110,7 +110,7 @@ class Comparison:
                 why = self._kernels
         elif what == "weights":
             why = "the steps of the optimizers came in another order"
-        self.replay = Replay("different", self.replay.steps, why, Difference(row.step, what, name, relative))
+        self.replay = Replay("different", self.replay.steps, why, FirstDifference(row.step, what, name, relative))
 
     @property
     def _kernels(self) -> str:

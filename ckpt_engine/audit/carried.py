@@ -14,7 +14,6 @@ import dis
 import gc
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -93,8 +92,6 @@ class CarriedLocals:
     def __init__(self) -> None:
         self._before: dict[tuple[CodeType | str, str], Frozen] = {}
         self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
-        self._sizes: dict[tuple[Any, str], int] = {}
-        self._decides: dict[tuple[CodeType, str], bool] = {}
         self._clocks = Clocks()
         self._kept: set[tuple[CodeType | str, str]] = set()
         """Containers that a snapshot has."""
@@ -158,7 +155,6 @@ class CarriedLocals:
         self._clocks.look()
         self._before.update(found)
         new += [name for name in loaders_beside() if name not in self.names]
-        new += self._growing({id(value) for value in saved.values()}, new, hidden)
         self.names += new
         return new
 
@@ -177,33 +173,6 @@ class CarriedLocals:
         if any(one is value for one in saved.values()) or id(value) in hidden():
             self._kept.add(key)
         return key not in self._kept
-
-    def _growing(
-        self, saved: Collection[int], new: Collection[str], hidden: Callable[[], Collection[int]]
-    ) -> list[str]:
-        """Lists that are longer than at the last look and decide something, global ones of the script too."""
-        found: list[str] = []
-        first, sizes = not self._sizes, dict[tuple[Any, str], int]()
-        for frame in frames_of_users(sys._getframe(2)):
-            seen = (self._seen_otherwise or {}).get(frame.f_globals.get("__name__", ""), ())
-            for values, home in ((frame.f_locals, frame.f_code), (frame.f_globals, id(frame.f_globals))):
-                passing = _of_one_turn(frame) if values is frame.f_locals else frozenset[str]()
-                for name, value in tuple(values.items()):
-                    if not isinstance(value, list | deque | set | dict) or id(value) in saved or name in passing:
-                        continue
-                    if values is frame.f_globals and name in seen:
-                        continue
-                    key = (home, name)
-                    sizes[key] = len(value)
-                    grows = len(value) > self._sizes.get(key, len(value))
-                    read = (frame.f_code, name)
-                    if read not in self._decides and (grows or (first and not value)):
-                        self._decides[read] = source.decides(frame, name)  # what begins empty: before the first step
-                    if grows and self._decides[read] and name not in (*self.names, *new, *found):
-                        self._decides[read] = id(value) not in hidden()
-                        found += [name] if self._decides[read] else []
-        self._sizes.update(sizes)
-        return found
 
 
 def live_variables(frame: FrameType | None) -> dict[str, dict[str, Any]]:
@@ -318,12 +287,6 @@ def _reference(value: Any) -> Any:
 def _is_replaced(value: Any, before: Frozen, now: Frozen) -> bool:
     """Whether a variable has another object than at the last look, with other attributes."""
     return bool(before) and before[0]() is not value and before[1] != now[1]
-
-
-def _of_one_turn(frame: FrameType) -> frozenset[str]:
-    """The variables that each turn of the loops sets before it reads them."""
-    loops = loops_around(frame.f_code, instruction_at(frame))
-    return frozenset[str]().union(*(loop.writes for loop in loops)) - frozenset(_carried(frame.f_code, frame.f_lasti))
 
 
 def sentence(names: Iterable[str]) -> str:

@@ -18,11 +18,11 @@ import itertools
 import linecache
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
-from ckpt_engine.plugins import is_function_of_user, is_library_file
+from ckpt_engine.plugins import is_function_of_user
 
 _SHOW = frozenset({"print"})
 _SHOW_METHODS = frozenset({"debug", "info", "warning", "error", "set_description", "set_postfix", "write"})
@@ -84,53 +84,6 @@ def only_shows_its_count(frame: FrameType) -> bool:
     return name is not None and not any(_decides(node, name) for node in _statements(scope, name))
 
 
-def decides(frame: FrameType, name: str) -> bool:
-    """Whether the loops of this frame use a list for more than a record; False where their source cannot be read."""
-    tree, scope = _scope_of(frame.f_code, frame.f_globals)
-    around = [] if scope is None else [one for one in _own(scope) if isinstance(one, _Loop) and _is_at(one, frame)]
-    if tree is None or scope is None or not around:
-        return False
-    loop = min(around, key=lambda one: one.lineno)
-    inside: ast.AST = tree if name not in frame.f_locals or frame.f_locals is frame.f_globals else scope
-    functions = dict(_functions_in(tree))
-    for called in _names(loop) - functions.keys():
-        other = frame.f_globals.get(called)
-        if isinstance(other, FunctionType) and not is_library_file(other.__code__.co_filename):
-            theirs = _parsed(other.__code__.co_filename, other.__globals__)
-            for one in () if theirs is None else theirs.body:
-                if isinstance(one, ast.FunctionDef) and one.name == other.__name__:
-                    functions[called] = one
-    return any(_is_more_than_a_record(body, name, functions, set()) for body in _bodies(inside, loop, name))
-
-
-def follows(frame: FrameType) -> int | None:
-    """The line of what a turn of the loop does behind the statement that this frame is at, but for what only shows."""
-    _, scope = _scope_of(frame.f_code, frame.f_globals)
-    around = [] if scope is None else [one for one in _own(scope) if isinstance(one, _Loop) and _is_at(one, frame)]
-    body = max(around, key=lambda one: one.lineno).body if around else []
-    return next((one.lineno for one in _behind(body, frame) if not _only_shows(one)), None)
-
-
-def _behind(body: Sequence[ast.stmt], frame: FrameType) -> Iterator[ast.stmt]:
-    for number in [number for number, node in enumerate(body) if _is_at(node, frame)][-1:]:
-        for name in ("body", "orelse", "finalbody"):
-            yield from _behind(getattr(body[number], name, []), frame)
-        yield from body[number + 1 :]
-
-
-def _is_at(node: ast.stmt, frame: FrameType) -> bool:
-    return node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
-
-
-def _only_shows(node: ast.stmt) -> bool:
-    if isinstance(node, ast.If):
-        return all(map(_only_shows, (*node.body, *node.orelse)))
-    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-    waits = call is not None and getattr(call.func, "attr", _name_of(call)) in _WAITS
-    leaves = isinstance(node, ast.Break | ast.Continue)
-    return waits or leaves or _is_quiet(node, set()) or _made_of(node) is not None
-
-
 @functools.lru_cache(maxsize=256)
 def attribute_decides(kind: type, name: str) -> bool:
     """Whether a list that is an attribute is no record: a method of the class cuts it, or grows it and uses it.
@@ -145,7 +98,7 @@ def attribute_decides(kind: type, name: str) -> bool:
         if isinstance(scope, ast.FunctionDef) and scope.args.args:
             renamed = _Renamed(scope.args.args[0].arg, name)
             body = [renamed.visit(copy.deepcopy(one)) for one in scope.body]
-            if renamed.cuts or (renamed.grows and _is_more_than_a_record(body, renamed.one, {}, set())):
+            if renamed.cuts or (renamed.grows and _is_more_than_a_record(body, renamed.one)):
                 return True
     return False
 
@@ -156,7 +109,7 @@ def function_decides(function: Any, name: str) -> bool:
     if not isinstance(function, FunctionType):
         return False
     _, scope = _scope_of(function.__code__, function.__globals__)
-    return scope is not None and _is_more_than_a_record(scope.body, name, {}, set())
+    return scope is not None and _is_more_than_a_record(scope.body, name)
 
 
 @functools.lru_cache(maxsize=256)
@@ -167,7 +120,7 @@ def variable_decides(module: ModuleType | None, name: str) -> bool:
         if isinstance(one, ast.Lambda) and name in _names(one):
             return True
         body = one.body if isinstance(one, ast.FunctionDef) and not _has_its_own(one, name) else []
-        if _is_more_than_a_record(body, name, {}, set()):
+        if _is_more_than_a_record(body, name):
             return True
     return False
 
@@ -211,59 +164,15 @@ class _Renamed(ast.NodeTransformer):
         return node
 
 
-def _bodies(inside: ast.AST, loop: _Loop, name: str) -> list[list[ast.stmt]]:
-    """The body of a loop, and those of the functions that it calls, by name, where they have this variable."""
-    functions = [one for one in ast.walk(inside) if isinstance(one, ast.FunctionDef) and one is not inside]
-    found: list[list[ast.stmt]] = [loop.body]
-    waiting: list[Iterable[ast.AST]] = [loop.body]
-    while waiting:
-        nodes = [inner for one in waiting.pop() for inner in ast.walk(one)]
-        called = {one.id for one in nodes if isinstance(one, ast.Name)}
-        called |= {one.attr for one in nodes if isinstance(one, ast.Attribute)}
-        for one in [function for function in functions if function.name in called]:
-            functions.remove(one)
-            waiting.append(one.body)
-            if not _has_its_own(one, name):
-                found.append(one.body)
-    return found
-
-
-def _is_more_than_a_record(
-    body: Sequence[ast.stmt], name: str, functions: Mapping[str, ast.FunctionDef], seen: set[tuple[int, str]]
-) -> bool:
+def _is_more_than_a_record(body: Sequence[ast.stmt], name: str, seen: frozenset[str] = frozenset()) -> bool:
     """Whether something that trains may follow from this variable in these statements."""
-    if not body or (id(body[0]), name) in seen:
-        return False
-    seen.add((id(body[0]), name))
     for node in _flat(body):
-        if name not in _names(node) or _is_kept(node):
+        if name in seen or name not in _names(node) or _is_kept(node):
             continue
         made = _made_of(node)
-        given = _given_to(node, name, functions) if made is None else [(body, one) for one in made]
-        if given is None or any(_is_more_than_a_record(where, one, functions, seen) for where, one in given):
+        if made is None or any(_is_more_than_a_record(body, one, seen | {name}) for one in made):
             return True
     return False
-
-
-def _given_to(
-    node: ast.AST, name: str, functions: Mapping[str, ast.FunctionDef]
-) -> list[tuple[Sequence[ast.stmt], str]] | None:
-    """The bodies and parameters of functions of the file that are given a list, and give nothing back; else None."""
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return None
-    call = node.value
-    found: list[tuple[Sequence[ast.stmt], str]] = []
-    function = functions.get(_name_of(call))
-    if function is None:
-        return None
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    pairs = [*zip(names, call.args, strict=False), *((one.arg or "", one.value) for one in call.keywords)]
-    for parameter, value in pairs:
-        if isinstance(value, ast.Name) and value.id == name:
-            found.append((function.body, parameter))
-        elif name in _names(value):
-            return None
-    return found or None
 
 
 def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
@@ -358,10 +267,6 @@ def _tree_of(text: str) -> ast.Module | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _functions_in(tree: ast.Module) -> dict[str, ast.FunctionDef]:
-    return {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
-
-
 def _scopes(tree: ast.Module, code: CodeType) -> Iterator[_Scope]:
     """The function of this code."""
     for scope in ast.walk(tree):

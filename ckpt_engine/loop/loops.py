@@ -9,15 +9,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 from torch.utils.data import SequentialSampler
 
-from ckpt_engine.audit.carried import is_of_user
-from ckpt_engine.audit.source import follows
 from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
@@ -210,14 +207,6 @@ class Loops:
         self._logged.update(new)
         for problem in new:
             self._log.warning("a resume will not be exact: %s", problem)
-
-    def behind(self) -> str | None:
-        """What the body of a loop that announces its steps does behind that, which a resume leaves out."""
-        frame = next(filter(is_of_user, Ask(self._home).frames), None)
-        if frame is None or (line := follows(frame)) is None:
-            return None
-        where = f"{Path(frame.f_code.co_filename).name}:{line}"
-        return f"a resume leaves out what the loop does behind run.step() ({where}): make that its last statement"
 
     # ---- for a snapshot
 

@@ -21,7 +21,7 @@ from ckpt_engine.audit.roots import read_by_loading
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
-from ckpt_engine.loop.boundary import RunInstant, StepsMade, TrainingRun, uncaught
+from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
@@ -32,6 +32,7 @@ from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
+from ckpt_engine.loop.steps_made import StepsMade
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -132,12 +133,9 @@ class Tracker(LoopProgress):
         if self._dirty:
             self._resume.add(*self._late)
             self._late = ([], [])
-            behind = None if self._announced else self._loops.behind()
-            for problem in (self._loops.start.problem(), behind, self._loops.counts_again()):
-                if problem is not None and self._engine.loaded is not None:
-                    self._resume.say(problem)
-                elif problem is not None:
-                    self._log.warning("%s", problem)
+            say = self._resume.say if self._engine.loaded is not None else self._log.warning
+            for problem in filter(None, (self._loops.start.problem(), self._loops.counts_again())):
+                say(problem)
             self._boundary(feed)
             self._announced = True
 

@@ -46,7 +46,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstDifference:
+class ReplayDifference:
     """Where a repeated step was first seen to differ from the one of the earlier process.
 
     Args:
@@ -76,7 +76,7 @@ class Replay:
     result: str
     steps: int = 0
     why: str = ""
-    first: FirstDifference | None = None
+    first: ReplayDifference | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Replay:
@@ -86,7 +86,7 @@ class Replay:
             KeyError, TypeError: not such a result.
         """
         first = data["first"]
-        return cls(data["result"], data["steps"], data["why"], None if first is None else FirstDifference(**first))
+        return cls(data["result"], data["steps"], data["why"], None if first is None else ReplayDifference(**first))
 
     def text(self) -> str:
         """The result for people, a line."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_engine.observe.resume_report import FirstDifference, Replay
+from ckpt_engine.observe.resume_report import Replay, ReplayDifference
 from ckpt_engine.store.rows import CHUNK_BYTES, ProcessRows, Row
 
 Names = Callable[[Row], Sequence[tuple[str, str]]]
@@ -110,7 +110,7 @@ class RepeatedSteps:
                 why = self._kernels
         elif what == "weights":
             why = "the steps of the optimizers came in another order"
-        self.replay = Replay("different", self.replay.steps, why, FirstDifference(row.step, what, name, relative))
+        self.replay = Replay("different", self.replay.steps, why, ReplayDifference(row.step, what, name, relative))
 
     @property
     def _kernels(self) -> str:

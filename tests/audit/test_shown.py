@@ -1,9 +1,8 @@
-"""A counter that is only printed or logged decides nothing, nor does a list that is a record; any other use may."""
+"""A counter that is only printed or logged decides nothing; any other use may."""
 
 from __future__ import annotations
 
 import logging
-import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from ckpt_engine.audit.carried import only_shows_its_count
-from ckpt_engine.audit.source import decides
 
 log = logging.getLogger(__name__)
 
@@ -166,133 +164,3 @@ def test_code_without_its_source_may_decide() -> None:
     batches = Batches()
     exec("for i, batch in enumerate(batches): print(i)", {"batches": batches})
     assert batches.found is False
-
-
-class Once:
-    """Asked for a second item, it notes whether its consumer's list `kept` decides something."""
-
-    def __init__(self) -> None:
-        self.found: bool | None = None
-
-    def __iter__(self) -> Iterator[float]:
-        yield 0.5
-        self.found = decides(sys._getframe(1), "kept")
-
-
-def writes_down(batches: Once) -> Any:
-    kept, means = [], []
-    for _ in range(1):
-        for batch in batches:
-            kept.append(batch)
-            if len(kept) % 100 == 0:
-                print(f"mean {sum(kept) / len(kept)}")
-            if len(kept) > 1000:
-                kept = kept[-100:]
-            mean = sum(kept[-10:]) / 10
-            log.info("%s", mean)
-        means.append(sum(kept) / len(kept))
-    if sum(kept) > 3:
-        return means
-    return kept
-
-
-def saves_the_best(batches: Once) -> None:
-    kept, best = [], 1.0
-    for batch in batches:
-        kept += [batch]
-        mean = sum(one for one in kept) / len(kept)
-        if mean < best:
-            best = mean
-            print("better", best)
-
-
-def shows_in_a_function(batches: Once) -> None:
-    kept: list[float] = []
-
-    def show() -> None:
-        print(kept)
-
-    for batch in batches:
-        kept.append(batch)
-        show()
-
-
-def notes(book: list[float], value: float) -> None:
-    book.append(value)
-
-
-def gives_it_to_who_writes(batches: Once) -> None:
-    kept: list[float] = []
-    for batch in batches:
-        kept.append(batch)
-        notes(kept, batch)
-
-
-def shuffles(book: list[float]) -> None:
-    random.shuffle(book)
-
-
-def gives_it_to_who_shuffles(batches: Once) -> None:
-    kept: list[float] = []
-    for batch in batches:
-        kept.append(batch)
-        shuffles(book=kept)
-
-
-def decides_by_it(batches: Once) -> float:
-    kept, loss = [], 0.0
-    for batch in batches:
-        kept.append(batch)
-        loss = batch
-        if len(kept) > 3 and kept[-1] > kept[-3]:
-            loss = batch / 2
-    return loss
-
-
-def draws_from_it(batches: Once) -> None:
-    kept = []
-    for batch in batches:
-        kept.append(batch)
-        loss = batch + random.choice(kept)
-        print(loss)
-
-
-def hands_on_its_mean(batches: Once) -> None:
-    kept = []
-    for batch in batches:
-        kept.append(batch)
-        mean = sum(kept) / len(kept)
-        bool(mean)
-
-
-def draws_in_a_function(batches: Once) -> None:
-    kept: list[float] = []
-
-    def drawn() -> float:
-        return random.choice(kept)
-
-    for batch in batches:
-        kept.append(batch)
-        print(drawn())
-
-
-@pytest.mark.parametrize(
-    "loop", [writes_down, saves_the_best, shows_in_a_function, gives_it_to_who_writes], ids=lambda loop: loop.__name__
-)
-def test_a_list_that_is_a_record(loop: Callable[[Any], Any]) -> None:
-    """It grows, is cut, and what is made of it in the loop is shown or written down."""
-    batches = Once()
-    loop(batches)
-    assert batches.found is False
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [decides_by_it, draws_from_it, hands_on_its_mean, draws_in_a_function, gives_it_to_who_shuffles],
-    ids=lambda loop: loop.__name__,
-)
-def test_a_list_that_decides(loop: Callable[[Any], Any]) -> None:
-    """A list that decides something in the loop, or in a function that it calls, is named."""
-    batches = Once()
-    loop(batches)
-    assert batches.found is True

@@ -199,6 +199,27 @@ def test_a_draw_that_no_resume_can_repeat_is_found(tmp_path: Path, where: str) -
     assert "repeated steps" in names
 
 
+def test_a_list_that_no_snapshot_has_is_found(tmp_path: Path) -> None:
+    """A buffer in a variable of the script that batches are drawn from: nothing names it but the repeated steps."""
+
+    def with_a_buffer() -> Job:
+        job, buffer = make(), list[torch.Tensor]()
+
+        def at(_: Job, step: int, batch: list[torch.Tensor]) -> None:
+            buffer.append(batch[0])
+            batch[0] = buffer[step // 2 % len(buffer)]
+
+        job.at = at
+        return job
+
+    train(tmp_path, with_a_buffer(), END)
+    report = train(tmp_path, with_a_buffer(), END + 2)
+    replay = replay_of(report)
+    assert replay.first is not None
+    assert replay.first.what == "weights"
+    assert "repeated steps" in [row["name"] for row in report["not_restored"]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_hundred_injected_changes_are_found(tmp_path: Path) -> None:

@@ -257,39 +257,6 @@ def test_what_a_script_draws_before_its_loop_is_what_it_drew_then(
 # ---- loops that do not say it
 
 
-def says_it_in_a_branch(script: Script) -> None:
-    run = script.track()
-    for step in range(run.global_step, STEPS):
-        script.learn(torch.randn(2, 3))
-        if step >= 0:
-            run.step()
-        else:
-            random.random()
-
-
-def evaluates_in_a_branch(script: Script) -> None:
-    run = script.track()
-    for step in range(run.global_step, STEPS):
-        script.learn(torch.randn(2, 3))
-        if step >= 0:
-            run.step()
-            print(step)
-            random.random()
-
-
-@pytest.mark.parametrize(
-    ("loop", "said"), [(evaluates_in_a_branch, 1), (says_it_in_a_branch, 0), (counts_in_a_generator, 0)]
-)
-def test_what_a_loop_does_behind_its_step_is_named(
-    loop: Callable[[Script], None], said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A snapshot is of the step: a resume begins the next one. At the first step of each process."""
-    life(tmp_path, loop, 1, 3)
-    assert sum("behind run.step()" in one for one in caplog.messages) == said
-    life(tmp_path, loop, 2)
-    assert sum("behind run.step()" in row["why"] for row in report(tmp_path)["not_restored"]) == said
-
-
 def counts_epochs_by_itself(script: Script) -> None:
     run = script.track()
     for _ in range(run.epoch, STEPS):

@@ -1,0 +1,85 @@
+"""Whose gradients have been used up since the boundary before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_engine.state.sharding import here
+
+
+class StepsMade(set[int]):
+    """The optimizers, by id, that have used up their gradients since the last boundary.
+
+    A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
+    through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
+    next backward pass, once it has stepped with them again. The first and the last gradient stand for all.
+
+    Args:
+        optimizers: by name.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self._optimizers = optimizers
+        self._marks: dict[int, list[_Mark]] = {}
+        self._left: dict[int, list[_Mark]] = {}
+        """The same of the last boundary, where the gradients were still there."""
+        self._reuse: set[int] = set()
+
+    def mark(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped. Without a gradient it has used up nothing."""
+        one, groups = id(optimizer), optimizer.param_groups
+        ends = _first_graded(groups, 1), _first_graded(groups, -1)
+        found = [(p, weakref.ref(grad), _version(grad)) for p in ends if p is not None and (grad := p.grad) is not None]
+        for mark in self._left.pop(one, ()):
+            if mark[0].grad is not None and mark[0].grad is mark[1]() and _version(mark[0].grad) != mark[2]:
+                self._reuse.add(one)
+        self._marks[one] = found
+        (self.add if found else self.discard)(one)
+
+    def reused(self) -> list[str]:
+        """The optimizers whose gradients the loop does not clear before it adds to them."""
+        return [name for name, one in self._optimizers.items() if id(one) in self._reuse]
+
+    def expect(self, reused: Collection[str]) -> None:
+        """What `reused` was in a snapshot."""
+        self._reuse = {id(one) for name, one in self._optimizers.items() if name in reused}
+
+    def look(self) -> None:
+        """At a boundary: those whose gradients have changed since their step wait."""
+        for one, marks in self._marks.items():
+            if not marks or (marks[0][0].grad is None and marks[-1][0].grad is None):
+                continue
+            there = [mark for mark in marks if mark[0].grad is not None]
+            if one in self._reuse or any(map(_is_changed, there)):
+                self.discard(one)
+            else:
+                self._left[one] = there
+        self._marks = {}
+
+
+_Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
+"""A parameter, its gradient, and the version of that."""
+
+
+def _version(grad: torch.Tensor) -> int:
+    return grad._version if type(grad) is torch.Tensor else here(grad)._version
+
+
+def _is_changed(mark: _Mark) -> bool:
+    grad = mark[0].grad
+    return grad is None or grad is not mark[1]() or _version(grad) != mark[2]
+
+
+def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
+    """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
+    for group in groups[::way]:
+        for parameter in group["params"][::way]:
+            if parameter.grad is not None:
+                found: torch.Tensor = parameter
+                return found
+    return None

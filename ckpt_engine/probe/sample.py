@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.nn.parameter import is_lazy
 
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.rows import CHUNK_BYTES, MOST_CHUNKS
@@ -109,9 +110,14 @@ class Sampler:
         groups = self.optimizer.param_groups
         self._counts = [len(group["params"]) for group in groups]
         self._where = [(g, i) for g, group in enumerate(groups) for i in range(len(group["params"]))]
-        sizes = [max(1, here(one).numel()) for group in groups for one in group["params"]]
+        sizes = [_size_of(here(one)) for group in groups for one in group["params"]]
         self._ends, self._keys = list(itertools.accumulate(sizes)), {}
         self.plan = xxhash.xxh3_64_intdigest(repr((self.name, self._counts, sizes)).encode())
+
+
+def _size_of(parameter: Any) -> int:
+    """Its elements; of one that is not initialised yet 1."""
+    return 1 if is_lazy(parameter) else max(1, parameter.numel())
 
 
 def chunk_of(tensor: Any, draw: int) -> bytes | None:

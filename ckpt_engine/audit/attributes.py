@@ -207,7 +207,7 @@ class Walk:
             for index, hook in enumerate(hooks_of_user(value)):
                 self._visit_hook(hook, f"{path}.hooks[{index}]", depth - 1)
         if isinstance(value, UsedObject):
-            self._visit_used(value.owner, path, depth)
+            self._visit_used(value.owner, path, 2 * DEPTH)  # environments are wrapped many times
         elif isinstance(value, Variables):
             decide = frozenset(name for name in value.within if variable_decides(value.module, name))
             local = value.module is None

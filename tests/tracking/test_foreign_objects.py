@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import itertools
 import logging
@@ -155,7 +156,7 @@ class Holder:
         self.walk = walk
 
 
-@pytest.mark.parametrize("kind", ["local", "attribute", "in a dict", "wrapped", "slots"])
+@pytest.mark.parametrize("kind", ["local", "attribute", "in a dict", "wrapped", "wrapped often", "slots"])
 def test_an_object_of_a_package_continues(kind: str, tmp_path: Path, package: Any) -> None:
     """Its position and its private stream come back; a reading of the clock among them is no state."""
     loops = {
@@ -163,6 +164,9 @@ def test_an_object_of_a_package_continues(kind: str, tmp_path: Path, package: An
         "attribute": driven(lambda: package.Walk(7), inside=Holder),
         "in a dict": driven(lambda: package.Walk(7), inside=lambda env: {"walk": env}),
         "wrapped": driven(lambda: package.Wrapped(package.Wrapped(package.Walk(7)))),
+        "wrapped often": driven(
+            lambda: functools.reduce(lambda env, _: package.Wrapped(env), range(10), package.Walk(7))
+        ),
         "slots": driven(package.Normalizer),
     }
     assert continued(tmp_path, loops[kind]) == (True, "")

@@ -327,8 +327,8 @@ def _instead(name: str, value: Any) -> str:
             "run.step() as the last statement of the loop's body: its samples begin again at a resume"
         )
     return (
-        "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods; in a loop without "
-        "an optimizer of torch call load() at its start and save(state, step=step) instead of track()"
+        "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods; in a loop "
+        "without an optimizer of torch call load() at its start and save(state, step=step) instead of track()"
     )
 
 

@@ -326,7 +326,10 @@ def _instead(name: str, value: Any) -> str:
             "track the torch DataLoader that it reads, or give the class these two methods; else leave it out and call "
             "run.step() as the last statement of the loop's body: its samples begin again at a resume"
         )
-    return "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods"
+    return (
+        "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods; in a loop "
+        "without an optimizer of torch call load() at its start and save(state, step=step) instead of track()"
+    )
 
 
 def _paths(value: Any, kinds: tuple[type[Any], ...]) -> list[str]:

@@ -185,7 +185,8 @@ class Walk:
         """Addresses of parameters and persistent buffers, which a `state_dict` has."""
         self.opaque: list[tuple[str, str, Any]] = []
         """Path of an object of a package that the loop uses, and path and value of what it has that nothing shows."""
-        self._of_libraries, self._library = 0, ""
+        self.of_libraries, self._library = list[str](), ""
+        """Paths of the objects of packages that the loop uses; of one whose attributes are visited now."""
         self._seen: set[int] = set()
         modules = [one for root in roots.values() if isinstance(root, nn.Module) for one in root.modules()]
         self._covered = set(map(id, modules))
@@ -206,7 +207,7 @@ class Walk:
             for index, hook in enumerate(hooks_of_user(value)):
                 self._visit_hook(hook, f"{path}.hooks[{index}]", depth - 1)
         if isinstance(value, UsedObject):
-            self._visit_used(value.owner, path, depth)
+            self._visit_used(value.owner, path, 2 * DEPTH)  # environments are wrapped many times
         elif isinstance(value, Variables):
             decide = frozenset(name for name in value.within if variable_decides(value.module, name))
             local = value.module is None
@@ -261,8 +262,8 @@ class Walk:
                 self.opaque.append((self._library, path, value))
             return
         outer, self._library = self._library, self._library or (path if is_library(type(value)) else "")
-        self._of_libraries += bool(self._library)
-        if self._of_libraries <= _MOST_OF_LIBRARIES:
+        self.of_libraries += [path] * bool(self._library)
+        if len(self.of_libraries) <= _MOST_OF_LIBRARIES:
             self._hold(path, value, values, plain_only=True, records=True)
             self._visit_class(type(value), records=True)
             for name, one in tuple(values.items()):
@@ -315,27 +316,24 @@ class Walk:
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
         kind, values = chosen_class(value), attributes_of(value) or {}
         skipped = frozenset(values) if kind.__module__.startswith(_WRAPPERS) or kind is nn.Module else _saved(value)
-        if isinstance(value, nn.Module) and id(value) not in self._covered:
+        if isinstance(value, nn.Module):
             skipped |= _OF_MODULES | self._skipped
+            if id(value) in self._covered:
+                persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
+                if len(persistent) < len(value._buffers):
+                    self._hold(path, value, value._buffers, persistent)
+                tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
+                self.saved.update(address(one) for one in tensors if one is not None)
             self._visit_state(value, path)
-        elif isinstance(value, nn.Module):
-            skipped |= _OF_MODULES | self._skipped
-            persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
-            if len(persistent) < len(value._buffers):
-                self._hold(path, value, value._buffers, persistent)
-            tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
-            self.saved.update(address(one) for one in tensors if one is not None)
         elif of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped
         library, metric = is_library(kind), is_metric(value)
         public_only = library and isinstance(value, nn.Module)
         if metric:
-            saved = id(value) in self._with_states
-            skipped |= _IN_METRICS
-            skipped |= {name for name, one in values.items() if saved and isinstance(one, torch.Tensor | list)}
-            public_only = saved
-        how = {"public_only": public_only, "plain_private": library}
-        holder = self._hold(path, value, values, skipped, shares=metric, **how)
+            public_only = id(value) in self._with_states
+            states = {name for name, one in values.items() if public_only and isinstance(one, torch.Tensor | list)}
+            skipped |= _IN_METRICS | states
+        holder = self._hold(path, value, values, skipped, shares=metric, public_only=public_only, plain_private=library)
         self._visit_class(kind, records=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():

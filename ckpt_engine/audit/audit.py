@@ -112,7 +112,7 @@ class HiddenState:
             self._once = frozenset(
                 path
                 for path, value in latest.moved()
-                if isinstance(value, bool) and path not in self._kept and not latest.is_of_module(path)
+                if isinstance(value, bool) and path not in self._kept and latest.sets_in_each_process(path)
             )
 
     @property
@@ -130,6 +130,7 @@ class HiddenState:
         objects: dict[int, str] = {}
         nbytes = 0
         latest = self._latest
+        flagged = {path.rpartition(".")[0] for path in self._once or ()}
         for path, value in itertools.chain(latest.moved(), latest.states_of(self._first)) if latest is not None else ():
             if path in rows:
                 continue
@@ -140,8 +141,9 @@ class HiddenState:
             begin = self._first.get(path) or {
                 moment: digest(one.frozen[path]) for moment, one in self._moments.items() if path in one.frozen
             }
-            if why == _ONCE and latest is not None and latest.is_of_library(path):
-                continue  # its package sets it in each process
+            is_left = why == _ONCE or (value is None and path.rpartition(".")[0] in flagged)
+            if is_left and latest is not None and latest.is_of_library(path):
+                continue  # its package sets it in each process, or uses it up there
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
             if latest is not None and not why and changes_within(value):
                 rows[path] |= {"object": objects.setdefault(id(value), path), "kept": latest.kept(path, value)}
@@ -345,12 +347,11 @@ def _put_back(path: str, row: Mapping[str, Any], begun: Beginning, first: str | 
     of_shapes = holder.states or (holder.in_place and shapes(saved))
     if isinstance(saved, GENERATORS) and type(now) is type(saved):
         first = None if begin is None else digest(begin)  # wherever a stream begins, it continues there
-    if of_shapes and shapes(now) == shapes(saved):
-        pass
-    elif holder.states:
-        return f"{changes}, and it has another shape now"
-    elif (None if begin is None else digest(begin)) != first:
-        return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
+    if not (of_shapes and shapes(now) == shapes(saved)):
+        if holder.states:
+            return f"{changes}, and it has another shape now"
+        if (None if begin is None else digest(begin)) != first:
+            return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
     kept, shared = row.get("kept", "all"), begun.value_at(row.get("object", path))
     if holder.in_place and kept == "nothing" and (other := begun.same_at(path, now)):
         return f"{changes}, and it begins as the same object as {other}"

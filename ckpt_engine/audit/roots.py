@@ -270,7 +270,7 @@ class Beginning:
 
     def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str]) -> None:
         walk = Walk(roots, skipped)
-        self._opaque = walk.opaque
+        self._opaque, self._used = walk.opaque, walk.of_libraries
         self._clocks, self._readings = Clocks(), dict[str, bool]()
         """Of paths that have moved: whether they hold what a clock shows."""
         self._inputs: dict[str, str] = {}
@@ -323,9 +323,10 @@ class Beginning:
                 path = f"{one.holder.path}.{name}"
                 if len(self._inputs) < _MOST_INPUTS and self._is_input(one, name, path):
                     self._inputs[path] = self.input_at(path)
-        left = {path: was for path, was in self._inputs.items() if path not in rows}
         return {
-            path: was for path, was in left.items() if not self._of[path].holder.inputs_only or self._is_there(path)
+            path: was
+            for path, was in self._inputs.items()
+            if path not in rows and (not self._of[path].holder.inputs_only or self._is_there(path))
         }
 
     def _is_there(self, path: str) -> bool:
@@ -388,10 +389,15 @@ class Beginning:
             if one is not None and one.holder.states and name in one.holder.values:
                 yield path, one.holder.values[name]
 
-    def is_of_module(self, path: str) -> bool:
-        """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
-        holder = self.holder_of(path)
-        return holder is not None and isinstance(holder.owner, torch.nn.Module)
+    def sets_in_each_process(self, path: str) -> bool:
+        """Whether a flag there may say that something, such as an open file, is ready in a process.
+
+        Not of a module, nor of an object of a package that the loop uses, if all that it has got since is looked at.
+        """
+        holder, one = self.holder_of(path), self._of.get(path)
+        if holder is None or isinstance(holder.owner, torch.nn.Module):
+            return holder is None
+        return one is None or holder.path not in self._used or bool(self.opaque([path])) or one.hides()
 
     def moved(self) -> Iterator[tuple[str, Any]]:
         """The attributes that are not what they were at that moment."""
@@ -446,17 +452,23 @@ class _Watched:
 
     Attributes:
         before: those of the beginning.
+        there: the names of all that it had at the beginning.
         within: the tensors and arrays that they were then, or had inside.
         rows: name, path and value of those that may have moved: what is another object, or may change within.
     """
 
-    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows", "within")
+    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows", "there", "within")
 
     def __init__(self, holder: AttributeHolder) -> None:
-        self.holder = holder
+        self.holder, self.there = holder, frozenset(holder.values)
         self.before = {name: holder.values[name] for name in holder.names()}
         self.within = {name: list(map(weakref.ref, tensors_in(value))) for name, value in self.before.items()}
         self.look()
+
+    def hides(self) -> bool:
+        """Whether it has got something that is not looked at."""
+        names = frozenset(self.holder.names())
+        return any(name not in names and (name in self.before or name not in self.there) for name in self.holder.values)
 
     def look(self) -> None:
         """Look at every attribute."""

@@ -338,11 +338,11 @@ def shapes(value: Any) -> Any:
 
 def changes_within(value: Any) -> bool:
     """Whether it may compare as another one while it stays the same object."""
-    kind = type(value)
-    if kind is tuple:
+    if type(value) is tuple:
         return any(map(changes_within, value))
-    iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
-    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *CONTAINERS))
+    return is_iterator(value) or issubclass(
+        type(value), (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *CONTAINERS)
+    )
 
 
 def nbytes_of(value: Any) -> int:

@@ -329,8 +329,7 @@ class Epoch:
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""
         found = self.exactness
-        workers = loader.num_workers
-        if workers > 0 and not getattr(loader, "in_order", True):
+        if loader.num_workers > 0 and not getattr(loader, "in_order", True):
             found = found.lowered(Level.NOT_RESTORED, "in_order=False: workers deliver in no fixed order")
         if self.unknown_roles:
             found = found.lowered(
@@ -403,13 +402,17 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
         return self._fetch()
 
     def _fetch_again(self, under: rng.RngState) -> Any:
-        """Fetch a batch that the saved run had fetched already; its draws are in the past and leave no trace now."""
-        now = rng.capture()
+        """Fetch a batch that the saved run had fetched already. Its draws are in the past.
+
+        They leave no trace, unless streams are installed behind it: what its consumer draws until then follows from it.
+        """
+        now = rng.capture() if self._epoch.then_rng is None else None
         rng.restore(under)
         try:
             return self._fetch()
         finally:
-            rng.restore(now)
+            if now is not None:
+                rng.restore(now)
 
     def _fetch(self) -> Any:
         epoch, loader = self._epoch, self._loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import itertools
 import logging
@@ -66,13 +67,60 @@ class Hidden:
 '''
 
 
+FLAGS = '''
+import io
+
+class Checked:
+    """Its first steps look at what the reset before the loop has left, and use it up."""
+    def __init__(self): self.was_checked, self.was_compared, self.previous = False, False, (0.5, {})
+    def step(self, push):
+        if not self.was_checked: self.was_checked, self.previous = True, (self.previous[0] + push, {})
+        elif not self.was_compared: self.was_compared, self.previous = sum(self.previous[:1]) > 0, None
+        return 1.0
+
+class Cached(Checked):
+    """The same, and an object is kept that was asked for since."""
+    spec = kept = None
+    def __init__(self): super().__init__(); self.kept = None
+    def step(self, push):
+        self.kept = self.kept or Checked()
+        return super().step(push)
+
+class Fitted:
+    """A scaler that is fitted to what it sees first."""
+    is_fitted, mean = False, 0.0
+    def __init__(self): self.is_fitted, self.mean, self.turn = False, 0.0, 0
+    def step(self, push):
+        self.turn += 1
+        if not self.is_fitted: self.is_fitted, self.mean = True, self.turn + push
+        return self.mean
+
+class Ended:
+    """An environment that says whether its episode is over, which is so after the first step, too."""
+    def __init__(self): self.position, self.is_over = 2.0, False
+    def step(self, push):
+        self.position = 0.0 if self.is_over else self.position + 1.0
+        self.is_over = self.position >= 3.0
+        return self.position + 2.0 * self.is_over
+
+class Opened:
+    """It opens a file in each process."""
+    def __init__(self): self.is_open, self.file, self.total = False, None, 0.0
+    def step(self, push):
+        if not self.is_open: self.is_open, self.file = True, io.StringIO()
+        self.file.seek(0)
+        self.total += push
+        return self.total
+'''
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """A module that pip might have installed."""
     name = f"walks_{abs(hash(request.node.name))}"
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    (folder / f"{name}.py").write_text(PACKAGE)
+    (folder / f"{name}.py").write_text(PACKAGE + FLAGS)
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module(name)
 
@@ -108,7 +156,7 @@ class Holder:
         self.walk = walk
 
 
-@pytest.mark.parametrize("kind", ["local", "attribute", "in a dict", "wrapped", "slots"])
+@pytest.mark.parametrize("kind", ["local", "attribute", "in a dict", "wrapped", "wrapped often", "slots"])
 def test_an_object_of_a_package_continues(kind: str, tmp_path: Path, package: Any) -> None:
     """Its position and its private stream come back; a reading of the clock among them is no state."""
     loops = {
@@ -116,9 +164,21 @@ def test_an_object_of_a_package_continues(kind: str, tmp_path: Path, package: An
         "attribute": driven(lambda: package.Walk(7), inside=Holder),
         "in a dict": driven(lambda: package.Walk(7), inside=lambda env: {"walk": env}),
         "wrapped": driven(lambda: package.Wrapped(package.Wrapped(package.Walk(7)))),
+        "wrapped often": driven(
+            lambda: functools.reduce(lambda env, _: package.Wrapped(env), range(10), package.Walk(7))
+        ),
         "slots": driven(package.Normalizer),
     }
     assert continued(tmp_path, loops[kind]) == (True, "")
+
+
+@pytest.mark.parametrize("kind", ["Checked", "Cached", "Fitted", "Ended", "Opened"])
+@pytest.mark.parametrize("inside", [lambda env: env, Holder])
+def test_flags_of_an_object_of_a_package_fit_what_else_it_has(
+    kind: str, inside: Callable[[Any], Any], tmp_path: Path, package: Any
+) -> None:
+    """They come back with the rest, or each process sets them, and what is used up with them, for itself."""
+    assert continued(tmp_path, driven(getattr(package, kind), inside=inside)) == (True, "")
 
 
 def test_what_nothing_shows_of_a_package_is_named_with_its_path(tmp_path: Path, package: Any) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -230,6 +232,37 @@ def reads_two_ahead_and_changes_them(run: Watched) -> None:
     for epoch in range(run.epoch, EPOCHS):
         for batch in buffered(changed(run.loader), 2):
             step(run, batch, epoch)
+
+
+def erased(batches: Iterable[Any]) -> Iterator[Any]:
+    """Parts of them at random, as timm's prefetcher does behind the loader: streams of torch, numpy and Python."""
+    for x, y, ids in batches:
+        chance = random.random() + np.random.random()
+        yield x * (torch.rand_like(x) < chance / 2), y.clone(), ids.clone()
+
+
+def reads_one_ahead_and_erases_it(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in read_ahead(erased(run.loader)):
+            step(run, batch, epoch)
+
+
+def reads_two_ahead_and_erases_them(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in buffered(erased(run.loader), 2):
+            step(run, batch, epoch)
+
+
+def erases_ahead_in_an_object(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        prefetcher = Prefetcher(erased(run.loader))
+        batch = prefetcher.next()
+        while batch is not None:
+            step(run, batch, epoch)
+            batch = prefetcher.next()
 
 
 class Ahead:
@@ -529,6 +562,9 @@ EXACT: tuple[Loop, ...] = (
     reads_one_ahead_and_changes_it,
     reads_two_ahead_and_changes_them,
     reads_ahead_in_an_object,
+    reads_one_ahead_and_erases_it,
+    reads_two_ahead_and_erases_them,
+    erases_ahead_in_an_object,
     alternates,
     samples_from_endless_ones,
     pairs_an_endless_one_with_its_steps,
@@ -632,6 +668,7 @@ def generations(
 QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
     **dict.fromkeys((reads_one_ahead_and_changes_it, reads_two_ahead_and_changes_them), 2),
+    **dict.fromkeys((reads_one_ahead_and_erases_it, reads_two_ahead_and_erases_them, erases_ahead_in_an_object), 2),
     takes_three_at_once: 3,  # one of them where the second loader ends next
     **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
     **dict.fromkeys((counts_from_zero, counts_around_a_bar, reads_ahead_in_an_iterable_object), 1),

@@ -55,6 +55,13 @@ class Batches:
         return iter(ROWS.split(4))
 
 
+class Foreign:
+    """As Keras: an optimizer that has nothing of torch, and no state by that name."""
+
+    def apply_gradients(self, rows: Any) -> None:
+        """One step."""
+
+
 class Net:
     """As skorch: an estimator with its module and optimizer."""
 
@@ -122,6 +129,7 @@ def test_a_loader_around_a_torch_loader_names_it_and_the_advice_resumes_exactly(
         ({"loader": Batches()}, "call run.step() as the last statement"),
         ({"net": Net(nn.Linear(3, 1))}, "track what it holds: net.module_, net.optimizer_"),
         ({"thing": object()}, "give the class these two methods"),
+        ({"optimizer": Foreign()}, "call load() at its start and save(state, step=step) instead of track()"),
     ],
 )
 def test_what_cannot_be_tracked_says_what_can(objects: dict[str, Any], advice: str, tmp_path: Path) -> None:

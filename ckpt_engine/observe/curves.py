@@ -36,19 +36,15 @@ class Curve(Protocol):
 
     def place(self) -> Mapping[str, Any] | None:
         """What `begin` needs in another process, as JSON; None: this logger cannot go on."""
-        ...
 
     def begin(self, place: Mapping[str, Any] | None) -> str:
         """Before the logger writes: it goes on at `place`; None: it starts. Returns why it does not, or ""."""
-        ...
 
     def marks(self) -> Mapping[str, int]:
         """How much it has written by now; what waits in memory is written first."""
-        ...
 
     def cut(self, marks: Mapping[str, int]) -> str:
         """What was written after `marks` goes. Returns what stays nevertheless, or ""."""
-        ...
 
 
 class Curves:

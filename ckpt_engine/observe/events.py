@@ -259,11 +259,9 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary origin; never goes back; the only source of durations."""
-        ...
 
     def wall(self) -> float:
         """Seconds since the epoch; for display and ordering by people only: it may jump."""
-        ...
 
 
 class SystemClock:

@@ -145,10 +145,6 @@ class FlightRecorder:
         if expected:
             self._comparison = RepeatedSteps(expected, found[-1].about, self.about, self._names)
 
-    def give_up(self, why: str) -> None:
-        """Nothing is compared: the run goes on otherwise on purpose."""
-        self._comparison, self._why = None, why
-
     def begin(self, ahead: int) -> None:
         """The resumed loop asks for its first batch.
 

@@ -34,11 +34,9 @@ class Store(Protocol):
         Raises:
             RanksError: the store is gone.
         """
-        ...
 
     def get(self, key: str) -> str | None:
         """What is there now, or None. Raises as `set`."""
-        ...
 
     def wait(self, key: str, timeout: float) -> str:
         """What is there, waiting at most `timeout` seconds for it.
@@ -47,15 +45,12 @@ class Store(Protocol):
             WaitTimeoutError: no rank has written it.
             RanksError: as `set`.
         """
-        ...
 
     def add(self, key: str) -> int:
         """Count up by one, from 0; what it is now. `get` gives it as text. Raises as `set`."""
-        ...
 
     def remove(self, key: str) -> None:
         """Let go of a key. Raises as `set`."""
-        ...
 
 
 class Ranks(Protocol):
@@ -96,7 +91,6 @@ class Ranks(Protocol):
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         """Whether the array at `path` is bit for bit the same on all ranks; if not, that of rank 0 counts."""
-        ...
 
 
 _BLOCKED = "blocked"

@@ -262,7 +262,6 @@ class HasPiece(Protocol):
     @property
     def piece(self) -> Piece:
         """Of a snapshot."""
-        ...
 
 
 _Wanted = TypeVar("_Wanted", bound=HasPiece)

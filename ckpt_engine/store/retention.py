@@ -50,7 +50,6 @@ class RetentionPolicy(Protocol):
 
     def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
         """Ids to keep, each with its reason for people."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

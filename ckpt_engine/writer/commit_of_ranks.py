@@ -393,19 +393,15 @@ class ShareBoard(Protocol):
 
     def look(self) -> There:
         """Who has left what. Raises `CkptError`."""
-        ...
 
     def leave(self, order: StagedJob) -> None:
         """Make a share durable, and say so; only that again if it was left before. Raises `CkptError`."""
-        ...
 
     def commit(self, order: StagedJob) -> bool:
         """All shares of a snapshot are there: make it exist; False: it is none. Raises `CkptError`."""
-        ...
 
     def exists(self, snapshot: str) -> bool:
         """Whether it is committed. Raises `CkptError`."""
-        ...
 
 
 class CrashRecovery:

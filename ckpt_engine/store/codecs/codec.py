@@ -38,16 +38,13 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """What `Piece.codec` says; stable forever."""
-        ...
 
     @property
     def needs_base(self) -> bool:
         """Whether `encode` and `decode` need the bytes of an older snapshot, as many as they have to do with."""
-        ...
 
     def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> bytes | memoryview | None:
         """The bytes to store, or None where encoding does not pay: then the piece is to be stored raw."""
-        ...
 
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
         """Fill `out`, which has exactly the decoded size.
@@ -56,7 +53,6 @@ class Codec(Protocol):
             CorruptError: `stored` is not what `encode` returned for this many bytes and this base.
             NewerFormatError: a later version of this codec wrote it.
         """
-        ...
 
 
 _CODECS = {

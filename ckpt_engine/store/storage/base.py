@@ -87,7 +87,6 @@ class Storage(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do beyond this. A storage that wraps another one answers for both."""
-        ...
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         """Store `blocks`, back to back, as one object: atomically and durably.
@@ -102,7 +101,6 @@ class Storage(Protocol):
         Raises:
             StorageExistsError, StorageFullError, StorageReadOnlyError, NotAFolderError
         """
-        ...
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """At most `nbytes` bytes from `start` on; fewer where the object ends.
@@ -114,7 +112,6 @@ class Storage(Protocol):
             StorageMissingError
             CorruptError: it has more than the format allows, or it is no regular file.
         """
-        ...
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on.
@@ -123,19 +120,15 @@ class Storage(Protocol):
             StorageMissingError
             CorruptError: the object ends too early, or it is no regular file.
         """
-        ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose name starts with `prefix`, in no order; never half-written ones. No root, no objects."""
-        ...
 
     def delete(self, *names: str) -> None:
         """Remove objects; durable when this returns. One that does not exist is no error."""
-        ...
 
     def sweep(self) -> int:
         """Remove what interrupted `put`s left behind and return its bytes; never touches a `put` in progress."""
-        ...
 
 
 class Folder(Storage, Protocol):
@@ -149,7 +142,6 @@ class Folder(Storage, Protocol):
         Raises:
             StorageError: a name that could leave the root or meet a temporary file.
         """
-        ...
 
     def make_folder(self, folder: str) -> None:
         """Make `folder`, in or at the root, and its missing parents, durably.
@@ -157,11 +149,9 @@ class Folder(Storage, Protocol):
         Raises:
             OSError: from the file system.
         """
-        ...
 
     def settle(self, prefix: str) -> None:
         """Make durable what is there under a folder such as `data/`: the process that put it may have died early."""
-        ...
 
     def receive(self, name: str, nbytes: int, token: str, fill: Callable[[PartialFile], None]) -> None:
         """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
@@ -174,7 +164,6 @@ class Folder(Storage, Protocol):
         Raises:
             StorageExistsError, StorageFullError, StorageReadOnlyError, NotAFolderError
         """
-        ...
 
 
 class Versions(Protocol):
@@ -182,7 +171,6 @@ class Versions(Protocol):
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
         """The bytes and the version of an object; None: there is none."""
-        ...
 
     def replace(self, name: str, data: bytes, version: str | None) -> None:
         """Put `data` in place of that version (None: of nothing).
@@ -190,7 +178,6 @@ class Versions(Protocol):
         Raises:
             StorageExistsError: there is another version.
         """
-        ...
 
 
 class Nodes(Protocol):
@@ -210,7 +197,6 @@ class Nodes(Protocol):
 
     def announce(self, manifest: Manifest) -> None:
         """This snapshot is read next."""
-        ...
 
 
 class ReadOnlyStorage:

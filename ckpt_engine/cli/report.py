@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from bisect import bisect_left
@@ -19,11 +18,10 @@ from ckpt_engine.cli.output import age, json_option, new_file, print_json, print
 from ckpt_engine.cli.root import Run, open_run, options_of, storage_options
 from ckpt_engine.cli.status import MEANINGS, failure_of, history_of, percent
 from ckpt_engine.cli.verify import all_ok, check_run
-from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, visible
 from ckpt_engine.observe import units
 from ckpt_engine.observe.metrics import RunSpent
-from ckpt_engine.observe.resume_report import FILE_NAME, ResumeReport
+from ckpt_engine.observe.resume_report import ResumeReport, last_resume
 from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
@@ -187,7 +185,7 @@ def read_report(root: str, *, verify: bool = False, hidden: bool = True) -> RunR
         spent=history.spent if history.rows else None,
         verified=verified,
         problems=tuple(problems),
-        resume=_last_resume(config),
+        resume=last_resume(config.root_url),
     )
 
 
@@ -199,14 +197,6 @@ def _verified(run: Run, *, hidden: bool) -> tuple[bool, list[str]]:
         damaged += [(problem.file or "", problem) for problem in copies.others]
         more += [f"{where} at {copies.url}: [{problem.code}] {problem.message}" for where, problem in damaged]
     return all_ok(checked) and not away, more
-
-
-def _last_resume(config: Config) -> ResumeReport | None:
-    nearest = Path(config.root_url)
-    try:
-        return ResumeReport.from_json(json.loads((nearest / FILE_NAME).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it is for people, and may be of another version
 
 
 def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[SnapshotMark]:

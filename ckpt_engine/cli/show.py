@@ -20,6 +20,7 @@ from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_
 from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.resume_report import replay_of
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.store import names
@@ -134,6 +135,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
             for name, entry in manifest.entries.items()
         },
         "tree": manifest.tree,
+        "replay": replay_of(run.tiers[0]),
     }
 
 

@@ -24,6 +24,7 @@ from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import CkptError, StorageMissingError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.metrics import RunSpent
+from ckpt_engine.observe.resume_report import replay_of
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store.lease import LeaseHolder, read_holder
@@ -168,6 +169,8 @@ def command(root: str, as_json: bool) -> None:
         _print(holder, status, rows, why)
         if spent is not None:
             print_text(f"{_headline(spent)}: `ckpt goodput` says of what")
+        if (replay := replay_of(config.root_url)) is not None:
+            print_text(replay.text())
         if live is not None:
             print_text(*live.text().split("\n"))
 
@@ -274,6 +277,7 @@ def _print_json(
                 "age_seconds": time.time() - status.written,
             },
             "tiers": rows,
+            "replay": replay_of(url),
         }
     )
 

@@ -5,6 +5,7 @@ over.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.errors import visible
-from ckpt_engine.observe.units import duration, size
+from ckpt_engine.observe.units import duration, place, size
 
 FILE_NAME = "resume-report.json"
 """Where a run's folder has the report of its last resume."""
@@ -183,6 +184,20 @@ class ResumeReport:
             f"resumed at {where} from {self.snapshot} in {self.place or self.url} "
             f"({size(self.read_bytes)} read, {duration(self.seconds)})"
         )
+
+
+def last_resume(root: str) -> ResumeReport | None:
+    """The report of the last resume of the run in this folder; None: there is none, or it is of another version."""
+    try:
+        return ResumeReport.from_json(json.loads((Path(place(root)) / FILE_NAME).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def replay_of(root: str) -> Replay | None:
+    """What the repeated steps of the last resume have shown; None: not known."""
+    report = last_resume(root)
+    return None if report is None else report.replay
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:

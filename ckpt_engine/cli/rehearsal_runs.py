@@ -68,9 +68,11 @@ class Proof:
 
     def lines(self) -> list[str]:
         """For people, behind the verdict."""
-        lines = [] if self.resumed is None else self.resumed.lines()
-        shown = self.replay is not None and self.replay.first is None
-        return lines + ([self.replay.text()] if shown else []) + [f"note: {note}" for note in self.notes]
+        if self.resumed is not None:
+            lines = self.resumed.lines()
+        else:
+            lines = [] if self.replay is None else [self.replay.text()]
+        return lines + [f"note: {note}" for note in self.notes]
 
 
 @dataclass(frozen=True, slots=True)

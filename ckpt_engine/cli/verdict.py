@@ -65,8 +65,9 @@ _RECORDED = {"batch": Area.BATCH, "random": Area.STREAM, "learning_rate": Area.R
 
 def of_replay(replay: Replay) -> FirstDifference | None:
     """The first difference between steps, which show less of the state than snapshots, and more of its causes."""
-    first = replay.first
-    return first and FirstDifference(first.step, _RECORDED[first.what], str(first), replay.why, (), 0)
+    if (first := replay.first) is None:
+        return None
+    return FirstDifference(first.step, _RECORDED[first.what], str(first), replay.why, (), 0)
 
 
 def earliest(found: Iterable[FirstDifference | None], *, fresh: bool = False) -> FirstDifference | None:

@@ -72,6 +72,7 @@ def command(
 
 def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool) -> int:
     """All runs, and what they show; the exit code."""
+
     def say(text: str) -> None:
         if not as_json:
             print_text(text, err=True)

@@ -55,6 +55,7 @@ class Rehearsal:
             root: of the run, as the options name it.
         """
         if root not in self.roots():
+            Path(self.folder).mkdir(exist_ok=True)
             with Path(self.folder, _ROOTS).open("a") as file:  # two ranks may both do so: the first line counts
                 file.write(json.dumps(root) + "\n")
         return str(Path(self.folder, f"run{self.roots().index(root)}"))

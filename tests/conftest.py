@@ -54,9 +54,6 @@ def pytest_collection_finish() -> None:
         _seeds_note_no_stack()
         _loggers_of_torch_propagate()
         _loaders_end_soon()
-    source = sys.modules.get("ckpt_engine.audit.source")
-    if source is not None:
-        source._bodies = cache(source._bodies)  # the same few loops run again and again: 0.1 s each
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None:
         registry.entry_points = cache(registry.entry_points)

@@ -14,7 +14,7 @@ from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.observe.units import count
 from ckpt_engine.store.names import ParsedId
-from ckpt_engine.store.rows import Life, files_of, read_life
+from ckpt_engine.store.rows import ProcessRows, files_of, read_life
 
 
 @click.command("prove", short_help="Repeat recorded steps of a run, and compare.")
@@ -81,10 +81,10 @@ def command(
 
 def recorded_behind(run: Run) -> dict[ParsedId, int]:
     """The snapshots with recorded steps behind them, oldest first, and the last such step of each."""
-    from ckpt_engine.probe.compare import steps_behind
+    from ckpt_engine.probe.repeated_steps import steps_behind
     from ckpt_engine.probe.recorder import NOTE  # torch
 
-    lives: list[Life] = []
+    lives: list[ProcessRows] = []
     for place in run.places:
         read = (read_life(place.storage, name) for name in files_of(place.storage, 0))
         lives = lives or [life for life in read if life is not None]

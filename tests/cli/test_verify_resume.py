@@ -19,7 +19,7 @@ import pytest
 from ckpt_engine.cli import rehearsal_runs as runs
 from ckpt_engine.cli.compare import DifferenceKind, LeafDifference
 from ckpt_engine.cli.verdict import Area, FirstDifference, area_of, earliest, judge, judge_end, of_replay
-from ckpt_engine.observe.resume_report import Difference, Replay
+from ckpt_engine.observe.resume_report import Replay, ReplayDifference
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.pytest_plugin import add_to_every_trainer
 from tests.support import interpreters
@@ -267,7 +267,9 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
 )
 def test_the_steps_say_what_came_before_the_weights_of_a_snapshot(what: str, step: int, area: Area) -> None:
     """The earlier of the two counts, and of the same step batch, random stream and learning rate before weights."""
-    replay = Replay("different", 2, "a cause", Difference(step, what, "model.w" if what == "weights" else "", 0.5))
+    replay = Replay(
+        "different", 2, "a cause", ReplayDifference(step, what, "model.w" if what == "weights" else "", 0.5)
+    )
     snapshot = FirstDifference(4, Area.WEIGHTS, "model/w", "another cause", (), 0)
     found = earliest([snapshot, of_replay(replay), None, of_replay(Replay("exact", 4))])
     assert found is not None

@@ -81,8 +81,8 @@ def command(
 
 def recorded_behind(run: Run) -> dict[ParsedId, int]:
     """The snapshots with recorded steps behind them, oldest first, and the last such step of each."""
-    from ckpt_engine.probe.repeated_steps import steps_behind
     from ckpt_engine.probe.recorder import NOTE  # torch
+    from ckpt_engine.probe.repeated_steps import steps_behind
 
     lives: list[ProcessRows] = []
     for place in run.places:

@@ -76,7 +76,7 @@ def command(
         print_json({"root": config.root_url, "exact": proof.resumed is None, **fields_of(proof), "scratch": kept})
     else:
         _print(proof)
-    sys.exit(proof.exit_code)
+    sys.exit(0 if proof.resumed is None else 1)
 
 
 def recorded_behind(run: Run) -> dict[ParsedId, int]:

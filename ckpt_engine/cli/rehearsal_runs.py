@@ -61,11 +61,6 @@ class Proof:
     resumed: FirstDifference | None
     notes: tuple[str, ...]
 
-    @property
-    def exit_code(self) -> int:
-        """Of a command that asks for it."""
-        return 0 if self.resumed is None else 1
-
     def lines(self) -> list[str]:
         """For people, behind the verdict."""
         if self.resumed is not None:
@@ -134,7 +129,8 @@ class Runs:
         behind = {parsed.step for run, _ in starts for parsed in run.holders if step < parsed.step <= last}
         named = self.run(name, last + 1, math.gcd(*behind) or last + 1)
         again = self.opened(name)
-        reports = [report for folder in folders if (report := _report_of(folder)) is not None]
+        written = [path for folder in folders if (path := folder / FILE_NAME).exists()]
+        reports = [ResumeReport.from_json(json.loads(path.read_text())) for path in written]
         new = {one.step for run in again for one in run.holders} - {snapshot.step for _, snapshot in starts}
         if not reports and (min(new, default=last) < step or len(named) > len(roots)):
             raise ResumeError(
@@ -143,28 +139,23 @@ class Runs:
                 hint="Lightning: trainer.fit(..., ckpt_path='auto'); plain loops: state = ckpt.load(); "
                 "and the same run folder at every start",
             )
-        done = verdict.compare([run for run, _ in starts], again, step + 1, last, fresh=False)
+        found, steps, values = verdict.compare([run for run, _ in starts], again, step + 1, last, fresh=False)
         replays = [report.replay for report in reports if report.replay is not None]
-        if not done.steps and not any(one.steps or one.first for one in replays):
+        if not steps and not any(one.steps or one.first for one in replays):
             why = next((one.why for one in replays), "the command records no steps")
             raise ResumeError(
                 f"nothing can be compared behind step {step}: {why}; no snapshot of both runs is there",
                 hint=f"see {self.scratch / name}.log; a later --steps or an earlier --step leaves more to compare",
             )
-        first = verdict.earliest([done.first, *map(verdict.of_replay, replays)])
+        first = verdict.earliest([found, *map(verdict.of_replay, replays)])
         if first is not None:
             missing = (f"{row.name}: {row.why}" for report in reports for row in report.not_restored)
             first = replace(first, declared=tuple(missing))
         replay = next((one for one in replays if one.first is not None), next(iter(replays), None))
         notes = [_OTHER_ROOT.format(", ".join(roots), ", ".join(named))] if named != roots else []
-        if first is None and (lonely := len(behind.difference(done.steps))):
+        if first is None and (lonely := len(behind.difference(steps))):
             notes.append(f"not compared, for want of a counterpart: {count(lonely, 'snapshot')} of the first run")
-        return Proof(step, len(done.steps), done.values, replay, first, tuple(notes))
-
-
-def _report_of(folder: Path) -> ResumeReport | None:
-    path = folder / FILE_NAME
-    return ResumeReport.from_json(json.loads(path.read_text())) if path.exists() else None
+        return Proof(step, len(steps), values, replay, first, tuple(notes))
 
 
 def _cut_back(run: Run, snapshot: ParsedId, folder: Path) -> None:

@@ -19,14 +19,16 @@ _RAN = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """A test that passes without us and fails with us.
+class Outcome:
+    """What became of one test.
 
     Args:
+        outcome: passed, failed or skipped.
         line: the first line of its failure.
     """
 
     test: str
+    outcome: str
     line: str
 
 
@@ -42,19 +44,11 @@ class SuiteReport:
         skipped: by themselves, without us.
     """
 
-    new_failures: tuple[Changed, ...]
-    unsteady: tuple[Changed, ...]
+    new_failures: tuple[Outcome, ...]
+    unsteady: tuple[Outcome, ...]
     passed: int
-    failed_before: tuple[Changed, ...]
+    failed_before: tuple[Outcome, ...]
     skipped: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one test: passed, failed or skipped."""
-
-    outcome: str
-    line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +82,18 @@ class Suite:
         trainers.mkdir()
         ours = [f"--ckpt-trainers={trainers}"]
         found, code = self._run("run 2: with AdaptiveCheckpoint in every Trainer", ours, fine)
-        ended = Outcome("failed", f"the tests ended before it, with exit code {code}")
-        broken = {test: one for test in fine if (one := found.get(test, ended)).outcome == "failed"}
+        ended = f"the tests ended before it, with exit code {code}"
+        ours_of = {test: found.get(test) or Outcome(test, "failed", ended) for test in fine}
+        broken = {test: one for test, one in ours_of.items() if one.outcome == "failed"}
         again: Mapping[str, Outcome] = {}
         if broken:
             again, _ = self._run("run 3: the new failures again, without ckpt-engine", (), list(broken))
         shaky = {test for test, one in again.items() if one.outcome == "failed"}
         return SuiteReport(
-            new_failures=tuple(Changed(test, one.line) for test, one in broken.items() if test not in shaky),
-            unsteady=tuple(Changed(test, broken[test].line) for test in broken if test in shaky),
+            new_failures=tuple(one for test, one in broken.items() if test not in shaky),
+            unsteady=tuple(one for test, one in broken.items() if test in shaky),
             passed=len(fine) - len(broken),
-            failed_before=tuple(Changed(test, one.line) for test, one in without.items() if one.outcome == "failed"),
+            failed_before=tuple(one for one in without.values() if one.outcome == "failed"),
             skipped=sum(one.outcome == "skipped" for one in without.values()),
         )
 
@@ -135,8 +130,8 @@ def read_outcomes(file: Path) -> tuple[dict[str, Outcome], int]:
     """What the plugin has written so far: outcomes by test, and how many tests there are."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last one may be half there
     events = list(map(json.loads, lines))
-    outcomes = {one["id"]: Outcome(one["outcome"], one["line"]) for one in events if one["event"] != "collected"}
-    return outcomes, sum(one["tests"] for one in events if one["event"] == "collected")
+    tests = (Outcome(one["id"], one["outcome"], one["line"]) for one in events if one["event"] != "collected")
+    return {one.test: one for one in tests}, sum(one["tests"] for one in events if one["event"] == "collected")
 
 
 def verify_suite(suite: Suite, *, as_json: bool) -> bool:

@@ -6,7 +6,7 @@ Snapshots that both runs took at the same place of the training are compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ckpt_engine.cli.compare import Comparison, DifferenceKind, LeafDifference
@@ -164,23 +164,12 @@ _RESUMED = {
 }
 
 
-@dataclass(slots=True)
-class Compared:
-    """How much was compared, and what differs first.
+def compare(
+    a: Sequence[Run], b: Sequence[Run], first: int, last: int, *, fresh: bool
+) -> tuple[FirstDifference | None, list[int], int]:
+    """Compare snapshots of the same place in steps `first` to `last`, up to a difference.
 
-    Args:
-        first: where they first differ.
-        steps: of the snapshots that were compared.
-        values: in them.
-    """
-
-    first: FirstDifference | None = None
-    steps: list[int] = field(default_factory=list)
-    values: int = 0
-
-
-def compare(a: Sequence[Run], b: Sequence[Run], first: int, last: int, *, fresh: bool) -> Compared:
-    """Compare the snapshots of runs that are of the same place in steps `first` to `last`, up to a difference.
+    Returns the first difference, the steps of the snapshots that were compared, and how many values they have.
 
     Args:
         fresh: see `earliest`.
@@ -188,19 +177,19 @@ def compare(a: Sequence[Run], b: Sequence[Run], first: int, last: int, *, fresh:
     Raises:
         CkptError: a snapshot cannot be read.
     """
-    done, found = Compared(), []
+    found: list[FirstDifference | None] = []
+    steps, values = list[int](), 0
     for one, other in zip(a, b, strict=False):
         ones, others = (_by_place(run, first, last) for run in (one, other))
         for place in [place for place in ones if place in others]:
             comparison = Comparison(ones[place], others[place])
             differences = [one for one in comparison if not one.measured]
             found.append(judge(place[0], differences, fresh=fresh))
-            done.steps.append(place[0])
-            done.values += comparison.compared
-            if found[-1] is not None and not (fresh and found[-1].streams_only):
+            steps.append(place[0])
+            values += comparison.compared
+            if (newest := found[-1]) is not None and not (fresh and newest.streams_only):
                 break  # what follows from a difference is of no interest
-    done.first = earliest(found, fresh=fresh)
-    return done
+    return earliest(found, fresh=fresh), steps, values
 
 
 def _by_place(run: Run, first: int, last: int) -> Mapping[tuple[int, str, str], Candidate]:

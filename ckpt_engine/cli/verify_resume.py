@@ -90,7 +90,7 @@ def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool)
         )
     say(f"run 2: from the start to step {at}, once more")
     runs.run("repeated", at + 1)
-    fresh = verdict.compare(whole, runs.opened("repeated"), 0, at, fresh=True).first
+    fresh, _, _ = verdict.compare(whole, runs.opened("repeated"), 0, at, fresh=True)
     say(f"run 3: resumed at step {at}, to step {steps}")
     proof = runs.prove("resumed", starts, steps, roots)
     ends = (max(one.step for run in found for one in run.holders) for found in (whole, runs.opened("resumed")))
@@ -103,7 +103,7 @@ def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool)
         _print(proof, fresh, seeded=seeded)
         if kept is not None:
             print_text(f"snapshots and output are in {kept}")
-    return proof.exit_code if seeded else NOT_SEEDED
+    return NOT_SEEDED if not seeded else 0 if proof.resumed is None else 1
 
 
 def _print(proof: Proof, fresh: FirstDifference | None, *, seeded: bool) -> None:

@@ -170,7 +170,7 @@ def _cut_back(run: Run, snapshot: ParsedId, folder: Path) -> None:
 
 @contextmanager
 def scratch_folder(wanted: Path | None) -> Iterator[Path]:
-    """A new folder for runs; one that nobody wants goes with the block, unless that failed.
+    """A new folder for runs; one that is not `wanted` is removed behind the block, unless that failed.
 
     Raises:
         click.UsageError: it exists.

@@ -28,7 +28,6 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import Config, Tier
-from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.config.sections import Best, Keep, Log, Preemption, Section, Source, Status
 from ckpt_engine.errors import ConfigError
 
@@ -430,6 +429,10 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
         raise _error(problems, count) from None  # it says all that pydantic does
     if problems:
         raise _error(problems, len(problems))
+    if "CKPT_REHEARSAL" not in os.environ:
+        return config
+    from ckpt_engine.config.rehearsal import Rehearsal
+
     rehearsal = Rehearsal.of_environment()
     rehearsed = rehearsal.options(config.root_url, config.options()) if rehearsal is not None else None
     return config if rehearsed is None else load_config(rehearsed)

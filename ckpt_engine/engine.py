@@ -16,6 +16,7 @@ import torch
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
+from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.copy.job import ErrorRecord, WriterConfig
 from ckpt_engine.errors import (
     ArgumentError,
@@ -126,6 +127,10 @@ class Engine:
         **options: Any,
     ) -> None:
         self.config = load_config(root, **options)
+        self._rehearsal = Rehearsal.of_environment()
+        if self._rehearsal is not None:
+            text = "a rehearsal (CKPT_REHEARSAL is set): snapshots go to %s, and the process ends after step %d"
+            logging.getLogger(LOGGER_NAME).warning(text, self.config.root_url, self._rehearsal.end)
         self._session = session_of(ranks, self.config)
         self.live = live_file(root, options)
         self.events: EventSink = LogSink()
@@ -233,7 +238,7 @@ class Engine:
         """
         lazy = arguments.function("lazy", lazy)
         self.tenure.claim()
-        self._pipeline.prepare(state, lazy, touch=touch)
+        self._pipeline.prepare(state, lazy, touch=touch and self._rehearsal is None)
 
     @property
     def prepare_seconds(self) -> float:
@@ -302,6 +307,7 @@ class Engine:
         """
         if type(step) is not int or not 0 <= step <= arguments.MOST:
             step = arguments.whole_number("step", step)
+        self._rehearse(step - 1)
         self.times.boundary(step - 1)
         self._pipeline.begin_step(step, self.times)
 
@@ -338,6 +344,7 @@ class Engine:
             raise
         if not wanted.durable and self.config.memory is None:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
+        self._rehearse(wanted.step)
         self._surface()
         self._restorer.detach()
         self.times.boundary(wanted.step)
@@ -350,6 +357,22 @@ class Engine:
         self._pipeline.spend(self.times)
         self._say_what_stays()
         return handle
+
+    def _rehearse(self, step: int) -> None:
+        """In a rehearsal no snapshot is skipped, and the process ends when its last step is complete: at once, as if it
+        were killed, but that its snapshots are durable.
+
+        Args:
+            step: that is complete.
+        """
+        if self._rehearsal is None:
+            return
+        self.wait(CLOSE_TIMEOUT_SECONDS)
+        if step >= self._rehearsal.end:
+            self.close(CLOSE_TIMEOUT_SECONDS)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     def lacks(self, step: int, why: CkptError) -> None:
         """The state of this step was to be saved, and is not: said at the end unless a newer one is.

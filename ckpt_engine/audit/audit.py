@@ -304,15 +304,6 @@ class Audit(HiddenState):
         return restored, missing
 
 
-def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
-    """Class and digest of every attribute that is looked at, by path, moved or not.
-
-    Args:
-        roots, skipped: as for `HiddenState`.
-    """
-    return Beginning({**of_modules(), **roots}, skipped).described()
-
-
 def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of `HiddenState.state` with small values, and the large values alone, by path."""
     large = {path for path, row in rows.items() if nbytes_of(row.get("value")) > _LARGE_BYTES}

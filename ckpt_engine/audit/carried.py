@@ -175,21 +175,6 @@ class CarriedLocals:
         return key not in self._kept
 
 
-def live_variables(frame: FrameType | None) -> dict[str, dict[str, Any]]:
-    """What the loops on the stack read in a later step than the one that wrote it, by function; modules left out.
-
-    Args:
-        frame: the innermost one that is looked at.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for one in frames_of_users(frame):
-        values = one.f_locals
-        names = [name for name in _carried(one.f_code, one.f_lasti) if name in values and not name.startswith("__")]
-        if names:
-            found.setdefault(one.f_code.co_name, {name: values[name] for name in names})
-    return found
-
-
 Calls = frozenset[tuple[CodeType, int]]
 """Functions on the stack, and the instructions that they are at."""
 

@@ -47,7 +47,6 @@ from ckpt_engine.audit.values import (
     is_no_value,
     is_own,
     tensors_in,
-    type_of,
 )
 from ckpt_engine.plugins import is_function_of_user, is_library, is_library_file, is_standard_name, of_framework
 
@@ -372,15 +371,6 @@ class Beginning:
         """What is there now, or `MISSING`."""
         holder = self.holder_of(path)
         return MISSING if holder is None else holder.values.get(path.rpartition(".")[2], MISSING)
-
-    def described(self) -> dict[str, tuple[str, str]]:
-        """Class and digest of all attributes."""
-        return {
-            path: (type_of(value), digest(self.frozen[path]))
-            for one in self._watched
-            for name, value in one.before.items()
-            for path in (f"{one.holder.path}.{name}",)
-        }
 
     def states_of(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Those of modules, moved or not: a fresh process may begin with any other."""

@@ -30,6 +30,7 @@ VERBS = {
     "export": "export.command",
     "import": "import_.command",
     "verify-resume": "verify_resume.command",
+    "prove": "prove.command",
     "compact": "cp.compact_command",
     "cp": "cp.command",
     "prune": "prune.command",

@@ -429,7 +429,13 @@ def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
         raise _error(problems, count) from None  # it says all that pydantic does
     if problems:
         raise _error(problems, len(problems))
-    return config
+    if "CKPT_REHEARSAL" not in os.environ:
+        return config
+    from ckpt_engine.config.rehearsal import Rehearsal
+
+    rehearsal = Rehearsal.of_environment()
+    rehearsed = rehearsal.options(config.root_url, config.options()) if rehearsal is not None else None
+    return config if rehearsed is None else load_config(rehearsed)
 
 
 def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:

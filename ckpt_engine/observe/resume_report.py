@@ -62,6 +62,11 @@ class ReplayDifference:
     name: str = ""
     relative: float | None = None
 
+    def __str__(self) -> str:
+        where = f" of {self.name}" if self.name else ""
+        far = "" if self.relative is None else f", by {self.relative:.1e}"
+        return f"the {self.what.replace('_', ' ')}{where}{far}"
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -96,11 +101,9 @@ class Replay:
         if self.first is None:
             return f"resume not proved: {self.why}"
         first = self.first
-        where = f" of {first.name}" if first.name else ""
-        far = "" if first.relative is None else f", by {first.relative:.1e}"
         return (
-            f"resume not exact: step {first.step} repeats otherwise, first seen in the "
-            f"{first.what.replace('_', ' ')}{where}{far}, after {self.steps} equal steps: {self.why}"
+            f"resume not exact: step {first.step} repeats otherwise, first seen in {first}, "
+            f"after {self.steps} equal steps: {self.why}"
         )
 
 

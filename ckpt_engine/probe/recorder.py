@@ -162,6 +162,7 @@ class FlightRecorder:
         self._calls += 1
         self._number += 1
         rates = [_number(group.get("lr")) for group in optimizer.param_groups]
+        words = sampler.look(self._calls)  # which may make another plan
         row = Row(
             number=self._number,
             calls=self._calls,
@@ -174,7 +175,7 @@ class FlightRecorder:
             rates=xxhash.xxh3_64_intdigest(repr(rates).encode()),
             rate=rates[0] if rates else 0.0,
             time=time.time(),
-            words=sampler.look(self._calls),
+            words=words,
         )
         self._batch = 0
         comparison = self._comparison

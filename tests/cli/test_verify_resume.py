@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import click
 import lightning.pytorch as pl
 import pytest
-import torch
 
-from ckpt_engine import Checkpointer
-from ckpt_engine.audit import audit
 from ckpt_engine.cli import rehearsal_runs as runs
 from ckpt_engine.cli.compare import DifferenceKind, LeafDifference
-from ckpt_engine.cli.rehearsal_patches import Rehearsal
-from ckpt_engine.cli.rehearsal_runs import PythonCommand, Spec, Trace, event_line
-from ckpt_engine.cli.verdict import Area, Pair, area_of, explain, judge, judge_end
-from ckpt_engine.engine import Engine
-from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.cli.verdict import Area, FirstDifference, area_of, earliest, judge, judge_end, of_replay
+from ckpt_engine.observe.resume_report import Replay, ReplayDifference
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.pytest_plugin import add_to_every_trainer
 from tests.support import interpreters
@@ -59,16 +53,30 @@ def verify(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
     forked: None, verify: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Three snapshots after the restart equal the uninterrupted run's; its run folder does not come into being."""
+    """Four snapshots after the restart equal the uninterrupted run's; its run folder does not come into being."""
     result = verify("", "--kill-at", 2, "--scratch", tmp_path / "scratch")
     assert result.code == 0, result.err
-    assert "exact: killed after step 2, equal to the uninterrupted run up to the end (4 snapshots, " in result.out
+    assert "exact: resumed at step 2, equal to the uninterrupted run up to the end (4 snapshots, " in result.out
     assert not (tmp_path / "run").exists()
-    killed = Trace.read(tmp_path / "scratch/killed.trace")
-    assert killed.steps == (1, 2)
-    assert '"killed"' in (tmp_path / "scratch/killed.trace").read_text()
-    assert len(Trace.read(tmp_path / "scratch/again.trace").loaded) == 1
-    assert "the end" not in (tmp_path / "scratch/again.log").read_text()
+    found = {path.name: [one.step for one in runs.open_run(str(path / "run0")).holders] for path in _places(tmp_path)}
+    assert found == {"whole": [1, 2, 3, 4, 5, 6], "repeated": [1, 2], "resumed": [2, 3, 4, 5, 6]}
+    for path in _places(tmp_path):
+        assert (path / "roots.jsonl").read_text() == json.dumps(str(tmp_path / "run")) + "\n"
+        log = path.with_suffix(".log").read_text()
+        assert "a rehearsal (CKPT_REHEARSAL is set)" in log
+        assert "the end" not in log
+
+
+def _places(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "scratch").iterdir() if path.is_dir())
+
+
+def test_the_recorded_steps_are_compared_too(forked: None, verify: Callable[..., Any]) -> None:
+    """A loop that is tracked shows each step; a loop by hand shows its snapshots only."""
+    result = verify("", "--json", "--steps", 4, script="tracked_loop.py")
+    assert result.code == 0, result.out + result.err
+    replay = result.json["replay"]
+    assert (replay["result"], replay["steps"], replay["first"]) == ("exact", 3, None)
 
 
 @pytest.mark.slow
@@ -83,31 +91,16 @@ def test_a_tracked_loop_with_a_memory_tier_is_exact(what: str, verify: Callable[
     assert "exact" in result.out
 
 
-def test_what_is_rehearsed_is_called_as_the_engine_is(tmp_path: Path) -> None:
-    """Adapters that ask for both kinds of snapshots get the engine's answer, not a `TypeError`."""
-    module = ModuleType("module")
-    module.Engine = Engine  # type: ignore[attr-defined]
-    Rehearsal(Spec(str(tmp_path), str(tmp_path / "trace"), 3))._patch_engine(module)
-    assert module.Engine is not Engine
-    engine = module.Engine(tmp_path / "run", writer="thread")
-    try:
-        assert [engine.ready(durable=durable) for durable in (True, False)] == [True, True]
-    finally:
-        engine.close()
-
-
 @pytest.mark.slow
 def test_an_own_generator_is_found(verify: Callable[..., Any]) -> None:
-    """It begins again after a restart: weights differ, and the variable is named with the line that saves it."""
+    """It begins again after a restart: weights differ, and the usual cause is named."""
     result = verify("own generator", "--json")
     assert result.code == 1, result.err
     report = result.json
     assert (report["exact"], report["fresh"]) == (False, None)
     assert (report["resumed"]["step"], report["resumed"]["area"]) == (4, "tensor")
     assert report["resumed"]["first"].startswith("model/0.weight: ")
-    (moved,) = report["resumed"]["moved"]
-    assert (moved["path"], moved["type"]) == ("main().own", "random.Random")
-    assert "save({…, 'own': own}, step=step), and own = state['own'] after load()" in moved["remedy"]
+    assert "an own random.Random" in report["resumed"]["cause"]
 
 
 @pytest.mark.slow
@@ -127,7 +120,7 @@ def test_code_that_reads_the_clock_is_found_from_the_start_and_after_the_restart
     result = verify("clock")
     assert result.code == 3, result.err
     first, _, rest = result.out.partition("the restart differs as well, which may have the same cause")
-    assert first.startswith("not seeded: two runs from the start differ at step 1, before anything is killed")
+    assert first.startswith("not seeded: two runs from the start differ at step 1, before anything is resumed")
     assert ": the runs differ at step 4 after the restart" in rest
     assert "code that reads the clock" in rest
     assert "NOT EXACT" not in result.out
@@ -138,22 +131,9 @@ def test_a_script_without_a_seed_may_still_resume_exactly(verify: Callable[..., 
     """That two runs differ is said first, has an exit code of its own, and is no fault of the resume."""
     result = verify("no seed")
     assert result.code == 3, result.err
-    assert result.out.startswith("not seeded: two runs from the start differ at step 1, before anything is killed")
-    assert "exact: killed after step 3" in result.out
+    assert result.out.startswith("not seeded: two runs from the start differ at step 1, before anything is resumed")
+    assert "exact: resumed at step 3" in result.out
     assert "NOT EXACT" not in result.out
-    assert "run 4" in result.err
-
-
-def test_a_tracked_loop_is_rehearsed_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tracker makes its audit as ever, and the rehearsal learns the objects that it looks at."""
-    monkeypatch.setattr(audit.Audit, "__init__", audit.Audit.__init__)  # put back afterwards
-    rehearsal = Rehearsal(Spec(str(tmp_path), str(tmp_path / "trace"), 3))
-    rehearsal._patch_audit(audit)
-    net = torch.nn.Linear(2, 2)
-    net.calls = 0  # type: ignore[assignment]
-    with Checkpointer(tmp_path / "run", writer="thread") as ckpt:
-        ckpt.track(model=net, optimizer=torch.optim.SGD(net.parameters()))
-        assert "model.calls" in rehearsal._attributes.changed({})
 
 
 @pytest.mark.slow
@@ -162,8 +142,8 @@ def test_a_tracked_loop_is_rehearsed_as_it_is_made(tmp_path: Path, monkeypatch: 
     [
         ("forgets", (), "did not resume when it was started again"),
         ("fails", (), "ValueError: a mistake of the script"),
-        ("saves nothing", (), "the script took no snapshot (uninterrupted run)"),
-        ("", ("--timeout", "0.01"), "had not reached step 6 after 0.01 s"),
+        ("saves nothing", (), "the script took no snapshot up to step 3"),
+        ("", ("--timeout", "0.01"), "had not ended after 0.01 s"),
     ],
 )
 def test_what_cannot_be_verified_says_why(
@@ -201,9 +181,8 @@ def test_augmentation_from_a_generator_of_the_workers_goes_on(verify: Callable[.
     """Nothing seeds it, so two runs differ; the answer names the first batch with other content and not the weights."""
     result = verify("workers", script="lightning_loop.py")
     assert result.code == 3, result.err
-    assert result.out.startswith("not seeded: two runs from the start differ at step 1, before anything is killed")
-    assert "first: batch 0 of training loader 0 has other content" in result.out
-    assert "\nexact: killed after step 3" in result.out
+    assert result.out.startswith("not seeded: two runs from the start differ at step 1, before anything is resumed")
+    assert "\nexact: resumed at step 3" in result.out
 
 
 @pytest.mark.slow
@@ -212,84 +191,33 @@ def test_augmentation_from_a_generator_of_the_workers_goes_on(verify: Callable[.
     [
         ("lightning_loop.py", "iterator", ["the resume report says: hidden state model.factors", "state_dict()"]),
         ("tracked_loop.py", "best", ["the resume report says: local variables: best is carried", "Carry(best=…)"]),
-        ("tracked_loop.py", "hidden off", ["not put back: model.calls", "int", "state_dict()"]),
+        ("tracked_loop.py", "hidden off", ["first: model/", "a plain attribute of the model"]),
     ],
 )
-def test_the_hidden_state_that_explains_it_is_named(
-    verify: Callable[..., Any], script: str, mistake: str, lines: list[str]
-) -> None:
-    """Attribute path, class, and the line that makes it exact, instead of a usual cause."""
+def test_what_explains_it_is_named(verify: Callable[..., Any], script: str, mistake: str, lines: list[str]) -> None:
+    """What the resume report says of it, with the line that makes it exact, or else the usual cause."""
     result = verify(mistake, script=script)
     assert result.code == 1, result.out + result.err
     assert result.out.startswith("NOT EXACT: the runs differ at step 4 after the restart")
-    assert "usual cause" not in result.out
     for line in lines:
         assert line in result.out
 
 
-def test_what_differs_between_two_fresh_starts_explains_nothing() -> None:
-    """A time or a path is another one in every process; a count is named before the tensor made with it."""
-
-    def trace(*values: tuple[int, Mapping[str, str]]) -> Trace:
-        rows = {step: {path: (path.rpartition(".")[2], one) for path, one in row.items()} for step, row in values}
-        return Trace((), (), {}, tuple(rows), rows)
-
-    divergence = judge(
-        [Pair(2, (LeafDifference("w", DifferenceKind.TENSOR, "1", "2", 1, 4, (0,), 1.0),), 3, None)], fresh=False
+def test_a_command_is_started_as_it_is_and_its_processes_take_part(
+    ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that only starts others. A program that is not there, and a file, get an answer."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "train.py").write_text(
+        "import json, os, sys\n"
+        "print(sys.argv, 'torch' in sys.modules, json.loads(os.environ['CKPT_REHEARSAL'])['end'])\n"
     )
-    assert divergence is not None
-    whole = trace(
-        (1, {"a.float": "1", "m.Tensor": "1", "b.int": "1"}), (2, {"a.float": "1", "m.Tensor": "2", "b.int": "2"})
-    )
-    killed = trace((1, {"a.float": "9", "m.Tensor": "1", "b.int": "1"}))
-    again = trace((2, {"a.float": "8", "m.Tensor": "7", "b.int": "7"}))
-    found = explain(divergence, whole, killed, again, [])
-    assert [one.path for one in found.moved] == ["b.int", "m.Tensor"]
-    missing = [NotRestored("hidden state b.int", "as it is")]
-    reported = explain(divergence, whole, killed, again, missing)
-    assert [one.path for one in reported.moved] == ["m.Tensor"]
-    assert reported.declared == ("hidden state b.int: as it is",)
-
-
-def test_a_module_and_its_surroundings_run_as_python_runs_them(tmp_path: Path) -> None:
-    """Arguments, `__main__`, the import path; and torch is not imported before the script does it."""
-    (tmp_path / "beside.py").write_text("here = True\n")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, beside\n"
-        "assert __name__ == '__main__' and beside.here and 'torch' not in sys.modules\n"
-        "print(sys.argv, sys.modules['__main__'].__file__)\n"
-    )
-    spec = Spec(str(tmp_path), str(tmp_path / "trace"), 3).write(tmp_path / "spec.json")
-    for words, shown in (
-        ([sys.executable, "-u", str(script), "--a", "b"], f"['{script}', '--a', 'b'] {script}\n"),
-        ([sys.executable, "-m", "script", "-c"], f"['{script}', '-c'] {script}\n"),
-    ):
-        command = PythonCommand.parse(words).rehearsed(spec)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
-        assert done.stdout == shown, done.stderr
-
-
-def test_command_lines_are_understood_or_refused(tmp_path: Path) -> None:
-    """Options of the interpreter stay with it; a command that does not run one Python program gets an answer."""
-    script = tmp_path / "train.py"
-    script.touch()
-    parsed = PythonCommand.parse(["python3", "-u", "-X", "dev", str(script), "--lr", "1"])
-    assert parsed == PythonCommand(("python3", "-u", "-X", "dev"), "script", str(script), ("--lr", "1"))
-    assert PythonCommand.parse(["python", "-m", "pkg.train"]).kind == "module"
-    own = tmp_path / "mytrain"
-    own.write_text(f"#!{sys.executable} -s\nprint()\n")
-    own.chmod(0o755)
-    assert PythonCommand.parse([str(own), "-x"]) == PythonCommand((sys.executable, "-s"), "script", str(own), ("-x",))
-    for words, answer in (
-        (["python", "-c", "1"], "use a file"),
-        (["python"], "names no script"),
-        (["python", "no.py"], "is no file"),
-        (["torchrun", "train.py"], "starts several processes"),
-        (["ls"], "is no Python program"),
-    ):
-        with pytest.raises(click.UsageError, match=answer):
-            PythonCommand.parse(words)
+    command = f"{sys.executable} {tmp_path / 'train.py'} --lr 1; exit 3"
+    result = ckpt("verify-resume", "--steps", 4, "--", "sh", "-c", command)
+    assert result.code == 2
+    assert f"['{tmp_path / 'train.py'}', '--lr', '1'] False 5" in result.err
+    assert "ended with exit code 3 (whole run)" in result.err
+    assert "no/such/program cannot be started" in ckpt("verify-resume", "--", "no/such/program").err
 
 
 def test_wrong_usage(ckpt: Ckpt, tmp_path: Path) -> None:
@@ -309,7 +237,7 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
     stream = difference("ckpt_engine/rng/numpy/key")
     position = difference("ckpt_engine/loaders/0/order/digest", DifferenceKind.VALUE)
     value = difference("lr_schedulers/0/last_epoch", DifferenceKind.VALUE)
-    assert judge([Pair(1, (), 3, None)], fresh=False) is None
+    assert judge(1, [], fresh=False) is None
     for found, area in (
         ((value, weights), Area.WEIGHTS),
         ((value,), Area.VALUE),
@@ -317,18 +245,37 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
         ((weights, stream, position), Area.POSITION),
     ):
         for fresh in (True, False):
-            verdict = judge([Pair(1, (), 3, None), Pair(2, found, 3, None), Pair(3, (stream,), 3, (0, 1))], fresh=fresh)
+            verdict = judge(2, found, fresh=fresh)
             assert verdict is not None
             assert (verdict.step, verdict.area) == (2, area)
             assert len(verdict.others) == len(found) - 1
-    batch = judge([Pair(2, (weights, position), 3, (0, 7))], fresh=False)
-    assert batch is not None
-    assert (batch.area, batch.first) == (Area.BATCH, "batch 7 of training loader 0 has other content")
-    assert "the order of samples is not put back" in batch.cause
-    many = judge([Pair(1, tuple(difference(f"w/{i}") for i in range(30)), 3, None)], fresh=False)
+    many = judge(1, [difference(f"w/{i}") for i in range(30)], fresh=False)
     assert many is not None
     assert (len(many.others), many.hidden) == (5, 24)
-    assert area_of("rng/python/words") is Area.STREAM
+    assert area_of(difference("rng/python/words")) is Area.STREAM
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "area"),
+    [
+        ("batch", 4, Area.BATCH),
+        ("random", 4, Area.STREAM),
+        ("learning_rate", 4, Area.RATE),
+        ("weights", 3, Area.WEIGHTS),
+        ("batch", 5, Area.WEIGHTS),
+    ],
+)
+def test_the_steps_say_what_came_before_the_weights_of_a_snapshot(what: str, step: int, area: Area) -> None:
+    """The earlier of the two counts, and of the same step batch, random stream and learning rate before weights."""
+    replay = Replay(
+        "different", 2, "a cause", ReplayDifference(step, what, "model.w" if what == "weights" else "", 0.5)
+    )
+    snapshot = FirstDifference(4, Area.WEIGHTS, "model/w", "another cause", (), 0)
+    found = earliest([snapshot, of_replay(replay), None, of_replay(Replay("exact", 4))])
+    assert found is not None
+    assert (found.step, found.area) == (min(step, 4), area)
+    assert found.cause == ("another cause" if step == 5 else "a cause")
+    assert earliest([None, of_replay(Replay("exact", 4))]) is None
 
 
 def test_copies_of_a_random_stream_are_no_order_of_samples_and_are_reported_once() -> None:
@@ -348,13 +295,13 @@ def test_copies_of_a_random_stream_are_no_order_of_samples_and_are_reported_once
             "ckpt_engine/rng/numpy/key",
         )
     )
-    unused = judge([Pair(1, streams, 9, None)], fresh=True)
+    unused = judge(1, streams, fresh=True)
     assert unused is not None
     assert (unused.area, unused.hidden) == (Area.STREAM, 0)
     assert unused.first == "the random stream of python (ckpt_engine/rng/python/words)"
     assert unused.others == ("the random stream of numpy (ckpt_engine/rng/numpy/key)",)
     assert "all else is equal" in unused.cause and "order of samples" not in unused.cause
-    order = judge([Pair(1, (*streams, difference(f"{position}/order/digest")), 9, None)], fresh=True)
+    order = judge(1, [*streams, difference(f"{position}/order/digest")], fresh=True)
     assert order is not None
     assert "the order of samples is drawn from a stream that nothing seeds" in order.cause
 
@@ -369,21 +316,6 @@ def test_a_resumed_run_must_end_where_the_other_one_ends() -> None:
             step,
             f"the uninterrupted run went on to step {whole}, the resumed one to step {again}",
         )
-
-
-def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    """A missing one is empty."""
-    path = tmp_path / "trace"
-    assert Trace.read(path) == Trace((), (), {}, ())
-    path.write_bytes(
-        event_line("root", url="/run")
-        + event_line("loaded", snapshot="x")
-        + event_line("saving", step=2, batches=[[0, 1, "aa"]], attributes={"a": ["int", "1"], "b": ["int", "1"]})
-        + event_line("saving", step=2, batches=[[0, 2, "bb"]], attributes={"a": ["int", "2"]})
-        + event_line("stopped", step=2)
-    )
-    batches = {2: {(0, 1): "aa", (0, 2): "bb"}}
-    assert Trace.read(path) == Trace(("/run",), ("x",), batches, (2, 2), {2: {"a": ("int", "2"), "b": ("int", "1")}})
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""`ckpt verify-resume --pytest`: what our callback in every Trainer changes in a test suite."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_engine.cli.output import print_json, print_text, say_waiting, showing
+from ckpt_engine.cli.rehearsal_runs import failed, run_to_end
+from ckpt_engine.errors import ResumeError
+from ckpt_engine.observe.units import count
+
+PLUGIN = "lightning_ckpt.pytest_plugin"
+_RAN = (0, 1)
+"""Exit codes of pytest where tests were run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one test.
+
+    Args:
+        outcome: passed, failed or skipped.
+        line: the first line of its failure.
+    """
+
+    test: str
+    outcome: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteReport:
+    """What our callback changes in a suite.
+
+    Args:
+        new_failures: pass without us, fail with us.
+        unsteady: of those that failed with us, the ones that failed without us when they were run again.
+        passed: with us.
+        failed_before: fail without us; they were not run with us.
+        skipped: by themselves, without us.
+    """
+
+    new_failures: tuple[Outcome, ...]
+    unsteady: tuple[Outcome, ...]
+    passed: int
+    failed_before: tuple[Outcome, ...]
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Starts pytest as often as needed, in the folder that we are in.
+
+    Args:
+        arguments: of pytest, as the user gives them.
+        scratch: an empty folder.
+        timeout: seconds that each run may take.
+        quiet: nothing is said of it.
+    """
+
+    arguments: Sequence[str]
+    scratch: Path
+    timeout: float
+    quiet: bool
+
+    def compare(self) -> SuiteReport:
+        """The whole procedure.
+
+        Raises:
+            ResumeError: pytest runs no test.
+            WaitTimeoutError: it takes too long.
+        """
+        without, _ = self._run("run 1: without ckpt-engine")
+        fine = [test for test, one in without.items() if one.outcome == "passed"]
+        if not fine:
+            raise ResumeError("no test passes without ckpt-engine", hint=f"see {self._file('run 1', 'log')}")
+        trainers = self.scratch / "trainers"
+        trainers.mkdir()
+        ours = [f"--ckpt-trainers={trainers}"]
+        found, code = self._run("run 2: with AdaptiveCheckpoint in every Trainer", ours, fine)
+        ended = f"the tests ended before it, with exit code {code}"
+        ours_of = {test: found.get(test) or Outcome(test, "failed", ended) for test in fine}
+        broken = {test: one for test, one in ours_of.items() if one.outcome == "failed"}
+        again: Mapping[str, Outcome] = {}
+        if broken:
+            again, _ = self._run("run 3: the new failures again, without ckpt-engine", (), list(broken))
+        shaky = {test for test, one in again.items() if one.outcome == "failed"}
+        return SuiteReport(
+            new_failures=tuple(one for test, one in broken.items() if test not in shaky),
+            unsteady=tuple(one for test, one in broken.items() if test in shaky),
+            passed=len(fine) - len(broken),
+            failed_before=tuple(one for one in without.values() if one.outcome == "failed"),
+            skipped=sum(one.outcome == "skipped" for one in without.values()),
+        )
+
+    def _run(
+        self, title: str, more: Sequence[str] = (), only: Sequence[str] | None = None
+    ) -> tuple[dict[str, Outcome], int]:
+        name = title.partition(":")[0]
+        file, log = self._file(name, "jsonl"), self._file(name, "log")
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, f"--ckpt-outcomes={file}", *more]
+        if only is not None:
+            chosen = self._file(name, "json")
+            chosen.write_text(json.dumps(only))
+            command += [f"--ckpt-only={chosen}"]  # as a word of its own, its path would move pytest's rootdir
+        with showing(lambda: progress(title, file), hidden=self.quiet):
+            code = run_to_end([*command, *self.arguments], log, self.timeout)
+        if not self.quiet:
+            say_waiting(progress(title, file))
+        if only is None and code not in _RAN:
+            raise failed(f"pytest ended with exit code {code} without ckpt-engine", log)
+        return read_outcomes(file)[0], code
+
+    def _file(self, name: str, suffix: str) -> Path:
+        return self.scratch / f"{name}.{suffix}"
+
+
+def progress(title: str, file: Path) -> str:
+    """How far a run is, in a line."""
+    outcomes, total = read_outcomes(file)
+    broken = sum(one.outcome == "failed" for one in outcomes.values())
+    return f"{title}: {len(outcomes):,} of {total:,} tests, {broken:,} failed"
+
+
+def read_outcomes(file: Path) -> tuple[dict[str, Outcome], int]:
+    """What the plugin has written so far: outcomes by test, and how many tests there are."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last one may be half there
+    events = list(map(json.loads, lines))
+    tests = (Outcome(one["id"], one["outcome"], one["line"]) for one in events if one["event"] != "collected")
+    return {one.test: one for one in tests}, sum(one["tests"] for one in events if one["event"] == "collected")
+
+
+def verify_suite(suite: Suite, *, as_json: bool) -> bool:
+    """Run it, and print what changes; whether all tests pass that pass without us."""
+    report = suite.compare()
+    if as_json:
+        print_json(report)
+        return not report.new_failures
+    for title, rows in (
+        ("fails with AdaptiveCheckpoint in every Trainer", report.new_failures),
+        ("unsteady: fails now and then without ckpt-engine too", report.unsteady),
+        ("left out, as it fails without ckpt-engine", report.failed_before),
+    ):
+        for row in rows:
+            print_text(f"{title}: {row.test}", f"  {row.line}")
+    print_text(
+        f"{count(len(report.new_failures), 'new failure')}; {count(report.passed, 'test')} passed with and without "
+        f"ckpt-engine, {report.skipped:,} skipped"
+    )
+    return not report.new_failures

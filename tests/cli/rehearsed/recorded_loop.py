@@ -1,0 +1,34 @@
+"""A tracked loop that ends after a step, and may compute wrongly in one: `python recorded_loop.py RUN UNTIL FAULT`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckpt_engine import Checkpointer
+
+
+def main(run: str, until: int, fault: int, **options: Any) -> None:
+    torch.manual_seed(1)
+    loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    given = {"every_n_steps": 2, "keep": {"last": 99}, "at_end": False, "writer": "thread", **options}
+    with Checkpointer(run, **given) as ckpt:
+        tracked = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        while tracked.global_step < until:
+            for (batch,) in loader:
+                if tracked.global_step >= until:
+                    break
+                optimizer.zero_grad()
+                loss = model(batch).square().mean()
+                (loss * 2 if tracked.global_step == fault - 1 else loss).backward()
+                optimizer.step()
+                ckpt.wait(60)  # no snapshot is skipped
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

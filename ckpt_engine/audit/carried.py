@@ -39,7 +39,6 @@ from ckpt_engine.audit.values import (
     freeze,
     is_drawn,
     is_iterator,
-    is_own,
     is_used,
     reached,
 )
@@ -93,8 +92,6 @@ class CarriedLocals:
         self._before: dict[tuple[CodeType | str, str], Frozen] = {}
         self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._clocks = Clocks()
-        self._kept: set[tuple[CodeType | str, str]] = set()
-        """Containers that a snapshot has."""
         self.modules: dict[str, Any] = {}
         """What `of_modules` has found."""
         self.names: list[str] = []
@@ -140,9 +137,6 @@ class CarriedLocals:
                     new += [name] if _is_replaced(value, before, found[key]) and name not in self.names else []
                     continue
                 if not isinstance(value, _KINDS) or isinstance(value, bool) or name in seen:
-                    if name not in seen and key not in self._kept and is_own(value):
-                        found[key] = freeze(value, depth=2)
-                        new += [name] if self._refills(key, value, found[key], saved, hidden) else []
                     continue
                 if isinstance(value, int) and value in known:
                     continue
@@ -157,22 +151,6 @@ class CarriedLocals:
         new += [name for name in loaders_beside() if name not in self.names]
         self.names += new
         return new
-
-    def _refills(
-        self,
-        key: tuple[CodeType | str, str],
-        value: Any,
-        now: Frozen,
-        saved: Mapping[str, Any],
-        hidden: Callable[[], Collection[int]],
-    ) -> bool:
-        """Whether a container has as many items as at the last look, and others, and no snapshot has it."""
-        before = self._before.get(key)
-        if before is None or now == before or now[:2] != before[:2] or key[1] in self.names:
-            return False
-        if any(one is value for one in saved.values()) or id(value) in hidden():
-            self._kept.add(key)
-        return key not in self._kept
 
 
 Calls = frozenset[tuple[CodeType, int]]

@@ -29,7 +29,7 @@ from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import CorruptError, NewerFormatError, ResumeError
-from ckpt_engine.loop.components import Components, GradientsBeside, made_by_script, managed, state_of
+from ckpt_engine.loop.components import Components, made_by_script, managed, state_of
 from ckpt_engine.loop.distributed_models import GradientOrder, is_flat
 from ckpt_engine.loop.failing_loop import require_loadable
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
@@ -74,7 +74,6 @@ class Capture:
         if isinstance(ranks, ProcessGroupRanks):
             ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
-        self._beside = GradientsBeside(parts)
         self._parameters = StoredOrder(parts)
         self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
@@ -114,7 +113,6 @@ class Capture:
                         "buffer_syncs": self.buffer_syncs(),
                         **own,
                         "made": self.made,
-                        "gradients_beside": self._beside.look(),
                         "audit": hidden,
                         "gradient_order": self._gradient_order().state(),
                         "values": own_values(state, self._ranks),

@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -580,11 +578,9 @@ def put_back_gradients(module: nn.Module | None, saved: Mapping[str, Any]) -> li
 
 
 def put_back_waiting(parts: Components, own: Mapping[str, Any]) -> list[NotRestored]:
-    """The inverse of `waiting_gradients`, with what `GradientsBeside` has found."""
-    rows, beside = own["gradients"].items(), own.get("gradients_beside")
-    missing = [one for name, saved in rows for one in put_back_gradients(parts.modules.get(name), saved)]
-    why = "no optimizer manages its parameter, and it adds up: freeze that, or clear it with model.zero_grad()"
-    return missing + ([NotRestored(f"gradient of {beside!r}", why)] if beside else [])
+    """The inverse of `waiting_gradients`."""
+    rows = own["gradients"].items()
+    return [one for name, saved in rows for one in put_back_gradients(parts.modules.get(name), saved)]
 
 
 def _put_back_gradient(parameter: torch.nn.Parameter, saved: Any) -> None:
@@ -594,37 +590,6 @@ def _put_back_gradient(parameter: torch.nn.Parameter, saved: Any) -> None:
         parameter.grad = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=saved["coalesced"])
     else:
         parameter.grad = divided_like(parameter, saved.to(parameter.device, copy=True))
-
-
-class GradientsBeside:
-    """Gradients that no optimizer uses up, where they add up from step to step: no snapshot has them.
-
-    Args:
-        parts: of the run.
-    """
-
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
-        self._sizes: list[int] = []
-        self._unmanaged: list[tuple[str, torch.nn.Parameter]] = []
-        self._mark: tuple[weakref.ref[torch.Tensor], int] | None = None
-        self._named = ""
-
-    def look(self) -> str:
-        """The first parameter that has one, where it is known to add up: from the second look on."""
-        groups = [group["params"] for one in self._parts.optimizers.values() for group in one.param_groups]
-        if (sizes := [*map(len, groups)]) != self._sizes:
-            ids, self._sizes = set(map(id, chain.from_iterable(groups))), sizes
-            named = [(f"{key}.{n}", p) for key, m in self._parts.modules.items() for n, p in m.named_parameters()]
-            self._unmanaged = [(name, p) for name, p in named if id(p) not in ids]
-        name, grad = next(((name, p.grad) for name, p in self._unmanaged if p.grad is not None), ("", None))
-        if grad is None:
-            self._mark, self._named = None, ""
-            return ""
-        if self._mark is not None and self._mark[0]() is grad and self._mark[1] != here(grad)._version:
-            self._named = name
-        self._mark = weakref.ref(grad), here(grad)._version
-        return self._named
 
 
 class GradientWatch:

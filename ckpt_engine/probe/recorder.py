@@ -173,7 +173,6 @@ class FlightRecorder:
             stream=_torch_stream(),
             streams=0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
             rates=xxhash.xxh3_64_intdigest(repr(rates).encode()),
-            rate=rates[0] if rates else 0.0,
             time=time.time(),
             words=words,
         )

@@ -21,7 +21,7 @@ ROWS = 4096
 """So many of the newest rows are in memory; a file has at least these."""
 KEPT_FILES = 4
 """Of each rank, those of the newest processes."""
-_HEAD = struct.Struct("<QQQIQQQQQddI")
+_HEAD = struct.Struct("<QQQIQQQQQdI")
 _CHECK = struct.Struct("<Q")
 
 
@@ -37,7 +37,7 @@ class Row(NamedTuple):
         batch: a digest of the batches since the row before; 0: none was seen.
         stream: a digest of torch's random stream.
         streams: a digest of the other random streams; 0: they were not looked at.
-        rates: a digest of the learning rates; `rate`: the first one.
+        rates: a digest of the learning rates.
         time: seconds since the epoch.
         words: of weights and of what the optimizer knows of them, at most `MOST_CHUNKS` chunks of `CHUNK_BYTES`.
     """
@@ -51,7 +51,6 @@ class Row(NamedTuple):
     stream: int
     streams: int
     rates: int
-    rate: float
     time: float
     words: bytes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,10 +18,8 @@ from ckpt_engine.store.storage.object_requests import asking
 
 APPEND_SECONDS = 1.0
 """A folder has what was recorded that long ago."""
-PUT_SECONDS = 15.0
-"""Other places get it with a commit, and not more often than that."""
 PUT_ROWS = 512
-"""They get the newest ones only, as an object cannot be added to."""
+"""Other places get the newest ones with a commit, as an object cannot be added to."""
 _END_SECONDS = 2.0
 
 
@@ -38,7 +35,7 @@ class RowFile:
         self._storage, self._emit = storage, emit
         self._ring: rows.Ring | None = None
         self._name, self._header = "", b""
-        self._written, self._put_at = 0, -PUT_SECONDS
+        self._written = 0
         self._over, self._committed = threading.Event(), threading.Event()
         self._said = False
         self._lock = threading.Lock()
@@ -88,7 +85,7 @@ class RowFile:
                 folder = self._storage.capabilities.folder
                 if folder is not None:
                     self._append(folder.path(self._name))
-                elif last or (self._committed.is_set() and time.monotonic() >= self._put_at + PUT_SECONDS):
+                elif last or self._committed.is_set():
                     self._put()
             except CkptError as err:
                 if not self._said:
@@ -129,7 +126,6 @@ class RowFile:
     def _put(self) -> None:
         assert self._ring is not None
         self._committed.clear()
-        self._put_at = time.monotonic()
         newest = list(self._ring.after(self._written))
         self._written += max(0, len(newest) - PUT_ROWS)
         if newest:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -274,20 +275,11 @@ class Engine:
         """
         if (recorder := self.recorder) is None:
             return
-        rank = recorder.rank
-
-        def lives() -> list[ProcessRows]:
-            for repository in (self._restorer.nearest(), *self._restorer.places()):
-                try:
-                    files = [name for name in files_of(repository.storage, rank) if name != recorder.name]
-                    read = [read_life(repository.storage, name) for name in files]
-                except StorageError:
-                    continue
-                if read:
-                    return [one for one in read if one is not None]
-            return []
-
-        recorder.expect(found.manifest.notes.get(NOTE), found.info.step, lives)
+        storage, read = self._restorer.nearest().storage, list[ProcessRows | None]()
+        with suppress(StorageError):  # nothing is compared then
+            read = [read_life(storage, name) for name in files_of(storage, recorder.rank) if name != recorder.name]
+        earlier = [one for one in read if one is not None]
+        recorder.expect(found.manifest.notes.get(NOTE), found.info.step, earlier)
 
     @property
     def memory(self) -> bool:

@@ -140,7 +140,9 @@ class Runs:
                 "and the same run folder at every start",
             )
         found, steps, values = verdict.compare([run for run, _ in starts], again, step + 1, last, fresh=False)
-        replays = [report.replay for report in reports if report.replay is not None]
+        # The command ends behind the step after the last one.
+        said = (report.replay for report in reports if report.replay is not None)
+        replays = [one for one in said if one.first is None or one.first.step <= last]
         if not steps and not any(one.steps or one.first for one in replays):
             why = next((one.why for one in replays), "the command records no steps")
             raise ResumeError(

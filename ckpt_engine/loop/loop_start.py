@@ -27,11 +27,11 @@ class LoopStart:
         self._outer = {(code, loop) for code, offset in Ask(frozenset()).at for loop in loops_around(code, offset)}
         self._places: set[tuple[tuple[CodeType, int], ...]] = set()
         self._streams: rng.RngState | None = None
-        self._over = self.seen = self._is_put_back = False
+        self._over = self.seen = False
 
-    def expect(self, streams: rng.RngState, *, later: bool) -> None:
-        """A resumed loop goes on with these; `later`: not before such a read, as the saved run had one."""
-        self._streams, self._is_put_back = streams, not later
+    def expect(self, streams: rng.RngState) -> None:
+        """A resumed loop continues with these."""
+        self._streams = streams
 
     def read(self) -> bool:
         """The count of steps is read: whether a loop is about to begin. Cheap once there was a step."""
@@ -43,19 +43,11 @@ class LoopStart:
         self.seen = self.seen or begins
         if self._streams is not None and begins:
             rng.restore(self._streams)
-            self._is_put_back = True
         return begins
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
         self._over = True
-
-    def problem(self) -> str | None:
-        """At the end of the first turn: why the streams were not put back where the loop began; None: they were."""
-        streams, self._streams = self._streams, None
-        if streams is None or self._is_put_back:
-            return None
-        return "the random streams were not put back: nothing read run.global_step before the loop"
 
     def _is_before_turns(self, at: At) -> bool:
         """Whether no turn of a loop has begun, and one comes."""

@@ -133,9 +133,7 @@ class Tracker(LoopProgress):
         if self._dirty:
             self._resume.add(*self._late)
             self._late = ([], [])
-            say = self._resume.say if self._engine.loaded is not None else self._log.warning
-            for problem in filter(None, (self._loops.start.problem(), self._loops.counts_again())):
-                say(problem)
+            self._resume.say(self._loops.counts_again())
             self._boundary(feed)
             self._announced = True
 
@@ -440,9 +438,9 @@ class Tracker(LoopProgress):
             if not own["finished"]:
                 rng.restore(streams)  # until the first batch what the script draws is its own
         elif own["cadence"] is not None:
-            if later := own.get("loop", {}).get("start", False):
+            if own.get("loop", {}).get("start", False):
                 rng.restore(streams)
-            self._loops.start.expect(own["rng"], later=later)
+            self._loops.start.expect(own["rng"])
             self._loops.counted = own.get("loop", {}).get("numbers", {})
             for problem in own.get("loop", {}).get("says", ()):
                 self._resume.say(problem)

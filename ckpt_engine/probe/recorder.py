@@ -121,13 +121,13 @@ class FlightRecorder:
         """For the snapshot of the last boundary."""
         return dict(self._at_boundary)
 
-    def expect(self, saved: Mapping[str, Any] | None, step: int, lives: Callable[[], Sequence[ProcessRows]]) -> None:
+    def expect(self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows]) -> None:
         """The run goes on from a snapshot.
 
         Args:
             saved: its `note`; None: it has none.
             step: its step.
-            lives: what earlier processes have recorded, oldest first.
+            earlier: what earlier processes have recorded, oldest first.
         """
         self._step, self._comparison = step, None
         if saved is None:
@@ -139,11 +139,10 @@ class FlightRecorder:
         if saved["world"] != self.about["world"]:
             self._why = f"{self.about['world']} processes go on where {saved['world']} were"
             return
-        found = lives()
-        self._why = _NO_STEP if found else "no earlier process has left a record"
-        expected = steps_behind(found, self._calls)
+        self._why = _NO_STEP if earlier else "no earlier process has left a record"
+        expected = steps_behind(earlier, self._calls)
         if expected:
-            self._comparison = RepeatedSteps(expected, found[-1].about, self.about, self._names)
+            self._comparison = RepeatedSteps(expected, earlier[-1].about, self.about, self._names)
 
     def begin(self, ahead: int) -> None:
         """The resumed loop asks for its first batch.

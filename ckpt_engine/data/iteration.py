@@ -403,13 +403,17 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
         return self._fetch()
 
     def _fetch_again(self, under: rng.RngState) -> Any:
-        """Fetch a batch that the saved run had fetched already; its draws are in the past and leave no trace now."""
+        """Fetch a batch that the saved run had fetched already; its draws are in the past and leave no trace later.
+
+        Where `then_rng` follows, what the loop draws for this batch continues those of the fetch, as it did then.
+        """
         now = rng.capture()
         rng.restore(under)
         try:
             return self._fetch()
         finally:
-            rng.restore(now)
+            if self._epoch.then_rng is None:
+                rng.restore(now)
 
     def _fetch(self) -> Any:
         epoch, loader = self._epoch, self._loader

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -280,6 +282,45 @@ def reads_ahead_in_an_object(run: Watched) -> None:
             batch = prefetcher.next()
 
 
+def erased(batches: Iterable[Any]) -> Iterator[Any]:
+    """Changed copies, as of random erasing and mixup: each draws from the streams that the model draws from, too."""
+    for x, y, ids in batches:
+        share = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        yield share * x, y.clone(), ids.clone()
+
+
+def reads_one_ahead_and_draws_for_it(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in read_ahead(erased(run.loader)):
+            step(run, batch, epoch)
+
+
+def reads_two_ahead_and_draws_for_them(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in buffered(erased(run.loader), 2):
+            step(run, batch, epoch)
+
+
+def reads_ahead_in_an_object_and_draws(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        prefetcher = Prefetcher(erased(run.loader))
+        batch = prefetcher.next()
+        while batch is not None:
+            step(run, batch, epoch)
+            batch = prefetcher.next()
+
+
+def reads_two_loaders_ahead_and_draws(run: Watched) -> None:
+    second = shuffled(18)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other in zip(read_ahead(erased(run.loader)), read_ahead(erased(second)), strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()), float(other[0].sum()))
+
+
 class Endless:
     """Makes its iterator when it is first asked, and again at each end."""
 
@@ -529,6 +570,9 @@ EXACT: tuple[Loop, ...] = (
     reads_one_ahead_and_changes_it,
     reads_two_ahead_and_changes_them,
     reads_ahead_in_an_object,
+    reads_one_ahead_and_draws_for_it,
+    reads_two_ahead_and_draws_for_them,
+    reads_ahead_in_an_object_and_draws,
     alternates,
     samples_from_endless_ones,
     pairs_an_endless_one_with_its_steps,
@@ -551,6 +595,7 @@ DECLARED: dict[Loop, str] = {
     cycles: "cycle",
     iterates_one_loader_twice_at_once: "two passes",
     reads_ahead_in_an_iterable_object: "takes 1 batches more than the next",
+    reads_two_loaders_ahead_and_draws: "zip around 'loader'",
 }
 
 
@@ -632,6 +677,8 @@ def generations(
 QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
     **dict.fromkeys((reads_one_ahead_and_changes_it, reads_two_ahead_and_changes_them), 2),
+    **dict.fromkeys((reads_one_ahead_and_draws_for_it, reads_two_ahead_and_draws_for_them), 2),
+    **dict.fromkeys((reads_ahead_in_an_object_and_draws, reads_two_loaders_ahead_and_draws), 2),
     takes_three_at_once: 3,  # one of them where the second loader ends next
     **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
     **dict.fromkeys((counts_from_zero, counts_around_a_bar, reads_ahead_in_an_iterable_object), 1),

@@ -32,7 +32,6 @@ from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
-from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
@@ -89,8 +88,6 @@ class Tracker(LoopProgress):
         self._training = self._resumed = None
         self._turn: At = ()
         """Where the loop asked for the first batch of its turn."""
-        self._late: tuple[list[Restored], list[NotRestored]] = ([], [])
-        """What a loop without a loader has found where it begins."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
         self._restoring = self._unfinished = self._begun_again = self._closed = False
@@ -130,8 +127,7 @@ class Tracker(LoopProgress):
         if not (self._dirty or others or self._training is not None):
             self._dirty, self._steps = True, self._steps + 1
         if self._dirty:
-            self._resume.add(*self._late)
-            self._late = ([], [])
+            self._resume.trains()
             behind = None if self._announced else self._loops.behind()
             for problem in (self._loops.start.problem(), behind, self._loops.counts_again()):
                 if problem is not None and self._engine.loaded is not None:
@@ -293,6 +289,7 @@ class Tracker(LoopProgress):
             return
         if self._restoring and not self._begun_again:
             self._resume.say(self._loops.elsewhere())
+        self._resume.trains()
         self._trains_again()
         self._stepped.mark(optimizer)
         self._steps += not self._counted
@@ -450,8 +447,7 @@ class Tracker(LoopProgress):
     def _begins(self) -> None:
         if self._training is None and not any(one.active for one in self._feeds):
             self._audit.begin("batch")
-            restored, missing = self._resume.begins()
-            self._late = ([*self._late[0], *restored], missing)
+            self._resume.begins()
 
     def _arrive(self, feed: Feed) -> None:
         """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -253,6 +254,28 @@ def reads_ahead_in_an_iterable_object(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
         for batch in Ahead(run.loader):
+            step(run, batch, epoch)
+
+
+PACKAGE = """
+class Ahead:
+    def __init__(self, loader): self.loader, self.kept = loader, None
+    def __iter__(self):
+        for x, y, ids in self.loader:
+            ready, self.kept = self.kept, (x + 0.0, y + 0.0, ids + 0)
+            if ready is not None: yield ready
+        ready, self.kept = self.kept, None
+        yield ready
+"""
+
+
+def reads_ahead_in_a_package(run: Watched) -> None:
+    """What the package keeps is in none of its variables that a generator reads later."""
+    package: dict[str, Any] = {"__name__": "walks"}
+    exec(compile(PACKAGE, f"{os.sep}site-packages{os.sep}walks.py", "exec"), package)
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in package["Ahead"](run.loader):
             step(run, batch, epoch)
 
 
@@ -594,7 +617,8 @@ DECLARED: dict[Loop, str] = {
     takes_several_per_round: "turn was",
     cycles: "cycle",
     iterates_one_loader_twice_at_once: "two passes",
-    reads_ahead_in_an_iterable_object: "takes 1 batches more than the next",
+    reads_ahead_in_an_iterable_object: "self is carried from step to step",
+    reads_ahead_in_a_package: "takes 1 batches more than the next",
     reads_two_loaders_ahead_and_draws: "zip around 'loader'",
 }
 
@@ -755,6 +779,18 @@ def test_a_loop_that_cannot_be_repeated_says_so_before_it_trains(loop: Loop, sha
                 silent.append((where, life.said_before_the_first_step))
     assert silent == []
     assert spoken
+
+
+def test_a_batch_that_is_left_out_is_named_in_each_life(tmp_path: Path) -> None:
+    """A resumed run finds out again that its loop reads ahead unseen: the next one leaves out a batch, too."""
+    options = every_boundary(tmp_path / "run")
+    for life in range(3):
+        said = live(reads_ahead_in_a_package, options, seed=life).said_before_the_first_step
+        assert [why for why in said if "takes 1 batches more than the next" in why] == said
+        assert bool(said) == (life > 0)
+        folder = tmp_path / ("run" if life == 0 else str(life))
+        snapshot = [one for one in saved(folder) if one.reason != "end"][2]
+        options = every_boundary(only(folder, snapshot, tmp_path / str(life + 1)))
 
 
 def takes_one_of_two(run: Watched, order: Iterable[int]) -> None:

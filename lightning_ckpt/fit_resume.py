@@ -186,8 +186,7 @@ class FitResume(Resume):
             if self._internals.user_fetches:
                 self.add([], [NotRestored("skipped batches", "training_step fetches itself")])
         self.pending = True
-        for text in self._internals.skip_searches(lambda: self.pending, own.get("batch_sizes", {})):
-            self.note(text)
+        self._notes += self._internals.skip_searches(lambda: self.pending, own.get("batch_sizes", {}))
         if self.loggers is not None:
             self.loggers.wait(loaded.manifest.notes)
         self._trainer.should_stop = self._should_stop()
@@ -325,8 +324,8 @@ class FitResume(Resume):
         grown = {key: one for key, one in own.items() if len(one) > len(optimizers[key].param_groups)}
         alike = {key: one for key, one in own.items() if key not in grown}
         try:
-            for name in sharding.put_in_order(alike, parts, divided=divided):
-                self.note(f"{name}: {sharding.MOVED}")
+            moved = sharding.put_in_order(alike, parts, divided=divided)
+            self._notes += [f"{name}: {sharding.MOVED}" for name in moved]
             schedulers = run_state.named_schedulers(self._trainer)
             self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
             self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
@@ -366,8 +365,7 @@ class FitResume(Resume):
         restart.begin_averaging(self._trainer, self._module)
         if self._loaders.epoch_restarts:
             self._restart_epoch()
-        for text in () if self._elastic is None else self._elastic.notes(self._loaders.dealt()):
-            self.note(text)
+        self._notes += () if self._elastic is None else self._elastic.notes(self._loaders.dealt())
         if self.finished:
             self._internals.clear_restart()
             self._internals.clear_resuming()
@@ -450,8 +448,7 @@ class FitResume(Resume):
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
         self.add(restored, missing + internals.lost_tickets(module))
-        for path, why in own["left_out"].items():
-            self.note(f"{path} was not stored: {why}")
+        self._notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
 
     def _conclude(self) -> None:
         assert self._loaders is not None

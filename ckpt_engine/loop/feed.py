@@ -208,15 +208,16 @@ class Feed:
 
     def lead_known(self) -> None:
         """It is known how far the loop reads ahead: the positions of that many batches are recorded from now on."""
-        ahead, unclear = self.lead.ahead or 0, self.lead.unclear
+        ahead = self.lead.ahead or 0
         if ahead and self._share != 1:
-            self.lead.ahead, unclear = 0, ahead
+            self.lead.ahead, self.lead.unclear = 0, ahead
         elif ahead:
             self.position.lookahead, self._recorded = self._lookahead + ahead, 0
-        if unclear:
+        if self.lead.unclear:
             self.say(
-                f"the first step of a pass over {self.name!r} takes {unclear} batches more than the next: a loop that "
-                "skips or keeps batches does so again after a resume: skip by the count from run.resumed_batches on"
+                f"the first step of a pass over {self.name!r} takes {self.lead.unclear} batches more than the next: "
+                "a loop that skips or keeps batches does so again after a resume: skip by the count from "
+                "run.resumed_batches on"
             )
 
     def state(self) -> State:
@@ -225,7 +226,8 @@ class Feed:
             return self._resumed
         if self.active and (self.delivered > 0 or self._base_begun):
             state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
-            return state | {"open": True, "trained": self.trained, "ahead": self.lead.ahead}
+            known = None if self.lead.unclear else self.lead.ahead  # else a resumed run finds out, and says so
+            return state | {"open": True, "trained": self.trained, "ahead": known}
         return self.next_pass_state()
 
     def next_pass_state(self) -> State:

@@ -288,17 +288,6 @@ class Loops:
         self._resumed = feed
         return True
 
-    def elsewhere(self) -> str | None:
-        """What is wrong where a step is made before the loop was where the snapshot was taken."""
-        asked = [one for one in self._feeds if one.delivered and one.asked_from]
-        if not self._saved.get("place") or not asked:
-            return None
-        newest = max(asked, key=lambda one: one.asked_at)
-        return (
-            f"it makes its first step with a batch of {newest.name!r}, and the saved run asked for a batch elsewhere: "
-            "what the loop draws or counts before it asks is not as it was then: keep it in track(…, carry=Carry(…))"
-        )
-
     def skips_again(self, *, ended: bool = False) -> str | None:
         """What is wrong where a loop leaves out batches after the resume, as one had to do before; once. Cheap.
 

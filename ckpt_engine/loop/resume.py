@@ -93,7 +93,8 @@ class LoopResume(Resume):
         self._order_later = False
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         """As they were put back, where the models may be wrapped later."""
-        self._loaded_step = 0
+        self._late: tuple[list[Restored], list[NotRestored]] = ([], [])
+        """What belongs to the report once the loop trains."""
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
 
@@ -114,11 +115,10 @@ class LoopResume(Resume):
             return None
         self._flags = self._flags_now()
         self._audit.begin("start")
-        url = self._engine.root_url
         state = self._engine.load(live=live_of(self._parts), check=self._fits)
         loaded = self._engine.loaded
         if loaded is None:
-            self._announce(f"no snapshot in {url} yet, starting fresh; {self._engine.rhythm}")
+            self._announce(f"no snapshot in {self._engine.root_url} yet, starting fresh; {self._engine.rhythm}")
             return None
         assert state is not None
         own = self._open(state, loaded)
@@ -128,7 +128,6 @@ class LoopResume(Resume):
         if elastic is not None:
             own, missing = self._resplit(own, elastic)  # first of all: this may be impossible
         self._own = own
-        self._loaded_step = loaded.info.step
         self._load_parts(state)
         self._options = components.options_of(self._parts.optimizers)
         self._missing += missing if self._rank == 0 else []
@@ -168,10 +167,9 @@ class LoopResume(Resume):
         found = {one.name for one in adopted}
         self._missing += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
         self._missing += missing
-        source = loaded.manifest.notes[IMPORTED]["from"]
         as_there = found >= _NOT_FROM_OTHERS.keys()
         worth = "goes on as its own program would" if as_there else "from its step on the run is not an exact repeat"
-        self._notes.append(f"imported from {source}: {worth}")
+        self._notes.append(f"imported from {loaded.manifest.notes[IMPORTED]['from']}: {worth}")
         self.publish()
         return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
 
@@ -190,23 +188,28 @@ class LoopResume(Resume):
             self.add(*self._audit.restore("batch"))
         self.add([], missing)
 
+    def trains(self) -> None:
+        """The loop trains, also one that was complete before: what it lacks for that is named. Cheap."""
+        late, self._late = self._late, ([], [])
+        self.add(*late)
+
     def end(self, step: int) -> None:
         """The run ends at this step. If it had ended there before, what is drawn from now on is what was drawn then."""
         self.publish()
-        if self._own.get("finished") and self._loaded_step == step:
+        if self._own.get("finished") and self._own["step"] == step:
             rng.restore(self._own["rng"])
 
     @property
     def _begins_later(self) -> bool:
         """Of a loop without a loader: it shows where it begins."""
-        return bool(self._own["training"] is None and self._own.get("loop", {}).get("start")) and not self._elastic
+        return bool(self._own.get("training") is None and self._own.get("loop", {}).get("start")) and not self._elastic
 
-    def begins(self) -> tuple[list[Restored], list[NotRestored]]:
+    def begins(self) -> None:
         """A loop without a loader is about to begin: what it uses is known, and put back; may come more than once."""
-        if not self._own or not self._begins_later:
-            return [], []
-        self._audit.resumes(self._own["audit"], self._own["hidden"])
-        return self._audit.restore("batch")
+        if self._begins_later:
+            self._audit.resumes(self._own["audit"], self._own["hidden"])
+            restored, missing = self._audit.restore("batch")
+            self._late = ([*self._late[0], *restored], missing)
 
     def say(self, problem: str | None) -> None:
         """How the loop does not go on as it would have; None: it does."""
@@ -214,21 +217,22 @@ class LoopResume(Resume):
 
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
-        state = self.waiting.pop(feed.name, None)
-        if state is not None:
+        if (state := self.waiting.pop(feed.name, None)) is not None:
             feed.load(state, None, OnChange(self._engine.config.data))
         for problem in _inexact_of(feed):
             self._log.warning("not restored: %s: %s", problem.name, problem.why)
 
     def again(self, feed: Feed) -> None:
         """A pass over `feed` ended before anything was trained: the next one starts where this one did."""
-        state = self._own["feeds"].get(feed.name)
-        if state is not None:
+        if (state := self._own["feeds"].get(feed.name)) is not None:
             on_change = OnChange(self._engine.config.data)
             feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
 
     def _conclude(self) -> None:
         self._missing += [problem for feed in self._feeds for problem in _inexact_of(feed)]
+        if self._own.get("finished"):
+            self._late = ([], [one for one in self._missing if one.name not in self._parts.objects])
+            self._missing = [one for one in self._missing if one.name in self._parts.objects]
 
     def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients, and whose buffers come next.
@@ -320,8 +324,6 @@ class LoopResume(Resume):
 
     def _put_back_flags(self) -> list[NotRestored]:
         saved, now = self._own["flags"], self._flags_now()
-        if now == saved:
-            return []
         if now == self._flags:
             for name, module in self._parts.modules.items():
                 if name in saved:

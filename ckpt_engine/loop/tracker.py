@@ -33,7 +33,6 @@ from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade
-from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
@@ -90,8 +89,6 @@ class Tracker(LoopProgress):
         self._training = self._resumed = None
         self._turn: At = ()
         """Where the loop asked for the first batch of its turn."""
-        self._late: tuple[list[Restored], list[NotRestored]] = ([], [])
-        """What a loop without a loader has found where it begins."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
         self._restoring = self._unfinished = self._begun_again = self._closed = False
@@ -131,8 +128,7 @@ class Tracker(LoopProgress):
         if not (self._dirty or others or self._training is not None):
             self._dirty, self._steps = True, self._steps + 1
         if self._dirty:
-            self._resume.add(*self._late)
-            self._late = ([], [])
+            self._resume.trains()
             self._resume.say(self._loops.counts_again())
             self._boundary(feed)
             self._announced = True
@@ -289,8 +285,7 @@ class Tracker(LoopProgress):
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         if (optimizer := self._loops.tracked(stepped)) is None:
             return
-        if self._restoring and not self._begun_again:
-            self._resume.say(self._loops.elsewhere())
+        self._resume.trains()
         self._trains_again()
         self._stepped.mark(optimizer)
         self._steps += not self._counted
@@ -448,8 +443,7 @@ class Tracker(LoopProgress):
     def _begins(self) -> None:
         if self._training is None and not any(one.active for one in self._feeds):
             self._audit.begin("batch")
-            restored, missing = self._resume.begins()
-            self._late = ([*self._late[0], *restored], missing)
+            self._resume.begins()
 
     def _arrive(self, feed: Feed) -> None:
         """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""

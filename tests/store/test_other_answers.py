@@ -96,6 +96,20 @@ def test_nothing_is_stored_read_or_removed_where_something_else_answers(opened: 
         versions.replace("ckpt.json", b"x", None)
 
 
+@pytest.mark.parametrize("root", ["InitiateMultipartUploadResult", "InitiateMultipartUpload"])
+def test_an_upload_in_parts_begins_whatever_the_answer_is_called(
+    opened: Open, moto: S3Server, bucket: str, wire: Wire, root: str
+) -> None:
+    """The second name is that of rclone: what an upload needs is its id."""
+    storage = opened()
+    begun = moto.client().create_multipart_upload(Bucket=bucket, Key=f"run/{DATA}")
+    wire.lie = XML + f"<{root}><UploadId>{begun['UploadId']}</UploadId></{root}>".encode()
+    wire.rule("lie", path=r"\?uploads\b")
+    put(storage, DATA, BIG)
+    assert wire.struck
+    assert storage.get(DATA) == BIG
+
+
 @pytest.mark.parametrize(("name", "nbytes"), [(NAME.replace("1", "2"), 9), (DATA, 9), (DATA, len(BIG))])
 def test_what_a_store_acknowledges_and_loses_is_not_stored(opened: Open, wire: Wire, name: str, nbytes: int) -> None:
     """Each object that is made once is looked at; one that is lost is sent again, and not for ever."""

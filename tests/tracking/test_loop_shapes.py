@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -234,7 +235,7 @@ def reads_two_ahead_and_changes_them(run: Watched) -> None:
             step(run, batch, epoch)
 
 
-def erased(batches: Iterable[Any]) -> Iterator[Any]:
+def cropped(batches: Iterable[Any]) -> Iterator[Any]:
     """Parts of them at random, as timm's prefetcher does behind the loader: streams of torch, numpy and Python."""
     for x, y, ids in batches:
         chance = random.random() + np.random.random()
@@ -244,21 +245,21 @@ def erased(batches: Iterable[Any]) -> Iterator[Any]:
 def reads_one_ahead_and_erases_it(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
-        for batch in read_ahead(erased(run.loader)):
+        for batch in read_ahead(cropped(run.loader)):
             step(run, batch, epoch)
 
 
 def reads_two_ahead_and_erases_them(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
-        for batch in buffered(erased(run.loader), 2):
+        for batch in buffered(cropped(run.loader), 2):
             step(run, batch, epoch)
 
 
 def erases_ahead_in_an_object(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
-        prefetcher = Prefetcher(erased(run.loader))
+        prefetcher = Prefetcher(cropped(run.loader))
         batch = prefetcher.next()
         while batch is not None:
             step(run, batch, epoch)
@@ -287,6 +288,28 @@ def reads_ahead_in_an_iterable_object(run: Watched) -> None:
             step(run, batch, epoch)
 
 
+PACKAGE = """
+class Ahead:
+    def __init__(self, loader): self.loader, self.kept = loader, None
+    def __iter__(self):
+        for x, y, ids in self.loader:
+            ready, self.kept = self.kept, (x + 0.0, y + 0.0, ids + 0)
+            if ready is not None: yield ready
+        ready, self.kept = self.kept, None
+        yield ready
+"""
+
+
+def reads_ahead_in_a_package(run: Watched) -> None:
+    """What the package keeps is in none of its variables that a generator reads later."""
+    package: dict[str, Any] = {"__name__": "walks"}
+    exec(compile(PACKAGE, f"{os.sep}site-packages{os.sep}walks.py", "exec"), package)
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in package["Ahead"](run.loader):
+            step(run, batch, epoch)
+
+
 class Prefetcher:
     """As in NVIDIA's examples: `next` gives the batch that is there and asks for the one after it."""
 
@@ -311,6 +334,45 @@ def reads_ahead_in_an_object(run: Watched) -> None:
         while batch is not None:
             step(run, batch, epoch)
             batch = prefetcher.next()
+
+
+def erased(batches: Iterable[Any]) -> Iterator[Any]:
+    """Changed copies, as of random erasing and mixup: each draws from the streams that the model draws from, too."""
+    for x, y, ids in batches:
+        share = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        yield share * x, y.clone(), ids.clone()
+
+
+def reads_one_ahead_and_draws_for_it(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in read_ahead(erased(run.loader)):
+            step(run, batch, epoch)
+
+
+def reads_two_ahead_and_draws_for_them(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in buffered(erased(run.loader), 2):
+            step(run, batch, epoch)
+
+
+def reads_ahead_in_an_object_and_draws(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        prefetcher = Prefetcher(erased(run.loader))
+        batch = prefetcher.next()
+        while batch is not None:
+            step(run, batch, epoch)
+            batch = prefetcher.next()
+
+
+def reads_two_loaders_ahead_and_draws(run: Watched) -> None:
+    second = shuffled(18)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other in zip(read_ahead(erased(run.loader)), read_ahead(erased(second)), strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()), float(other[0].sum()))
 
 
 class Endless:
@@ -565,6 +627,9 @@ EXACT: tuple[Loop, ...] = (
     reads_one_ahead_and_erases_it,
     reads_two_ahead_and_erases_them,
     erases_ahead_in_an_object,
+    reads_one_ahead_and_draws_for_it,
+    reads_two_ahead_and_draws_for_them,
+    reads_ahead_in_an_object_and_draws,
     alternates,
     samples_from_endless_ones,
     pairs_an_endless_one_with_its_steps,
@@ -586,7 +651,9 @@ DECLARED: dict[Loop, str] = {
     takes_several_per_round: "turn was",
     cycles: "cycle",
     iterates_one_loader_twice_at_once: "two passes",
-    reads_ahead_in_an_iterable_object: "takes 1 batches more than the next",
+    reads_ahead_in_an_iterable_object: "self is carried from step to step",
+    reads_ahead_in_a_package: "takes 1 batches more than the next",
+    reads_two_loaders_ahead_and_draws: "zip around 'loader'",
 }
 
 
@@ -669,6 +736,8 @@ QUICK: dict[Loop, int] = {
     **dict.fromkeys((breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead), 1),
     **dict.fromkeys((reads_one_ahead_and_changes_it, reads_two_ahead_and_changes_them), 2),
     **dict.fromkeys((reads_one_ahead_and_erases_it, reads_two_ahead_and_erases_them, erases_ahead_in_an_object), 2),
+    **dict.fromkeys((reads_one_ahead_and_draws_for_it, reads_two_ahead_and_draws_for_them), 2),
+    **dict.fromkeys((reads_ahead_in_an_object_and_draws, reads_two_loaders_ahead_and_draws), 2),
     takes_three_at_once: 3,  # one of them where the second loader ends next
     **dict.fromkeys((pairs_an_endless_one_first, takes_turns_at_one_place, takes_turns_until_all_are_over), 2),
     **dict.fromkeys((counts_from_zero, counts_around_a_bar, reads_ahead_in_an_iterable_object), 1),
@@ -745,6 +814,18 @@ def test_a_loop_that_cannot_be_repeated_says_so_before_it_trains(loop: Loop, sha
                 silent.append((where, life.said_before_the_first_step))
     assert silent == []
     assert spoken
+
+
+def test_a_batch_that_is_left_out_is_named_in_each_life(tmp_path: Path) -> None:
+    """A resumed run finds out again that its loop reads ahead unseen: the next one leaves out a batch, too."""
+    options = every_boundary(tmp_path / "run")
+    for life in range(3):
+        said = live(reads_ahead_in_a_package, options, seed=life).said_before_the_first_step
+        assert [why for why in said if "takes 1 batches more than the next" in why] == said
+        assert bool(said) == (life > 0)
+        folder = tmp_path / ("run" if life == 0 else str(life))
+        snapshot = [one for one in saved(folder) if one.reason != "end"][2]
+        options = every_boundary(only(folder, snapshot, tmp_path / str(life + 1)))
 
 
 def takes_one_of_two(run: Watched, order: Iterable[int]) -> None:

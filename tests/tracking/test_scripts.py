@@ -363,14 +363,6 @@ def keeps_the_iterator_that_it_asks_before(script: Script) -> None:
             script.step(x, 1 + scale)
 
 
-def chooses_its_loader_at_random(script: Script) -> None:
-    loaders = [DataLoader(Rows(), batch_size=size, shuffle=True) for size in (1, 2, 4)]
-    tracked(script, small=loaders[0], middle=loaders[1], large=loaders[2])
-    for _ in script.epochs():
-        for x in random.choice(loaders):
-            script.step(x)
-
-
 class Wearing(Rows):
     """Each look at a row wears it off."""
 
@@ -388,7 +380,6 @@ def wears_its_rows_off_in_workers(script: Script) -> None:
 
 IN_THE_FIRST_EPOCH: dict[Callable[[Script], None], str] = {
     asks_another_loader_before_its_loop: "the batch of 'other' that is asked for before the loop over 'loader'",
-    chooses_its_loader_at_random: "the saved run asked for a batch elsewhere",
 }
 EXACT: tuple[Callable[[Script], None], ...] = (
     averages_in_a_list,

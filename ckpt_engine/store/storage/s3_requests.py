@@ -453,7 +453,7 @@ class LostError(DamagedInTransitError):
 
 _ANSWERS: Mapping[str, tuple[str, ...]] = {
     "ListObjectsV2": ("ListBucketResult", "Name", "IsTruncated"),
-    "CreateMultipartUpload": ("InitiateMultipartUploadResult", "UploadId"),
+    "CreateMultipartUpload": ("", "UploadId"),  # the root has another name in rclone
     "CompleteMultipartUpload": ("CompleteMultipartUploadResult",),
     "PutObject": ("", "ETag"),
     "UploadPart": ("", "ETag"),

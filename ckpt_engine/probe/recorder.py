@@ -32,7 +32,6 @@ NOTE = "replay"
 """The note of a snapshot that says how many steps were recorded."""
 _OTHER_STREAMS_EACH = 16
 """Python's and numpy's streams take longer to read than torch's."""
-_NO_STEP = "no step was repeated"
 
 
 class FlightRecorder:
@@ -78,7 +77,7 @@ class FlightRecorder:
         self._at_boundary = {"calls": 0, "batch": 0, "world": size}
         self._saved_batch = 0
         self._comparison: RepeatedSteps | None = None
-        self._why = _NO_STEP
+        self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
         self._handle: RemovableHandle | None = register_optimizer_step_post_hook(self._stepped)
 
@@ -139,7 +138,7 @@ class FlightRecorder:
         if saved["world"] != self.about["world"]:
             self._why = f"{self.about['world']} processes go on where {saved['world']} were"
             return
-        self._why = _NO_STEP if earlier else "no earlier process has left a record"
+        self._why = "no step was repeated" if earlier else "no earlier process has left a record"
         expected = steps_behind(earlier, self._calls)
         if expected:
             self._comparison = RepeatedSteps(expected, earlier[-1].about, self.about, self._names)

@@ -199,7 +199,7 @@ class Persister:
     def leave_alone(self) -> None:
         """The trainer is gone: others are not waited for long any more. Any thread may call this."""
         self._alone.set()
-        self.rows.finish()
+        self.rows.end(waits=False)
         if self._attempts is not None:
             self._attempts.note(gone=True)
 

@@ -60,14 +60,14 @@ class RowFile:
         """A snapshot is durable here."""
         self._committed.set()
 
-    def finish(self) -> None:
-        """The trainer records no more. Never waits."""
-        self._over.set()
+    def end(self, *, waits: bool = True) -> None:
+        """The trainer records no more: what is not written yet is written. Idempotent.
 
-    def end(self) -> None:
-        """The same; what is not written yet is written, unless the place hangs. Idempotent."""
-        self.finish()
-        if self._thread.is_alive():
+        Args:
+            waits: until that is done, unless the place hangs.
+        """
+        self._over.set()
+        if waits and self._thread.is_alive():
             self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:

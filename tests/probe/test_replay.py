@@ -15,6 +15,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ReplayError
 from ckpt_engine.observe.resume_report import FILE_NAME, Replay
+from ckpt_engine.probe import sample
 from tests.probe import lives
 from tests.probe.lives import END, SNAPSHOT, Job, make, replay_of, train
 
@@ -130,6 +131,17 @@ def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
     off = replay_of(train(tmp_path / "off", make(), END + 1))
     assert off == Replay("not compared", 0, "the snapshot has no record of its steps")
     assert train(tmp_path / "off", make(), END + 2, replay="off")["replay"] is None
+
+
+def test_weights_that_are_not_looked_at_are_not_said_to_be_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those on a device; batches and random streams were compared."""
+    monkeypatch.setattr(sample, "chunk_of", lambda *_: None)
+    _begin(tmp_path)
+    replay = replay_of(train(tmp_path, make(1), END + 1))
+    assert (replay.result, replay.steps) == ("not compared", END - SNAPSHOT)
+    assert replay.why.endswith("gave the same batches; weights on a device are not looked at")
 
 
 def test_a_process_that_went_another_way_is_not_the_measure(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ class Audit(HiddenState):
         self._looks += 1
         self.looks_early = self._looks < _FIRST_LOOKS
         carries = [one for one in self.roots().values() if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries, self.ids):
+        if new := self._locals.look(known, carries, self.ids()):
             self._log.warning("%s", sentence(new))
 
     def for_snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,7 @@ import dis
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
@@ -101,7 +101,7 @@ class CarriedLocals:
         self,
         known: Collection[Any] = (),
         carries: Iterable[Carry] = (),
-        hidden: Callable[[], Collection[int]] = frozenset,
+        hidden: Collection[int] = frozenset(),
     ) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
 
@@ -144,7 +144,7 @@ class CarriedLocals:
                 if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
                     continue
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
-                    is_state = not self._clocks.are_read(value) and id(value) not in hidden()
+                    is_state = not self._clocks.are_read(value) and id(value) not in hidden
                     new += [name] if is_state else []
         self._clocks.look()
         self._before.update(found)

@@ -266,7 +266,6 @@ def _tree_of(text: str) -> ast.Module | None:
         return None  # a notebook's magic, or a file that was edited since
 
 
-@functools.lru_cache(maxsize=8)
 def _scopes(tree: ast.Module, code: CodeType) -> Iterator[_Scope]:
     """The function of this code."""
     for scope in ast.walk(tree):

@@ -150,9 +150,10 @@ def test_data_without_a_position_is_reported(tmp_path: Path) -> None:
     case = Case(loader=Batches)
     fit(case, every_batch(tmp_path, at_end=False))
     fit(case, [resumer(tmp_path)], ckpt_path="auto")
-    (missing,) = json.loads((tmp_path / "resume-report.json").read_text())["not_restored"]
+    missing, repeated = json.loads((tmp_path / "resume-report.json").read_text())["not_restored"]
     assert missing["name"] == "position of training loader 0, a Batches"
     assert "starts again at its beginning" in missing["why"]
+    assert repeated["name"] == "repeated steps"
 
 
 class Fetches(Model):

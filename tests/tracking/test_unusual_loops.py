@@ -515,25 +515,6 @@ def test_an_inner_optimizer_whose_state_no_snapshot_has_is_named(tmp_path: Path)
     assert ".inner (SGD) makes steps, and no snapshot has its state" in why[0]
 
 
-@pytest.mark.parametrize("clears", ["model", "optimizer"])
-def test_gradients_that_add_up_where_no_optimizer_uses_them_are_named(clears: str, tmp_path: Path) -> None:
-    """An optimizer clears those of its own parameters only; a loop that clears all of them loses none."""
-    for epochs in (1, 2):
-        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-        loader = DataLoader(Augmented(20), batch_size=5)
-        with Checkpointer(tmp_path, every_n_steps=1) as ckpt:
-            run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
-            for _ in range(run.epoch, epochs):
-                for x, y, _ in loader:
-                    durable(ckpt)
-                    {"model": model, "optimizer": optimizer}[clears].zero_grad()
-                    ((model(x) - y) ** 2).mean().backward()
-                    optimizer.step()
-    names = [one.name for one in report(tmp_path).not_restored]
-    assert names == (["gradient of 'model.0.weight'"] if clears == "optimizer" else [])
-
-
 def test_extra_state_that_grows_fits(tmp_path: Path) -> None:
     """`set_extra_state` decides; and the model may keep what it gets."""
     for number in range(3):

@@ -104,6 +104,7 @@ def test_old_attempts_are_dropped_but_for_what_their_time_went_into() -> None:
 def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path: Path) -> None:
     """What the writer does after the end of its trainer does not count as time of the trainer."""
     said = [SpentTimes(1.0, 5, {"training": 3.0}), SpentTimes(1.0, 9, {"training": 4.0})]
+    before = time.monotonic()
     record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
     record.spent = lambda: said[0]
     record.begin()
@@ -115,7 +116,7 @@ def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path:
     record.end(GONE)
     (row,) = read_attempts(LocalStorage(tmp_path)).rows
     assert (row.started, row.step, row.times) == (1.0, 9, {"training": 4.0})
-    assert row.seconds < 0.05 + time.monotonic() - frozen
+    assert row.seconds <= frozen - before
 
 
 def test_how_often_it_took_snapshots_is_recorded_when_that_changes(tmp_path: Path) -> None:

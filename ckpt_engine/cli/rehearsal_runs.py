@@ -72,7 +72,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Starts a command as often as needed.
+    """Starts a command, once for each run.
 
     Args:
         words: the command, as the user gives it.

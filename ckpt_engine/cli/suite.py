@@ -53,7 +53,7 @@ class SuiteReport:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Starts pytest as often as needed, in the folder that we are in.
+    """Starts pytest in the working folder, once for each run.
 
     Args:
         arguments: of pytest, as the user gives them.

@@ -500,7 +500,7 @@ class TrainingRun:
         try:
             state, notes = instant.state(), {"trainer": self._trainer, **instant.notes()}
             if self._recorder is not None:
-                notes[NOTE] = self._recorder.note()
+                notes[NOTE] = self._recorder.note
             self.engine.times.waited("stall", time.perf_counter() - began)
             handle = self.engine.save(
                 state,

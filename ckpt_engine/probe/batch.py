@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt_engine.state.sharding import here
+from ckpt_engine.state.sharding import here, is_wrapper
 
 WHOLE_BYTES = 4096
 WORDS = 64
@@ -45,19 +44,21 @@ def _add(parts: list[Any], value: Any, depth: int) -> None:
     elif depth < _DEEPEST:
         parts.append(type(value).__qualname__.encode())
         for name, one in _items_of(value):
-            parts.append(name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"%d" % name)
+            parts.append(repr(name).encode("utf-8", "surrogatepass"))
             _add(parts, one, depth + 1)
 
 
-def _items_of(value: Any) -> list[tuple[str | int, Any]]:
+def _items_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, list | tuple):
-        return list(enumerate(value[:_MOST_ITEMS]))
-    items = value.items() if isinstance(value, Mapping) else getattr(value, "__dict__", {}).items()
-    return [(str(name), one) for name, one in islice(items, _MOST_ITEMS)]
+        items: Any = enumerate(value)
+    else:
+        # A mapping that is no dict has one within, such as the batch of a tokenizer.
+        items = dict.items(value if isinstance(value, dict) else getattr(value, "__dict__", {}))
+    return [(name if isinstance(name, str | int) else type(name), one) for name, one in islice(items, _MOST_ITEMS)]
 
 
 def _add_tensor(parts: list[Any], tensor: torch.Tensor) -> None:
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
+    if is_wrapper(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
         return
     whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     if address := whole.data_ptr():

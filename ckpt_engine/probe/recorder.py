@@ -47,6 +47,7 @@ class FlightRecorder:
         rank: of this process.
         name, about, fd: what `WriterClient.attach_rows` takes.
         told: hears of the outcome, once.
+        note: for the snapshot of the last boundary.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class FlightRecorder:
         self._samplers: dict[int, Sampler] = {}
         self._number = self._calls = self._step = self._skips = 0
         self._batch = 0
-        self._at_boundary = {"calls": 0, "batch": 0, "world": size}
+        self.note = {"calls": 0, "batch": 0, "world": size}
         self._saved_batch = 0
         self._comparison: RepeatedSteps | None = None
         self._why = ""
@@ -114,14 +115,10 @@ class FlightRecorder:
     def boundary(self, step: int) -> None:
         """Step `step` is complete."""
         self._step = step
-        self._at_boundary = {**self._at_boundary, "calls": self._calls, "batch": self._batch}
-
-    def note(self) -> dict[str, Any]:
-        """For the snapshot of the last boundary."""
-        return dict(self._at_boundary)
+        self.note = {**self.note, "calls": self._calls, "batch": self._batch}
 
     def expect(self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows]) -> None:
-        """The run goes on from a snapshot.
+        """The run continues from a snapshot.
 
         Args:
             saved: its `note`; None: it has none.
@@ -181,7 +178,7 @@ class FlightRecorder:
             if self._stops and comparison.replay.first is not None:  # a step that is not to be is no measure of others
                 raise ReplayError(
                     comparison.replay.text(),
-                    hint="`replay: warn` goes on, and says it; `resume: off` starts afresh",
+                    hint="`replay: warn` trains on, and reports the same; `resume: off` starts afresh",
                 )
         self._ring.put(row)
 

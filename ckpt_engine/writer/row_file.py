@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ckpt_engine.copy.host_memory import shared_bytes
@@ -99,12 +100,11 @@ class RowFile:
         if not new:
             return
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - the folder's own names are texts
+            Path(path).parent.mkdir(exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                size = (
-                    os.fstat(fd).st_size // rows.ROW_BYTES * rows.ROW_BYTES
-                )  # a write that failed may have left a part
+                # A write that failed may have left a part of a row.
+                size = os.fstat(fd).st_size // rows.ROW_BYTES * rows.ROW_BYTES
                 if not size:
                     size += os.pwrite(fd, self._header, 0)
                 wrote = os.pwrite(fd, b"".join(new), size)
@@ -113,6 +113,8 @@ class RowFile:
                     self._cut(fd)
             finally:
                 os.close(fd)
+        except FileNotFoundError:
+            return  # the run's folder is gone: who commits there says so, and makes it again
         except OSError as err:
             raise translated(err, "write", path) from err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ReplayError
 from ckpt_engine.observe.resume_report import FILE_NAME, Replay
 from ckpt_engine.probe import sample
+from ckpt_engine.probe.batch import digest_of
 from tests.probe import lives
 from tests.probe.lives import END, SNAPSHOT, Job, make, replay_of, train
 
@@ -142,6 +144,25 @@ def test_weights_that_are_not_looked_at_are_not_said_to_be_equal(
     replay = replay_of(train(tmp_path, make(1), END + 1))
     assert (replay.result, replay.steps) == ("not compared", END - SNAPSHOT)
     assert replay.why.endswith("gave the same batches; weights on a device are not looked at")
+
+
+class Odd:
+    """What a batch may hold; reading it by its own methods ends training."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    items = __repr__ = __str__  # type: ignore[assignment]
+
+
+def test_a_batch_of_the_users_own_classes_is_looked_at_from_outside() -> None:
+    """Their attributes count, and none of their methods is called; names of a dict may be anything."""
+    digests = {digest_of({"x": [Odd(1)], Odd(2): None}), digest_of({"x": [Odd(3)], Odd(2): None})}
+    assert len(digests) == 2
+    assert digest_of(UserDict(a=1)) == digest_of(UserDict(a=1)) != digest_of(UserDict(a=2))
 
 
 def test_a_process_that_went_another_way_is_not_the_measure(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ckpt_engine.observe.events import Requested
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit, resumer, saved, tail
 from tests.lightning.test_interrupted_runs import At
+from tests.memory.lives import until
 
 
 def asked(root: Path, what: str) -> AdaptiveCheckpoint:
@@ -20,7 +21,9 @@ def asked(root: Path, what: str) -> AdaptiveCheckpoint:
 
     def ask() -> None:
         assert ckpt._run is not None
-        ckpt._run.engine.events.emit(Requested(what, "ann (pid 7)"))
+        engine = ckpt._run.engine
+        until(engine.ready, lambda: "no snapshot could be taken")  # its writer starts behind the first steps
+        engine.events.emit(Requested(what, "ann (pid 7)"))
 
     fit(Case(), [ckpt, At(5, ask)])
     return ckpt

@@ -111,7 +111,7 @@ def test_the_next_writer_repeats_no_row_and_mends_a_torn_one(tmp_path: Path, tra
 
 
 def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path, trainer: Trainer) -> None:
-    """Whoever commits there notices that; the rows come once it is back."""
+    """The commit reports it; the rows are written once the folder exists again."""
     said: list[Event] = []
     root = tmp_path / "run"
     root.mkdir()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.resume_report import FILE_NAME, Replay
+from tests.memory.lives import until as wait_until
 
 SNAPSHOT, END = 8, 14
 """The last snapshot is of the one step, and the process ends after the other."""
@@ -95,6 +96,7 @@ def train(root: Path, job: Job, until: int, **options: Any) -> Mapping[str, Any]
             for indices, targets in job.loader:
                 if run.global_step >= until:
                     break
+                wait_until(ckpt.engine.ready, lambda: "no snapshot could be taken")  # else a slow writer shifts it
                 batch = [indices, targets]
                 job.at(job, run.global_step + 1, batch)
                 loss = ((job.model(batch[0]) - batch[1]) ** 2).mean()

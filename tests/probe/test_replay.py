@@ -18,6 +18,7 @@ from ckpt_engine.errors import ReplayError
 from ckpt_engine.observe.resume_report import FILE_NAME, Replay
 from ckpt_engine.probe import sample
 from ckpt_engine.probe.batch import digest_of
+from tests.memory.lives import until as wait_until
 from tests.probe import lives
 from tests.probe.lives import END, SNAPSHOT, Job, make, replay_of, train
 
@@ -208,6 +209,7 @@ def _steps(root: Path, seed: int, until: int, where: str) -> dict[str, Any]:
         if where == "before the loop":
             torch.randn(3)
         for _ in range(begin, until):
+            wait_until(ckpt.engine.ready, lambda: "no snapshot could be taken")
             net(torch.randn(2, 3)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -365,6 +365,9 @@ def _saved(value: Any) -> frozenset[str]:
     state_dict = getattr(value, "state_dict", None)
     if not callable(state_dict) or not callable(getattr(value, "load_state_dict", None)):
         return frozenset()
+    if is_library(type(value)) and isinstance(value, Iterable):
+        # A loader may begin a pass to tell its state, and forget the one it is to continue (torchdata.nodes does).
+        return frozenset(attributes_of(value) or ())
     streams = rng.capture()
     try:
         state = state_dict()

@@ -54,12 +54,9 @@ class Sampler:
         state = self.optimizer.state
         found = []
         for number, parameter, draw in self._parameters(calls):
-            if (chunk := chunk_of(parameter, draw)) is not None:
-                found.append(chunk)
             known: Any = state.get(parameter)
-            for key in self._moments(number, parameter, known):
-                chunk = chunk_of(known[key], draw)
-                found += () if chunk is None else (chunk,)
+            tensors = [parameter, *(known[key] for key in self._moments(number, parameter, known))]
+            found += [chunk for one in tensors if (chunk := chunk_of(one, draw)) is not None]
         return b"".join(found[:MOST_CHUNKS])
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:

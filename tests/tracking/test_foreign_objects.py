@@ -64,6 +64,23 @@ class Hidden:
     def step(self, push):
         self.ticks += 1
         return next(self._turns)
+
+class Pipeline:
+    """Begins a pass to tell its state, as the loader of torchdata.nodes does; what is loaded later is not used."""
+    def __init__(self): self._given, self._position, self._begun, self._told = None, 0, False, False
+    def load_state_dict(self, state): self._given = state
+    def state_dict(self):
+        if not self._begun:
+            iter(self)
+            self._told = True
+        return {"position": self._position}
+    def __iter__(self):
+        if self._told: self._told = False
+        else: self._position, self._given, self._begun = (self._given or {"position": 0})["position"], None, True
+        return self
+    def __next__(self):
+        self._position += 1
+        return self._position
 '''
 
 
@@ -187,6 +204,21 @@ def test_what_nothing_shows_of_a_package_is_named_with_its_path(tmp_path: Path, 
     assert not same
     assert "env.walk._turns" in named
     assert "ticks" not in named
+
+
+def test_a_loader_of_a_package_is_not_asked_for_its_state_before_it_has_got_one(tmp_path: Path, package: Any) -> None:
+    """Asking may begin a pass, which the state that is loaded next does not change any more."""
+
+    def loop(script: Script) -> None:
+        loader = package.Pipeline()
+        run = script.track(loader=loader)
+        for number in loader:
+            script.learn(torch.full((2, 3), float(number)))
+            run.step()
+            if run.global_step == STEPS:
+                break
+
+    assert continued(tmp_path, loop) == (True, "")
 
 
 def test_a_stream_continues_wherever_a_process_begins_it(tmp_path: Path) -> None:

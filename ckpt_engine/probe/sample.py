@@ -52,11 +52,11 @@ class Sampler:
             calls: optimizer steps of the run so far.
         """
         state = self.optimizer.state
-        found = []
+        found = list[bytes]()
         for number, parameter, draw in self._parameters(calls):
             known: Any = state.get(parameter)
-            tensors = [parameter, *(known[key] for key in self._moments(number, parameter, known))]
-            found += [chunk for one in tensors if (chunk := chunk_of(one, draw)) is not None]
+            moments = map((known or {}).get, self._moments(number, parameter, known))
+            found += filter(None, map(chunk_of, (parameter, *moments), itertools.repeat(draw)))
         return b"".join(found[:MOST_CHUNKS])
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:

@@ -55,7 +55,7 @@ class Sampler:
         found = list[bytes]()
         for number, parameter, draw in self._parameters(calls):
             known: Any = state.get(parameter)
-            moments = map(getattr(known, "get", None), self._moments(number, parameter, known))
+            moments = map(getattr(known, "get", str), self._moments(number, parameter, known))
             found += filter(None, map(chunk_of, (parameter, *moments), itertools.repeat(draw)))
         return b"".join(found[:MOST_CHUNKS])
 

@@ -51,11 +51,9 @@ class Sampler:
         Args:
             calls: optimizer steps of the run so far.
         """
-        state = self.optimizer.state
         found = list[bytes]()
-        for number, parameter, draw in self._parameters(calls):
-            known: Any = state.get(parameter)
-            moments = map(getattr(known, "get", str), self._moments(number, parameter, known))
+        for number, parameter, known, draw in self._parameters(calls):
+            moments = map(known.get, self._moments(number, parameter, known))
             found += filter(None, map(chunk_of, (parameter, *moments), itertools.repeat(draw)))
         return b"".join(found[:MOST_CHUNKS])
 
@@ -66,17 +64,16 @@ class Sampler:
             named: names of parameters by their ids.
         """
         found = []
-        for number, parameter, draw in self._parameters(calls):
+        for number, parameter, known, draw in self._parameters(calls):
             name = named.get(id(parameter), "a parameter")
-            known: Any = self.optimizer.state.get(parameter)
             moments = [(f"{key} of {name}", known[key]) for key in self._moments(number, parameter, known)]
             for called, tensor in [(name, parameter), *moments]:
                 if chunk_of(tensor, draw) is not None:
                     found.append((called, str(tensor.dtype).removeprefix("torch.")))
         return found
 
-    def _parameters(self, calls: int) -> list[tuple[int, Any, int]]:
-        """Those of this step: a number, the parameter, and the number that its words are drawn by."""
+    def _parameters(self, calls: int) -> list[tuple[int, Any, dict[Any, Any], int]]:
+        """Those of this step: a number, the parameter, what the optimizer knows of it, and a draw for its words."""
         groups = self.optimizer.param_groups
         if [len(group["params"]) for group in groups] != self._counts:
             self._make_plan()
@@ -89,12 +86,14 @@ class Sampler:
             draw = (draw ^ draw >> 29) * 0xBF58476D1CE4E5B9 & _MASK
             for number in (slot % count, bisect.bisect_right(ends, (draw >> 20) % total)):
                 group, index = self._where[number]
-                found.append((number, groups[group]["params"][index], draw >> 16))
+                parameter = groups[group]["params"][index]
+                known = self.optimizer.state.get(parameter)
+                found.append((number, parameter, known if isinstance(known, dict) else {}, draw >> 16))
         return found
 
-    def _moments(self, number: int, parameter: Any, known: Any) -> list[Any]:
+    def _moments(self, number: int, parameter: Any, known: dict[Any, Any]) -> list[Any]:
         """The names of what an optimizer has for each element of a parameter, in order: a resume may change theirs."""
-        if not isinstance(known, dict):
+        if not known:
             return []
         many, keys = self._keys.get(number, (-1, []))
         if many != len(known):

@@ -121,11 +121,11 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path, trainer: Tr
     wait_until(lambda: numbers(storage) == [1])
     shutil.rmtree(root)
     trainer.steps(1)
-    threading.Event().wait(0.1)  # several turns of the thread
+    kept.end()
     assert not root.exists()
     root.mkdir()
-    kept.end()
-    assert numbers(storage) == [2]
+    trainer.kept_at(storage, said).end()
+    assert numbers(storage) == [1, 2]
     assert said == []
 
 

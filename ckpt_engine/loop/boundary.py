@@ -441,14 +441,14 @@ class TrainingRun:
             SnapshotFailedError: as `Engine.poll`.
         """
         self.engine.poll()
+        if self._recorder is not None:
+            self._recorder.boundary(step)
         if not self._touches:
             self.cadence.background(self.engine.prepare_seconds)
         stop = self.stopping.boundary(step)
         if stop is not None and (end := here.end(stop)) is not None:
             raise end
         self.config = self.stopping.edited(self.config)
-        if self._recorder is not None:
-            self._recorder.boundary(step)
         self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
         vetoed = self._judges and self.stopping.vetoed(due=reason is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -48,6 +49,8 @@ def test_the_trainer_has_received_it_from_then_on(hook: str, tmp_path: Path) -> 
     assert [name for name, _ in signals.seen].count("on_validation_batch_end") >= 1
     assert signals.trainer.received_sigterm
     assert [one.reason for one in saved(tmp_path)] == ["signal"]
+    fit(Case(val=1), [AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread")], ckpt_path="auto")
+    assert json.loads((tmp_path / "resume-report.json").read_text())["replay"]["why"] == "no step was repeated"
 
 
 @pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_sanity_check_end"])

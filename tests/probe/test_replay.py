@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,23 @@ def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
     off = replay_of(train(tmp_path / "off", make(), END + 1))
     assert off == Replay("not compared", 0, "the snapshot has no record of its steps")
     assert train(tmp_path / "off", make(), END + 2, replay="off")["replay"] is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
+def test_behind_the_snapshot_of_a_stop_there_is_no_step(tmp_path: Path, number: signal.Signals) -> None:
+    """It is taken at the boundary at which the run ends, between two that are due."""
+
+    def at(_: Job, step: int, __: list[torch.Tensor]) -> None:
+        if step == SNAPSHOT - 2:
+            signal.raise_signal(number)
+
+    job = make()
+    job.at = at
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        train(tmp_path, job, END)
+    assert replay_of(train(tmp_path, make(1), END)) == Replay("not compared", 0, "no step was repeated")
+    replay = replay_of(train(tmp_path, make(2), END))
+    assert (replay.result, replay.steps) == ("exact", END - SNAPSHOT)
 
 
 def test_weights_that_are_not_looked_at_are_not_said_to_be_equal(

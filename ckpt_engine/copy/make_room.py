@@ -313,14 +313,8 @@ def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotIn
     scanned = repository.list()
     if line is None:
         line = scanned[-1].line if scanned else UNNAMED
-    mine: list[SnapshotInfo] = []
-    others: dict[str, str] = {}
-    for one in scanned:
-        if line.has(one):
-            mine.append(one)
-        else:
-            others[one.id] = OTHER_LINE
-    return mine, others
+    mine = [one for one in scanned if line.has(one)]
+    return mine, {one.id: OTHER_LINE for one in scanned if not line.has(one)}
 
 
 def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:

@@ -234,15 +234,11 @@ def _copy_file(
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Bytes of a file that are fetched together, and the pieces in them. `is_covered`: these are all of its bytes."""
+    """Bytes of a file that are fetched together, and the pieces in them."""
 
     start: int
     stop: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def is_covered(self) -> bool:
-        return sum(piece.nbytes for piece in self.pieces) == self.stop - self.start
 
 
 def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piece]) -> int:
@@ -254,7 +250,7 @@ def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piec
     def fill(partial: PartialFile) -> None:
         def move(part: _Range) -> int:
             buffer = memoryview(bytearray(part.stop - part.start))
-            if partial.has_begun and part.is_covered and partial.read(part.start, buffer) and _is_good(part, buffer):
+            if partial.has_begun and partial.read(part.start, buffer) and _is_good(part, buffer):
                 return 0
             with reading_source():
                 source.get_into(file.name, part.start, buffer)
@@ -288,7 +284,11 @@ def _ranges(nbytes: int, pieces: Sequence[Piece]) -> list[_Range]:
 
 
 def _is_good(part: _Range, data: memoryview) -> bool:
-    return all(digest(data[one.offset - part.start :][: one.nbytes]) == one.digest for one in part.pieces)
+    """Whether these bytes are those of its pieces, and no others."""
+    is_covered = sum(piece.nbytes for piece in part.pieces) == len(data)
+    return is_covered and all(
+        digest(data[one.offset - part.start :][: one.nbytes]) == one.digest for one in part.pieces
+    )
 
 
 @contextmanager

@@ -256,17 +256,14 @@ class Pipeline:
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         handle = SaveHandle(self, step, durable=durable)
         self._jobs += 1
+        staging: Staging | None = None
         try:
             staging = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
-        except BaseException:
-            self._in_flight.drop(self._jobs)
-            self.slots.discard(slot.index)
-            raise
-        try:
             with self.slots.undisturbed():
                 staging.begin(self._copier)
         except BaseException:
-            if staging.complete:  # else a device still writes into the slot, and the error is reported then
+            # Else a device still writes into the slot, and the error is reported then.
+            if staging is None or staging.complete:
                 self._in_flight.drop(self._jobs)
                 self.slots.discard(slot.index)
             raise
@@ -359,8 +356,6 @@ class Pipeline:
                 lost.append(message)
             elif isinstance(message, JobDone):
                 self._in_flight.settle(message)
-                if self._shared is not None and message.snapshot_id is not None:
-                    self._shared.committed(message.snapshot_id)
             elif isinstance(message, SlotFreed):
                 self._in_flight.freed(message.slot)
             elif not isinstance(message, Mirrored):

@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ckpt_engine.copy.job import Mirrored, PersistJob
+from ckpt_engine.copy.job import JobDone, Mirrored, PersistJob
 from ckpt_engine.errors import CkptError, RanksError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
 from ckpt_engine.observe.events import SnapshotFailed, WriterLost
 from ckpt_engine.ranks.session import Session
@@ -267,18 +267,17 @@ class SharedSnapshots:
 
     def heard(self, message: object) -> None:
         """What the writer of this rank has said."""
-        if isinstance(message, Mirrored):
-            self.mirrored(message.snapshot)
+        if isinstance(message, JobDone) and message.snapshot_id is not None:
+            self.committed(message.snapshot_id)
+        elif isinstance(message, Mirrored):
+            # Where partners are slow a newer one takes the place of one that waits.
+            if self._waits_for is not None and _age(message.snapshot) >= self._waits_for:
+                self._waits_for = None
         elif isinstance(message, SnapshotFailed) and message.snapshot:
             self.lacks(message.snapshot)
         elif isinstance(message, WriterLost) and self._took is not None:
             self._waits_for = None
             self._tell_missed(self._took)  # its share was lost with the writer, or what that kept for others
-
-    def mirrored(self, snapshot: str) -> None:
-        """All partners have it. Where they are slow a newer one takes the place of one that waits."""
-        if self._waits_for is not None and _age(snapshot) >= self._waits_for:
-            self._waits_for = None
 
     def committed(self, snapshot: str) -> None:
         """This node has it."""

@@ -168,7 +168,7 @@ class Together:
         elif reason is not None and self._engine.ready():
             self.waits.look()
             self._publish(step + self._stride, reason)
-        elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
+        elif self._engine.memory and self._memory_due(step + self._stride) and self._engine.ready(durable=False):
             self._publish(step + self._stride, MEMORY)
 
     def tell(self, found: Divergence) -> None:
@@ -476,7 +476,7 @@ class SharedCadence(Cadence):
         assert engine.ranks is not None
         super().__init__(settings, clock, sink, engine.ranks.size)
         self._engine = engine
-        self.together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
+        self.together = Together(engine.ranks, super().boundary, engine, super().memory_due)
         self._decision: RankDecision | None = None
         self._halting: tuple[Stop, str | None] | None = None
         """How all ranks stop, and the reason of the last snapshot if there is to be one."""
@@ -570,14 +570,11 @@ class SharedCadence(Cadence):
         self._settle_memory()
         try:
             self.together.trained()
-            return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+            return self._engine.agree(partial(super().ended, step))
         except RanksError as err:
             text = f"training is over, and rank 0 is gone: there is no snapshot of the end ({err.message})"
             self._engine.events.emit(Notice("WARNING", text))
             return None
-
-    def _memory_is_due(self, step: int) -> bool:
-        return self._engine.memory and super().memory_due(step)
 
     def _settle_memory(self) -> None:
         """The ranks count a snapshot into memory also where this one did not take it."""

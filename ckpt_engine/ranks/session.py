@@ -63,7 +63,8 @@ class Session:
         """Whether a lost machine's shares can be had from others."""
         self._mirror_bytes_per_second = mirror_bytes_per_second
         self._others: dict[str, Any] | None = None
-        self._session = ""
+        self.name = ""
+        """What the ranks have agreed to call it, once it is open."""
         self._next_seq = 0
         self._reopen_seq: int | None = None
         self._places: Places | None = None
@@ -76,12 +77,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether the ranks have agreed on their numbering."""
-        return bool(self._session)
-
-    @property
-    def name(self) -> str:
-        """What the ranks have agreed to call it, once it is open."""
-        return self._session
+        return bool(self.name)
 
     @property
     def coordinates(self) -> bool:
@@ -140,9 +136,9 @@ class Session:
             CkptError: what rank 0 or a leader could not start for, on every rank; or what this rank cannot.
             ConfigError: replication or parity, and the ranks are not on machines that allow it.
         """
-        if self._session:
+        if self.name:
             first = self._next_seq if self._reopen_seq is None else self._reopen_seq
-            client = start(self._config(self._session, first))
+            client = start(self._config(self.name, first))
             if self._others is not None:
                 client.meet({**self._others, "moved": True})
             return client
@@ -153,7 +149,7 @@ class Session:
         with self._undoing(clients):
             self._open_leaders(start, clients)
         if not clients:
-            clients.append(start(self._config(self._session, self._next_seq)))
+            clients.append(start(self._config(self.name, self._next_seq)))
         if self.replicates:
             with self._undoing(clients):
                 self._introduce(clients[0])
@@ -167,7 +163,7 @@ class Session:
         except BaseException:
             for client in clients:
                 client.close(CLOSE_SECONDS)
-            self._session = ""
+            self.name = ""
             raise
 
     def locate(self) -> str:
@@ -215,11 +211,11 @@ class Session:
             if not self.led_places:
                 return {}
             if not clients:
-                clients.append(start(self._config(self._session, None)))
+                clients.append(start(self._config(self.name, None)))
             return {"first_seq": clients[0].first_seq}
 
         agreed = self.agree(begin, START_SECONDS)
-        self._session, self._next_seq, self._record = agreed["session"], agreed["first_seq"], agreed["record"]
+        self.name, self._next_seq, self._record = agreed["session"], agreed["first_seq"], agreed["record"]
         if self.divided:
             self._next_seq = self.meet(follow, self._first_seq)
 
@@ -240,7 +236,7 @@ class Session:
         before = names.parse_id(parent) if parent is not None else None
         if before is not None:
             self._next_seq = max(self._next_seq, before.seq + 1)
-        snapshot = names.session_id(self._session, self._next_seq, step)
+        snapshot = names.session_id(self.name, self._next_seq, step)
         self._next_seq += 1
         self.count += 1
         return snapshot

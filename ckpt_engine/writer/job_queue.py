@@ -40,10 +40,6 @@ class _Turn:
     order: StagedJob | None = None
     flush: bool = False
 
-    def release(self) -> None:
-        if self.order is not None:
-            self.order.release()
-
 
 class JobQueue:
     """Opens a persister, lets it do the jobs in order, and closes it.
@@ -250,7 +246,8 @@ class JobQueue:
     def _drop(self, unwanted: Callable[[StagedJob | None], bool]) -> None:
         for turn in [one for one in self._todo if unwanted(one.order)]:
             self._todo.remove(turn)
-            turn.release()
+            if turn.order is not None:
+                turn.order.release()
 
     def _run(self) -> None:
         broken: str | None = None
@@ -310,7 +307,8 @@ class JobQueue:
             finally:
                 with self._changed:
                     self._at_hand = None
-                turn.release()
+                if turn.order is not None:
+                    turn.order.release()
             if turn.flush and turn.order is not None:
                 # Not before: a flush that is asked for while the order is at hand waits for this.
                 self._emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))

@@ -437,7 +437,7 @@ class SlotReaders:
         """Note a reader; the result, to be called once, notes its end."""
         with self._lock:
             self._readers[slot] += 1
-        return lambda: self._end(slot)
+        return partial(self._end, slot)
 
     def settle(self, slot: int, tell: Callable[[bool], object]) -> None:
         """Call `tell` with whether the slot is still read; `freed` for it comes later than that."""

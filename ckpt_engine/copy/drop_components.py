@@ -74,8 +74,9 @@ def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
             offset += piece.raw_nbytes
         moved[name] = replace(entry, pieces=tuple(pieces))
     snapshot = slim_id(whole.info.id, without)
+    components = {name: size for name, size in whole.info.components.items() if name not in without}
     made = Manifest(
-        _info(whole.info, snapshot, offset - len(header), without),
+        replace(whole.info, id=snapshot, nbytes=offset - len(header), components=components),
         whole.run,
         whole.world,
         whole.software,
@@ -161,8 +162,3 @@ def twins(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
                 if slim.id == slim_id(whole.id, lost):
                     found[slim.id] = whole.id
     return found
-
-
-def _info(info: SnapshotInfo, snapshot: str, nbytes: int, without: Collection[str]) -> SnapshotInfo:
-    components = {name: size for name, size in info.components.items() if name not in without}
-    return replace(info, id=snapshot, nbytes=nbytes, components=components)

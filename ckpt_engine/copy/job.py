@@ -218,14 +218,15 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """Which of several ranks a writer works for. Rank 0 is the coordinator: it holds the lease and commits.
+    """Which of several ranks a writer works for. Rank 0 is the coordinator: it holds the lease and commits. A process
+    alone is the coordinator of itself.
 
     Where nodes have roots of their own the ranks that see one root are a *place*: there its lowest rank, the leader,
     is what rank 0 is otherwise.
 
     Args:
         rank, size: of `size` ranks.
-        session: unique text that the ranks have agreed on.
+        session: unique text that the ranks have agreed on; empty: there is one process.
         first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
         wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
         node: name of the rank's machine.
@@ -251,6 +252,11 @@ class RankConfig:
     address: str = ""
 
     @property
+    def several(self) -> bool:
+        """Whether other ranks write each snapshot too."""
+        return bool(self.session)
+
+    @property
     def members(self) -> tuple[int, ...]:
         """The ranks that see the root of this one, in order."""
         return self.place or tuple(range(self.size))
@@ -259,6 +265,9 @@ class RankConfig:
     def leads(self) -> bool:
         """Whether this writer holds the lease of its root and commits there."""
         return self.rank == self.members[0]
+
+
+ALONE = RankConfig(0, 1, "", None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +288,7 @@ class WriterConfig:
         memory: the writer is a tier too: it keeps the newest job that it received, makes it durable if the trainer is
             gone, and serves it from memory.
         linger_seconds: how long it goes on serving that once it is durable.
-        ranks: where several ranks write the run together; None: one rank.
+        ranks: who writes the run together.
         codec: how snapshots are stored at `url`: a codec's name, or `delta`.
     """
 
@@ -294,7 +303,7 @@ class WriterConfig:
     fatal: bool = False
     memory: bool = False
     linger_seconds: float = 0.0
-    ranks: RankConfig | None = None
+    ranks: RankConfig = ALONE
     codec: str = "raw"
 
 
@@ -342,10 +351,6 @@ def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
     """A configuration from what `asdict` makes of it."""
     tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
     holder = data["holder"] and LeaseHolder(**data["holder"])
-    ranks = data["ranks"] and _ranks_from_json(data["ranks"])
-    return WriterConfig(**{**data, "tiers": tiers, "holder": holder, "ranks": ranks})
-
-
-def _ranks_from_json(data: Mapping[str, Any]) -> RankConfig:
-    places = tuple(tuple(place) for place in data["places"])
-    return RankConfig(**{**data, "place": tuple(data["place"]), "places": places})
+    ranks = data["ranks"]
+    places = {"place": tuple(ranks["place"]), "places": tuple(tuple(place) for place in ranks["places"])}
+    return WriterConfig(**{**data, "tiers": tiers, "holder": holder, "ranks": RankConfig(**{**ranks, **places})})

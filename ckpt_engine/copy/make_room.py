@@ -286,21 +286,21 @@ def collect(
     # After the look at manifests: a snapshot that it missed was pinned before.
     orphans = pins.orphans(repository)
     spared = {file.name for orphan in orphans for file in orphan.manifest.files}
-    unneeded = [item for item in garbage.unreferenced if item.name not in spared]
+    unneeded = {item.name: item.nbytes for item in garbage.unreferenced if item.name not in spared}
     lease.check()
     if unneeded:
         # A process may have removed their manifests and died before that survived a power loss; these must not come
         # back once their data is gone.
         if garbage.owners:
             repository.forget(sorted(garbage.owners))
-        repository.storage.delete(*(item.name for item in unneeded))
-    freed_bytes = sum([item.nbytes for item in unneeded])
+        repository.storage.delete(*unneeded)
+    freed_bytes = sum(unneeded.values())
     if data is None:
         freed_bytes += repository.storage.sweep()
     # Last, because a full disk has room for it only now.
     put_back = pins.put_back(repository, orphans)
     return Collected(
-        removed=tuple([item.name for item in unneeded]),
+        removed=tuple(unneeded),
         freed_bytes=freed_bytes,
         withheld_bytes=sum([item.nbytes for item in garbage.withheld]),
         damaged=garbage.damaged,
@@ -313,14 +313,8 @@ def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotIn
     scanned = repository.list()
     if line is None:
         line = scanned[-1].line if scanned else UNNAMED
-    mine: list[SnapshotInfo] = []
-    others: dict[str, str] = {}
-    for one in scanned:
-        if line.has(one):
-            mine.append(one)
-        else:
-            others[one.id] = OTHER_LINE
-    return mine, others
+    mine = [one for one in scanned if line.has(one)]
+    return mine, {one.id: OTHER_LINE for one in scanned if not line.has(one)}
 
 
 def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:

@@ -80,7 +80,7 @@ def copy_snapshot(
         committing: entered while the manifest is written: no snapshot may be forgotten at the target meanwhile.
 
     Raises:
-        SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
+        CopySourceError: the snapshot is missing or damaged at the source, or that cannot be read or has a part of it.
         StorageError: from the target.
     """
     with reading_source():
@@ -106,7 +106,7 @@ def copy_data(
         scratch: a folder for what is not local on its way; default: the system's temporary one.
 
     Raises:
-        SourceError: a file is missing or damaged at the source, or that cannot be read.
+        CopySourceError: a file is missing or damaged at the source, or that cannot be read.
         StorageError: from the target.
     """
     sent = present = 0
@@ -234,15 +234,11 @@ def _copy_file(
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Bytes of a file that are fetched together, and the pieces in them. `is_covered`: these are all of its bytes."""
+    """Bytes of a file that are fetched together, and the pieces in them."""
 
     start: int
     stop: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def is_covered(self) -> bool:
-        return sum(piece.nbytes for piece in self.pieces) == self.stop - self.start
 
 
 def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piece]) -> int:
@@ -254,7 +250,7 @@ def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piec
     def fill(partial: PartialFile) -> None:
         def move(part: _Range) -> int:
             buffer = memoryview(bytearray(part.stop - part.start))
-            if partial.has_begun and part.is_covered and partial.read(part.start, buffer) and _is_good(part, buffer):
+            if partial.has_begun and partial.read(part.start, buffer) and _is_good(part, buffer):
                 return 0
             with reading_source():
                 source.get_into(file.name, part.start, buffer)
@@ -288,7 +284,11 @@ def _ranges(nbytes: int, pieces: Sequence[Piece]) -> list[_Range]:
 
 
 def _is_good(part: _Range, data: memoryview) -> bool:
-    return all(digest(data[one.offset - part.start :][: one.nbytes]) == one.digest for one in part.pieces)
+    """Whether these bytes are those of its pieces, and no others."""
+    is_covered = sum(piece.nbytes for piece in part.pieces) == len(data)
+    return is_covered and all(
+        digest(data[one.offset - part.start :][: one.nbytes]) == one.digest for one in part.pieces
+    )
 
 
 @contextmanager

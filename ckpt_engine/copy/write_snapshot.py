@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -368,7 +368,12 @@ class Staged:
 
 
 class Finish:
-    """How a snapshot comes to exist once its data is durable: the one writer of a run commits what it has written."""
+    """A writer's part in the commit of snapshots: the one writer of a run commits what it has written."""
+
+    is_shared = False
+    """Whether other writers have parts in each snapshot: this one does not know what they have written."""
+    in_flight: Container[str] = ()
+    """The snapshots that others may be writing now."""
 
     def commit(self, _staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
         """Make it exist; its manifest."""
@@ -381,6 +386,9 @@ class Finish:
             # The manifest goes first: a commit may have landed although it reported an error.
             repository.forget([staged.snapshot])
             repository.storage.delete(*new)
+
+    def cancel(self, repository: Repository, snapshot: str, why: str) -> None:
+        """There is no part of this writer in a snapshot: say so where others wait for it."""
 
 
 ALONE = Finish()

@@ -48,7 +48,8 @@ from ckpt_engine.observe.metrics import MEASURED
 WARM_UP_STEPS = 2
 RETRY_SECONDS = 10.0
 _MOST_IN_FLIGHT = 64
-_NOT_STARTED = -1
+_NOT_STARTED = 1 << 62
+"""No step follows on it: the first boundary begins."""
 
 
 class Cadence:
@@ -75,9 +76,9 @@ class Cadence:
     """
 
     policy_of: Callable[[FrequencySettings], FrequencyPolicy] = AdaptivePolicy
-    # What decides from costs and failure rates; asked again where the settings change.
+    """What decides from costs and failure rates; made again where the settings change."""
     idle_seconds = 0.0
-    # That ranks have waited for each other: `rank_decisions.Waits`.
+    """How long ranks have waited for each other, see `ranks.world.Waits`."""
 
     def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, ranks: int = 1) -> None:
         self._settings = settings
@@ -109,7 +110,7 @@ class Cadence:
             self._adaptive.restart(step)
         if self._memory is not None:
             self._memory.restart(step, now)
-        self._in_flight: deque[UnsettledSnapshot] = deque()
+        self._in_flight: deque[UnsettledSnapshot] = deque(maxlen=_MOST_IN_FLIGHT)
         self._settled: list[Settled] = []
         self._pending: str | None = None
         self._obstacle: str | None = None
@@ -161,8 +162,9 @@ class Cadence:
                 nothing; a jump counts as so many equal steps; going back starts the measurement again.
         """
         now = self._now()
-        if step != self._next:
-            return self._irregular(step, now)
+        count = step + 1 - self._next
+        if count < 1:
+            return self._not_ahead(step, now)
         seconds = now - self._mark - self._paused
         if seconds < 0.0:
             seconds = 0.0
@@ -170,10 +172,12 @@ class Cadence:
         self._paused = 0.0
         self._next = step + 1
         self._account.training_seconds += seconds
-        if self._disturbed:
-            self._steps.add_disturbed(seconds)
+        add = self._steps.add_disturbed if self._disturbed else self._add_clean
+        if count == 1:
+            add(seconds)
         else:
-            self._add_clean(seconds)
+            for _ in range(min(count, CLEAN_WINDOW)):
+                add(seconds / count)
         if step < self._wake_step and now < self._wake_time:
             return None
         return self._wake(step, now)
@@ -223,8 +227,6 @@ class Cadence:
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
         self._held_back |= wait > 0.0
-        if len(self._in_flight) == _MOST_IN_FLIGHT:
-            self._in_flight.popleft()
         if self._adaptive is not None:
             self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
         self._in_flight.append(UnsettledSnapshot(step, now - stall, stall))
@@ -391,7 +393,6 @@ class Cadence:
         self._meter = learned.meter
         self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
-        self._add_clean = self._add_warm_up
 
     def _add_warm_up(self, _seconds: float) -> None:
         """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
@@ -399,26 +400,12 @@ class Cadence:
         if self._warm_up <= 0:
             self._add_clean = self._steps.clean.append
 
-    def _irregular(self, step: int, now: float) -> str | None:
-        if self._next == _NOT_STARTED or step < self._next - 1:
+    def _not_ahead(self, step: int, now: float) -> str | None:
+        """Of `boundary` at the first step, the same one once more, or an earlier one."""
+        if step < self._next - 1:
             self._begin(step, now)
             return None
-        if step == self._next - 1:
-            return self._wake(step, now) if self._pending or self._fixed.validation_due else None
-        seconds = max(0.0, now - self._mark - self._paused)
-        self._mark = now
-        self._paused = 0.0
-        count = step - self._next + 1
-        self._next = step + 1
-        self._account.training_seconds += seconds
-        each, many = seconds / count, min(count, CLEAN_WINDOW)
-        if self._warm_up > 0 or self._disturbed:
-            add = self._steps.add_disturbed if self._disturbed else self._add_clean
-            for _ in range(many):
-                add(each)
-        else:
-            self._steps.clean.extend([each] * many)
-        return None if step < self._wake_step and now < self._wake_time else self._wake(step, now)
+        return self._wake(step, now) if self._pending or self._fixed.validation_due else None
 
     def _settle(self, snapshot: UnsettledSnapshot | None, latency: float | None, busy: float, written: float) -> None:
         """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""

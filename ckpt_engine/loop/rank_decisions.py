@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ckpt_engine.engine import Engine
@@ -58,15 +59,13 @@ class RankDecision:
     """What all ranks do at one boundary after an optimizer step.
 
     Args:
-        number: counts decisions.
-        boundary: counts such boundaries since the start.
+        boundary: counts such boundaries since the start; none has two decisions.
         step: of the run there, as far as rank 0 could foresee it.
         reason: of the snapshot that is taken (`MEMORY`: into memory only); None: none is.
         stop: what stops the run (`stop_to_json`, as of the boundary before); None: it goes on.
         diverged: the run ends here, because of that (a `Divergence`) too or alone: `reason` is None.
     """
 
-    number: int
     boundary: int
     step: int
     reason: str | None
@@ -98,8 +97,7 @@ class Together:
         self._engine = engine
         self._published: deque[RankDecision] = deque(maxlen=_REMEMBERED)
         self._text: str | None = None
-        self._handled = self._made = 0
-        self._boundaries, self._step, self._stride = 0, 0, 1
+        self._handled, self._boundaries, self._step, self._stride = 0, 0, 0, 1
         self._led = -1
         self._ends = 0
         self._told_stop = False
@@ -128,9 +126,9 @@ class Together:
         self._before, self._passed = self._passed, time.monotonic()
         found = None
         for one in self._read():
-            if one.number <= self._handled or one.boundary > self._boundaries:
+            if not self._handled < one.boundary <= self._boundaries:
                 continue
-            self._handled = one.number
+            self._handled = one.boundary
             if one.boundary == self._boundaries or one.diverged is not None:
                 found = one  # who is past the boundary at which a run ends that has diverged ends late
             elif one.reason is not None:
@@ -170,7 +168,7 @@ class Together:
         elif reason is not None and self._engine.ready():
             self.waits.look()
             self._publish(step + self._stride, reason)
-        elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
+        elif self._engine.memory and self._memory_due(step + self._stride) and self._engine.ready(durable=False):
             self._publish(step + self._stride, MEMORY)
 
     def tell(self, found: Divergence) -> None:
@@ -250,8 +248,8 @@ class Together:
         with said_if_slow(waits) if self._ranks.rank == 1 else nullcontext():
             last = int(hear(self._ranks.store, key, _TRAINED_SECONDS, self.verdicts.patience))
         for one in self._read():
-            if self._handled < one.number and one.boundary <= last and one.reason is not None:
-                self._handled = one.number
+            if self._handled < one.boundary <= last and one.reason is not None:
+                self._handled = one.boundary
                 self._miss(one, "its training was over")
 
     def leave(self, seconds: float) -> None:
@@ -284,8 +282,7 @@ class Together:
             store.set(f"{_LEFT}/{self._ranks.rank}", "")
 
     def _publish(self, step: int, reason: str | None, *end: dict[str, Any] | None) -> None:
-        self._made += 1
-        self._published.append(RankDecision(self._made, self._boundaries + 1, step, reason, *end))
+        self._published.append(RankDecision(self._boundaries + 1, step, reason, *end))
         self._ranks.store.set(_DECISIONS, json.dumps([asdict(one) for one in self._published]))
 
     def _read(self) -> deque[RankDecision]:
@@ -479,15 +476,14 @@ class SharedCadence(Cadence):
         assert engine.ranks is not None
         super().__init__(settings, clock, sink, engine.ranks.size)
         self._engine = engine
-        self.together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
+        self.together = Together(engine.ranks, super().boundary, engine, super().memory_due)
         self._decision: RankDecision | None = None
         self._halting: tuple[Stop, str | None] | None = None
         """How all ranks stop, and the reason of the last snapshot if there is to be one."""
         self.diverged: Divergence | None = None
         """What all ranks have agreed to end for, once they are there."""
-        self._own_stop: Stop | None = None
-        self._asked = False
-        self._fits: Callable[[Stop], bool] = lambda _: False
+        self._lead_on: Callable[[int], None]
+        """Decides with what this rank knows of a stop, and whether somebody has asked for a snapshot."""
         self._counted: int | None = None
         self._in_memory: int | None = None
         """The step after which all ranks take a snapshot into memory."""
@@ -507,7 +503,7 @@ class SharedCadence(Cadence):
             fits: see `Together.lead`.
         """
         self._settle_memory()
-        self._own_stop, self._asked, self._fits = own, asked, fits
+        self._lead_on = partial(self.together.lead, stop=own, asked=asked, fits=fits)
         self._decision = self.together.decided(step)
         decision = self._decision
         if decision is not None and decision.stop is not None:
@@ -574,14 +570,11 @@ class SharedCadence(Cadence):
         self._settle_memory()
         try:
             self.together.trained()
-            return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+            return self._engine.agree(partial(super().ended, step))
         except RanksError as err:
             text = f"training is over, and rank 0 is gone: there is no snapshot of the end ({err.message})"
             self._engine.events.emit(Notice("WARNING", text))
             return None
-
-    def _memory_is_due(self, step: int) -> bool:
-        return self._engine.memory and super().memory_due(step)
 
     def _settle_memory(self) -> None:
         """The ranks count a snapshot into memory also where this one did not take it."""
@@ -598,7 +591,7 @@ class SharedCadence(Cadence):
             self._lead(step)
 
     def _lead(self, step: int) -> None:
-        self.together.lead(step, self._own_stop, asked=self._asked, fits=self._fits)
+        self._lead_on(step)
         self.idle_seconds = self.together.waits.seconds
 
 

@@ -9,8 +9,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,7 +63,8 @@ class Session:
         """Whether a lost machine's shares can be had from others."""
         self._mirror_bytes_per_second = mirror_bytes_per_second
         self._others: dict[str, Any] | None = None
-        self._session = ""
+        self.name = ""
+        """What the ranks have agreed to call it, once it is open."""
         self._next_seq = 0
         self._reopen_seq: int | None = None
         self._places: Places | None = None
@@ -76,12 +77,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Whether the ranks have agreed on their numbering."""
-        return bool(self._session)
-
-    @property
-    def name(self) -> str:
-        """What the ranks have agreed to call it, once it is open."""
-        return self._session
+        return bool(self.name)
 
     @property
     def coordinates(self) -> bool:
@@ -140,27 +136,35 @@ class Session:
             CkptError: what rank 0 or a leader could not start for, on every rank; or what this rank cannot.
             ConfigError: replication or parity, and the ranks are not on machines that allow it.
         """
-        if self._session:
+        if self.name:
             first = self._next_seq if self._reopen_seq is None else self._reopen_seq
-            client = start(self._config(self._session, first))
+            client = start(self._config(self.name, first))
             if self._others is not None:
                 client.meet({**self._others, "moved": True})
             return client
-        places = self.places(make=True)
+        self.places(make=True)
         if self.replicates:
             self.locate()
-        found = self._open_first(start)
-        if len(places) > 1:
-            found = self._open_places(start, found)
-        client = found if found is not None else start(self._config(self._session, self._next_seq))
+        clients: list[WriterClient] = []
+        with self._undoing(clients):
+            self._open_leaders(start, clients)
+        if not clients:
+            clients.append(start(self._config(self.name, self._next_seq)))
         if self.replicates:
-            try:
-                self._introduce(client)
-            except BaseException:
-                _close([client])
-                self._session = ""
-                raise
-        return client
+            with self._undoing(clients):
+                self._introduce(clients[0])
+        return clients[0]
+
+    @contextmanager
+    def _undoing(self, clients: Sequence[WriterClient]) -> Iterator[None]:
+        """Ends writers that were started for nothing, as another one could not be: the next call begins once more."""
+        try:
+            yield
+        except BaseException:
+            for client in clients:
+                client.close(CLOSE_SECONDS)
+            self.name = ""
+            raise
 
     def locate(self) -> str:
         """Where other machines reach this one: the one interface at which anything may listen for them.
@@ -173,7 +177,7 @@ class Session:
         if not self._address:
             ranks = self.ranks
             mine = [ranks.node, ranks.address]
-            said = self.meet(lambda: mine, _as_they_are)
+            said = self.meet(lambda: mine, list)
             self._address = towards_others(mine[1], [str(one[1]) for one in said if one and one[0] != ranks.node])
         return self._address
 
@@ -181,54 +185,39 @@ class Session:
         """Tell the writer where the others are."""
         ranks = self.ranks
         mine: list[Any] = [ranks.node, self._address, client.peer_port]
-        said = self.meet(lambda: mine, _as_they_are)
+        said = self.meet(lambda: mine, list)
         nodes = [str(one[0]) if one is not None else "" for one in said]
         near = neighbours(ranks.rank, nodes, self._machines)
         addresses = [[str(one[1]), int(one[2])] if one is not None else ["", 0] for one in said]
         self._others = {"addresses": addresses, **asdict(near), "moved": False}
         client.meet(self._others)
 
-    def _open_first(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient | None:
-        """Rank 0's writer, and there only."""
-        clients: list[WriterClient] = []
-        several = self.divided
+    def _open_leaders(self, start: Callable[[RankConfig], WriterClient], clients: list[WriterClient]) -> None:
+        """Rank 0's writer, then those of the other places' leaders: from where the numbers of all places go on.
+
+        Args:
+            clients: takes the writer of this rank, if it leads.
+        """
 
         def begin() -> dict[str, Any]:
             session = os.urandom(16).hex()
             if self.root is not None and self._record and record_in(self.root):
                 self._record = ""  # it has its own, and the others have to fit to it
             clients.append(start(self._config(session, None)))
-            record = self.root.get(names.RECORD).decode() if several and self.root is not None else ""
+            record = self.root.get(names.RECORD).decode() if self.divided and self.root is not None else ""
             return {"session": session, "first_seq": clients[0].first_seq, "record": record}
 
-        try:
-            agreed = self.agree(begin, START_SECONDS)
-        except CkptError:
-            _close(clients)
-            raise
-        self._session, self._next_seq, self._record = agreed["session"], agreed["first_seq"], agreed["record"]
-        return clients[0] if clients else None
-
-    def _open_places(
-        self, start: Callable[[RankConfig], WriterClient], client: WriterClient | None
-    ) -> WriterClient | None:
-        """The writers of the other places' leaders, and from where the numbers of all places go on."""
-        clients = [client] if client is not None else []
-
-        def begin() -> dict[str, Any]:
-            if not self._config(self._session, None).leads:
+        def follow() -> dict[str, Any]:
+            if not self.led_places:
                 return {}
             if not clients:
-                clients.append(start(self._config(self._session, None)))
+                clients.append(start(self._config(self.name, None)))
             return {"first_seq": clients[0].first_seq}
 
-        try:
-            self._next_seq = self.meet(begin, self._first_seq)
-        except BaseException:
-            _close(clients)
-            self._session = ""
-            raise
-        return clients[0] if clients else None
+        agreed = self.agree(begin, START_SECONDS)
+        self.name, self._next_seq, self._record = agreed["session"], agreed["first_seq"], agreed["record"]
+        if self.divided:
+            self._next_seq = self.meet(follow, self._first_seq)
 
     def _first_seq(self, said: list[dict[str, Any] | None]) -> int:
         """The lowest number that is free in all places."""
@@ -247,7 +236,7 @@ class Session:
         before = names.parse_id(parent) if parent is not None else None
         if before is not None:
             self._next_seq = max(self._next_seq, before.seq + 1)
-        snapshot = names.session_id(self._session, self._next_seq, step)
+        snapshot = names.session_id(self.name, self._next_seq, step)
         self._next_seq += 1
         self.count += 1
         return snapshot
@@ -260,16 +249,16 @@ class Session:
         """
         self._reopen_seq = self._next_seq - 1 if taking else self._next_seq
 
-    def agree(self, make: Callable[[], T], timeout: float) -> T:
+    def agree(self, make: Callable[[], T], timeout: float, whose: str = "on rank 0: ") -> T:
         """What `make` returns on rank 0, a JSON value. Others wait at most `timeout` seconds for it.
+
+        Args:
+            whose: comes before the text of an error.
 
         Raises:
             CkptError: what `make` has raised there, on every rank. What is none of ours is a `WriterError` on others.
             WaitTimeoutError: rank 0 does not answer.
         """
-        return self._answer(make, timeout, "on rank 0: ")
-
-    def _answer(self, make: Callable[[], T], timeout: float, whose: str) -> T:
         self._questions += 1
         key = f"agreed/{self._questions}"
         store = self.ranks.store
@@ -326,7 +315,7 @@ class Session:
             return combine(said)
 
         try:
-            return self._answer(listen, 2 * timeout, "")
+            return self.agree(listen, 2 * timeout, "")
         except CkptError as err:
             if failure is not None:
                 raise failure from err
@@ -387,16 +376,6 @@ def _divided(said: list[list[Any] | None]) -> tuple[Places, str]:
     """The places, and the record of the run that some other place than rank 0's has."""
     known = [None if one is None else Sight(*one) for one in said]
     return divide(known), next((one.record for one in known if one is not None and one.record), "")
-
-
-def _close(clients: Sequence[WriterClient]) -> None:
-    """End writers that were started for nothing: another one could not be."""
-    for client in clients:
-        client.close(CLOSE_SECONDS)
-
-
-def _as_they_are(said: list[list[Any] | None]) -> list[list[Any] | None]:
-    return said
 
 
 def session_of(ranks: Ranks | None, config: Config) -> Session | None:

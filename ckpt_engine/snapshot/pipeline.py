@@ -25,7 +25,7 @@ from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda import TornCopyError
 from ckpt_engine.snapshot.ownership import CLOSE_SECONDS, Lineage
-from ckpt_engine.snapshot.save_request import Request, SaveHandle, SharedSnapshots
+from ckpt_engine.snapshot.save_request import OwnSnapshots, Request, SaveHandle, SharedSnapshots
 from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.snapshot.unchanged import Unchanged
 from ckpt_engine.snapshot.writer_link import (
@@ -83,7 +83,7 @@ class Pipeline:
         self._tier = tier
         self.process = process
         self._emit = emit
-        self._shared = None if session is None else SharedSnapshots(session, self._cancel)
+        self._group = OwnSnapshots() if session is None else SharedSnapshots(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self.slots = Slots(slots)
         self._room = room
@@ -121,8 +121,8 @@ class Pipeline:
         if self._writer is not None:
             return
         self._pulse = self._pulse or Pulse()
-        if self._shared is not None and self._starting is None:
-            self._shared.reopens()
+        if self._starting is None:
+            self._group.reopens()
         if self._lost:
             self._writer = Handover(Coming(self._open_writer, self.memory), self._arrived)
             return
@@ -202,7 +202,7 @@ class Pipeline:
         self.poll()
         if self._still_starting or (self._staging is not None and not self._staging.over):
             return False
-        if not durable and self._shared is not None and not self._shared.keeps_up:
+        if not (durable or self._group.keeps_up):
             return False
         return self.slots.ready() and (not durable or self._writer_has_time())
 
@@ -212,22 +212,17 @@ class Pipeline:
 
     def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
-        if self._shared is None:
-            return self._save(state, wanted, None)
-        if not self._shared.is_open:  # the ranks have still to agree on their numbers: a writer has to start first
-            self.start()
-        return self._shared.take(wanted, self.lineage.parent, partial(self._save, state, wanted))
+        return self._group.take(wanted, self.lineage.parent, self.start, partial(self._save, state, wanted))
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
-        """See `SharedSnapshots.miss`."""
-        if self._shared is not None:
-            self._shared.miss(step, self.lineage.parent, why, durable=durable)
+        """See `OwnSnapshots.miss`."""
+        self._group.miss(step, self.lineage.parent, why, durable=durable)
 
     def _cancel(self, snapshot: str, why: str) -> None:
         if self._writer is not None:
             self._writer.give(lambda client: client.cancel(snapshot, why), lambda _: None)
 
-    def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
+    def _save(self, state: Any, wanted: Request, took: Callable[[], Mapping[str, Any]]) -> SaveHandle:
         step, durable = wanted.step, wanted.durable
         began, when = time.perf_counter(), (time.time(), time.monotonic())
         self.before_update()
@@ -256,17 +251,14 @@ class Pipeline:
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         handle = SaveHandle(self, step, durable=durable)
         self._jobs += 1
+        staging: Staging | None = None
         try:
-            staging = self._ready_to_stage(wanted, capture, slot, handle, snapshot, when)
-        except BaseException:
-            self._in_flight.drop(self._jobs)
-            self.slots.discard(slot.index)
-            raise
-        try:
+            staging = self._ready_to_stage(wanted, capture, slot, handle, took, when)
             with self.slots.undisturbed():
                 staging.begin(self._copier)
         except BaseException:
-            if staging.complete:  # else a device still writes into the slot, and the error is reported then
+            # Else a device still writes into the slot, and the error is reported then.
+            if staging is None or staging.complete:
                 self._in_flight.drop(self._jobs)
                 self.slots.discard(slot.index)
             raise
@@ -282,28 +274,28 @@ class Pipeline:
         capture: CapturedState,
         slot: SharedSlot,
         handle: SaveHandle,
-        snapshot: str | None,
+        took: Callable[[], Mapping[str, Any]],
         when: tuple[float, float],
     ) -> Staging:
         """What copies the state into its slot and then hands over the job, of which the writer knows the rest.
 
         Args:
+            took: what the job says of ranks.
             when: wall-clock and monotonic seconds of the instant.
         """
         assert self._writer is not None
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
-        parent = self.lineage.parent
         job = wanted.job(
             job=self._jobs,
             slot=slot.index,
             values=capture.values,
             created=when[0],
             instant_monotonic=when[1],
-            parent=parent,
+            parent=self.lineage.parent,
             line=self.lineage.line(),
             pace=self.pace(),
-            **(self._shared.took(snapshot, parent) if self._shared is not None and snapshot is not None else {}),
+            **took(),
         )
         known = [one.index for one in self.slots.known()]
         about = ((slot.index, slot.fd, slot.nbytes), known, capture.plan.layout, capture.plan.trees)
@@ -359,16 +351,13 @@ class Pipeline:
                 lost.append(message)
             elif isinstance(message, JobDone):
                 self._in_flight.settle(message)
-                if self._shared is not None and message.snapshot_id is not None:
-                    self._shared.committed(message.snapshot_id)
             elif isinstance(message, SlotFreed):
                 self._in_flight.freed(message.slot)
             elif not isinstance(message, Mirrored):
                 self._emit(message)
                 if isinstance(message, WriterLost):
                     self._lose_writer(lost)
-            if self._shared is not None:
-                self._shared.heard(message)
+            self._group.heard(message)
         self._in_flight.go_on(self._writer)
 
     def _lose_writer(self, lost: Sequence[JobDone] = ()) -> None:
@@ -457,7 +446,7 @@ class Pipeline:
                 self._writer.close(left, failed=failed, keeps=keeps, hurries=hurries)
                 self.poll()  # what further tiers had to say until the end
                 self._writer = None
-            if self._shared is not None and (lacking := self._shared.lacking()) is not None:
+            if (lacking := self._group.lacking()) is not None:
                 self._emit(Notice("WARNING", lacking))
         if self._pulse is not None:
             self._pulse.close()

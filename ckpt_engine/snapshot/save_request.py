@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, Self
 
 import torch
 
-from ckpt_engine.copy.job import Mirrored, PersistJob
+from ckpt_engine.copy.job import JobDone, Mirrored, PersistJob
 from ckpt_engine.errors import CkptError, RanksError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
 from ckpt_engine.observe.events import SnapshotFailed, WriterLost
 from ckpt_engine.ranks.session import Session
@@ -182,7 +182,42 @@ _KEPT = 64
 """Keys that a rank leaves in the store: more than leaders can be behind each other."""
 
 
-class SharedSnapshots:
+Save = Callable[[Callable[[], Mapping[str, Any]]], SaveHandle]
+"""Takes a snapshot. Its argument says what the writer's job has to know of ranks, once there is one."""
+
+
+class OwnSnapshots:
+    """The snapshots of a process alone: no other rank counts them."""
+
+    def take(self, _wanted: Request, _parent: str | None, _start: Callable[[], object], save: Save) -> SaveHandle:
+        """Let `save` take the next one.
+
+        Args:
+            parent: the snapshot that this run resumed from.
+            start: starts the writer, which ranks need before they can count.
+        """
+        return save(dict)
+
+    def reopens(self) -> None:
+        """A writer is about to start in place of another one."""
+
+    def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
+        """This rank takes no snapshot of `step` though all ranks do: it is counted, and no rank waits for this one."""
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether another snapshot may be taken into memory."""
+        return True
+
+    def heard(self, message: object) -> None:
+        """What the writer of this rank has said."""
+
+    def lacking(self) -> str | None:
+        """In the end, on rank 0: what is to be said where another node has said that it lacks the last snapshot."""
+        return None
+
+
+class SharedSnapshots(OwnSnapshots):
     """The snapshots that several ranks take together, as one of them counts and knows them. Training thread only.
 
     Rank 0 knows what the partners of all ranks have, and a leader of one of several places what all places have; other
@@ -204,18 +239,15 @@ class SharedSnapshots:
         self._unsure: deque[str] = deque(maxlen=_ASKED)
         self._left: deque[str] = deque()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the ranks have agreed on their numbers."""
-        return self._session.is_open
-
-    def take(self, wanted: Request, parent: str | None, save: Callable[[str | None], SaveHandle]) -> SaveHandle:
-        """Let `save` take the snapshot of that id. Whatever fails in it: all ranks go on counting alike."""
+    def take(self, wanted: Request, parent: str | None, start: Callable[[], object], save: Save) -> SaveHandle:
+        """Give it the id that all ranks do. Whatever fails in `save`: all ranks go on counting alike."""
+        if not self._session.is_open:  # the ranks have still to agree on their numbers
+            start()
         snapshot = self._session.number(wanted.step, parent)
         why = "it failed there"
         self._taking = True
         try:
-            handle = save(snapshot)
+            handle = save(partial(self.took, snapshot, parent))
             why = handle.skipped or ""
         finally:
             self._taking = False
@@ -224,11 +256,9 @@ class SharedSnapshots:
         return handle
 
     def reopens(self) -> None:
-        """A writer is about to start in place of another one."""
         self._session.reopens(self._taking)
 
     def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
-        """This rank takes no snapshot of `step` though all ranks do: it is counted, and no rank waits for this one."""
         if self._session.is_open:
             self._tell(self._session.number(step, parent), why, durable=durable)
 
@@ -247,7 +277,7 @@ class SharedSnapshots:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether another snapshot may be taken into memory: all partners have the one before.
+        """All partners have the snapshot before.
 
         So all ranks mirror the same ones. Training goes on without snapshots in memory meanwhile.
         """
@@ -266,19 +296,17 @@ class SharedSnapshots:
         return {"snapshot": snapshot, "rank": session.ranks.rank, **self._on_all_nodes(parent)}
 
     def heard(self, message: object) -> None:
-        """What the writer of this rank has said."""
-        if isinstance(message, Mirrored):
-            self.mirrored(message.snapshot)
+        if isinstance(message, JobDone) and message.snapshot_id is not None:
+            self.committed(message.snapshot_id)
+        elif isinstance(message, Mirrored):
+            # Where partners are slow a newer one takes the place of one that waits.
+            if self._waits_for is not None and _age(message.snapshot) >= self._waits_for:
+                self._waits_for = None
         elif isinstance(message, SnapshotFailed) and message.snapshot:
             self.lacks(message.snapshot)
         elif isinstance(message, WriterLost) and self._took is not None:
             self._waits_for = None
             self._tell_missed(self._took)  # its share was lost with the writer, or what that kept for others
-
-    def mirrored(self, snapshot: str) -> None:
-        """All partners have it. Where they are slow a newer one takes the place of one that waits."""
-        if self._waits_for is not None and _age(snapshot) >= self._waits_for:
-            self._waits_for = None
 
     def committed(self, snapshot: str) -> None:
         """This node has it."""
@@ -299,7 +327,6 @@ class SharedSnapshots:
                 self._leave(_lack(snapshot))
 
     def lacking(self) -> str | None:
-        """In the end, on rank 0: what is to be said where another node has said that it lacks the last snapshot."""
         if not self._session.coordinates:
             return None
         whole = self._on_all_nodes(None).get("common")

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_engine.config import Config, Tier
+from ckpt_engine.config import Config
 from ckpt_engine.copy.job import ErrorRecord, JobDone, PersistJob, TierConfig, WriterConfig
 from ckpt_engine.errors import CkptError, SnapshotSkippedError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
@@ -420,22 +420,21 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
         drain_seconds=DRAIN_SECONDS + config.wait_at_end,
         end_wait_seconds=config.wait_at_end,
         lease_wait_seconds=REUNION_WAIT_SECONDS if ranks and memory else LEASE_WAIT_SECONDS,
-        tiers=tuple(_tier(config, tier) for tier in further),
+        tiers=tuple(
+            TierConfig(
+                url=tier.url,
+                storage_options=tier.for_storage(),
+                keep=config.keep_rules(tier),
+                every_seconds=tier.every,
+                every_n_steps=tier.every_n_steps,
+                bandwidth_bytes_per_second=tier.bandwidth,
+                fatal=tier.on_failure == "fail",
+                codec=tier.codec,
+            )
+            for tier in further
+        ),
         fatal=nearest.on_failure == "fail",
         memory=memory,
         linger_seconds=config.linger,
         codec=nearest.codec,
-    )
-
-
-def _tier(config: Config, tier: Tier) -> TierConfig:
-    return TierConfig(
-        url=tier.url,
-        storage_options=tier.for_storage(),
-        keep=config.keep_rules(tier),
-        every_seconds=tier.every,
-        every_n_steps=tier.every_n_steps,
-        bandwidth_bytes_per_second=tier.bandwidth,
-        fatal=tier.on_failure == "fail",
-        codec=tier.codec,
     )

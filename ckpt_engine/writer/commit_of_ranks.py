@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import Copied, CopySourceError, Put, reading_source
@@ -47,17 +46,6 @@ ALONE_SECONDS = 5.0
 
 _never = threading.Event()
 """Takes the place of an event that is set already: waiting for that one would not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """This rank has no part in a snapshot; takes the place of an order in the writer's queue."""
-
-    snapshot: str
-    why: str
-
-    def release(self) -> None:
-        """There is no slot to let go of."""
 
 
 class SessionSnapshots(Container[str]):
@@ -108,6 +96,8 @@ class Gathering(Finish):
             as well: it is left as it is after `alone_seconds`.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         ranks: RankConfig,
@@ -119,7 +109,7 @@ class Gathering(Finish):
     ) -> None:
         self._alone_seconds = alone_seconds
         self._ranks = ranks
-        self._in_flight = in_flight
+        self.in_flight: SessionSnapshots = in_flight
         self._progress = progress
         self._still_ours = still_ours
         self._alone = alone
@@ -134,9 +124,9 @@ class Gathering(Finish):
         self._still_ours()
         self._progress.check()
         repository.commit(whole)
-        self._in_flight.settle(staged.snapshot)
+        self.in_flight.settle(staged.snapshot)
         with suppress(CkptError):  # the next start removes what is left
-            for one in (staged.snapshot, *self._in_flight.declined_before(staged.snapshot)):
+            for one in (staged.snapshot, *self.in_flight.declined_before(staged.snapshot)):
                 part_records.remove(repository.storage, one, self._ranks.members)
         return whole
 
@@ -147,7 +137,10 @@ class Gathering(Finish):
         repository.forget([staged.snapshot])
         part_records.remove(repository.storage, staged.snapshot, self._ranks.members)
         repository.storage.delete(*new)
-        self._in_flight.settle(staged.snapshot)
+        self.in_flight.settle(staged.snapshot)
+
+    def cancel(self, repository: Repository, snapshot: str, why: str) -> None:  # noqa: ARG002 - nothing is stored
+        self.in_flight.decline(snapshot)
 
     def _gather(self, storage: Storage, mine: PartRecord) -> list[PartRecord]:
         deadline, alone_until = time.monotonic() + self._ranks.wait_seconds, float("inf")
@@ -176,27 +169,34 @@ class Contributing(Finish):
         says_failure: the coordinator, which waits for the part, hears that it failed. Else the part may come later.
     """
 
+    is_shared = True
+
     def __init__(self, ranks: RankConfig, *, says_failure: bool = True) -> None:
         self._ranks = ranks
         self._says_failure = says_failure
-        self._said = False
+        self._said: str | None = None
+        """The newest snapshot of which a record may be there."""
 
     def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
         """Raises `StorageError` if the record could not be written; it may be there nevertheless."""
-        self._said = True
+        self._said = staged.snapshot
         part_records.put(repository.storage, part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
         return manifest
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
         # Once a record may be there the coordinator may have committed: then this data belongs to a snapshot.
-        if self._said:
+        if self._said == staged.snapshot:
             return
         if self._says_failure:
-            why = "it failed there"
-            part_records.put(
-                repository.storage, part_records.no_part(staged.snapshot, why, repository.run_id, self._ranks)
-            )
+            self._decline(repository, staged.snapshot, "it failed there")
         repository.storage.delete(*new)
+
+    def cancel(self, repository: Repository, snapshot: str, why: str) -> None:
+        with suppress(CkptError):  # the coordinator finds out by its timeout
+            self._decline(repository, snapshot, why)
+
+    def _decline(self, repository: Repository, snapshot: str, why: str) -> None:
+        part_records.put(repository.storage, part_records.no_part(snapshot, why, repository.run_id, self._ranks))
 
 
 def _other_parts(
@@ -220,8 +220,8 @@ def _other_parts(
         StorageError, FormatError
     """
     snapshot, found, strange = mine.manifest.info.id, dict[int, PartRecord](), set[int]()
-    pause_seconds = looks.first_seconds
-    while True:
+    missing = set[int]()
+    for _ in _looking(looks, until, pause):
         new = part_records.there(storage, snapshot).get(snapshot, set()) - {mine.rank} - found.keys() - strange
         for rank, part in part_records.read_all(storage, snapshot, new).items():
             if counts(part):
@@ -231,12 +231,22 @@ def _other_parts(
         missing = set(ranks).difference(mine.ranks, *(part.ranks for part in found.values()))
         if not missing or any(part.cancelled is not None for part in found.values()):
             return list(found.values())
+    raise WaitTimeoutError(
+        f"no part of {snapshot} came from {_listed(missing)} in time",
+        hint="see whether these ranks live, and whether they write to the same place",
+    )
+
+
+def _looking(
+    looks: GrowingPauses, until: Callable[[], float], pause: Callable[[float], object]
+) -> Iterator[Literal[True]]:
+    """Yields for each look at what others have left, at least once; waits in between. See `_other_parts`."""
+    pause_seconds = looks.first_seconds
+    while True:
+        yield True
         remaining = until() - time.monotonic()
         if remaining <= 0.0:
-            raise WaitTimeoutError(
-                f"no part of {snapshot} came from {_listed(missing)} in time",
-                hint="see whether these ranks live, and whether they write to the same place",
-            )
+            return
         pause(min(pause_seconds, remaining))
         pause_seconds = looks.after(pause_seconds)
 
@@ -270,7 +280,7 @@ class Gather:
         """
         found = recover(target, ())
         _forget_questions(target.storage, ())
-        return found.completed
+        return tuple(snapshot for snapshot, exists in found if exists)
 
     def copy(self, source: Repository, target: Repository, snapshot: str, put: Put) -> Copied:
         """Copy a snapshot of which each node has a part. Needs the target's lease. What was copied is of this node.
@@ -279,7 +289,7 @@ class Gather:
             put: stores the part of this node.
 
         Raises:
-            SourceError: this node's part is missing or damaged, or cannot be read.
+            CopySourceError: this node's part is missing or damaged, or cannot be read.
             SnapshotSkippedError: another node has no part in it.
             SnapshotFailedError: the parts do not fit together.
             WaitTimeoutError: the part of another node does not come.
@@ -327,7 +337,7 @@ def give(source: Repository, target: Repository, snapshot: str, put: Put) -> tup
     """Copy what this node has of a snapshot to a further tier, and say so there; its manifest there.
 
     Raises:
-        SourceError: it is missing or damaged at the source, or that cannot be read.
+        CopySourceError: it is missing or damaged at the source, or that cannot be read.
         StorageError: from the target. Calling again continues.
     """
     with reading_source():
@@ -363,7 +373,6 @@ def _forget_questions(storage: Storage, but: Collection[str]) -> None:
 
 PATIENCE_SECONDS = 5.0
 """How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
-_AGAIN_SECONDS = 2.0
 
 There = Mapping[str, Collection[int]]
 """The ranks that have left their share, by snapshot."""
@@ -421,72 +430,49 @@ class CrashRecovery:
         self._left: set[str] = set()
         self._pause = threading.Event()
 
-    def run(self, orders: Sequence[StagedJob], again: Callable[[CkptError], bool]) -> None:
+    def run(self, orders: Sequence[StagedJob]) -> None:
         """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.
 
         What was too new for an earlier meeting counts again: the others may have got theirs since.
 
         Args:
             orders: newest first, numbered by the ranks.
-            again: called with why something failed; whether to try again in a while.
+
+        Raises:
+            CkptError: the place has failed; calling again continues.
         """
-        while True:
-            try:
-                self._attempt(orders)
-            except CkptError as err:
-                if not again(err):
-                    return
-                self._pause.wait(_AGAIN_SECONDS)
-            else:
-                return
-
-    def is_committed(self, order: StagedJob) -> bool:
-        """Whether the snapshot of all ranks exists; False where the place does not answer."""
-        try:
-            return self._place.exists(order.snapshot or "")
-        except CkptError:
-            return False
-
-    def _attempt(self, orders: Sequence[StagedJob]) -> None:
-        rank = self._ranks.rank
         there = self._place.look()
         mine = self._undecided(orders, there)
-        if not mine:
+        left = {snapshot for snapshot in mine if self._ranks.rank in there.get(snapshot, ())}
+        if not mine or (not self._ranks.places and self._have_met(orders, mine, left)):
             return
-        if self._ranks.places:
-            for snapshot, order in mine.items():
-                if rank not in there.get(snapshot, ()):
-                    self._leave(order)
-            self._collect(mine)
-            return
-        newest = next(iter(mine))
-        left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
+        for snapshot, order in mine.items():
+            if snapshot not in left:
+                self._leave(order)
+        self._collect(mine)
+
+    def _have_met(self, orders: Sequence[StagedJob], mine: Mapping[str, StagedJob], left: set[str]) -> bool:
+        """Leave the newest of `mine`, then what others need to meet; whether they have. `left`: takes what is left."""
+        rank, newest = self._ranks.rank, next(iter(mine))
         # What was persisted before says nothing of what the others hold now: something newer may be on its way.
         fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
-        if rank not in there.get(newest, ()):
+        if newest not in left:
             self._leave(mine[newest])
-        deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
-        while True:
+            left.add(newest)
+        looking = self._looking()
+        while next(looking, False):
             there = self._place.look()
             if self._complete(fresh, there):
-                return
+                return True
             if any(rank not in there.get(snapshot, ()) for snapshot in left):
                 self._undecided(orders, there)
-                return  # what is not there any more is committed, or was dropped by a new start
+                return True  # what is not there any more is committed, or was dropped by a new start
             wanted = follow(list(mine), there, rank, self._ranks.members)
             if wanted is not None:
                 self._leave(mine[wanted])
                 left.add(wanted)
-                deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
-                continue
-            remaining = deadline - time.monotonic()
-            if remaining <= 0.0:
-                break
-            self._pause.wait(min(pause, remaining))
-            pause = LOOKS.after(pause)
-        for snapshot in [one for one in mine if one not in left]:
-            self._leave(mine[snapshot])
-        self._collect(mine)
+                looking = self._looking()
+        return False
 
     def _undecided(self, orders: Sequence[StagedJob], there: There) -> dict[str, StagedJob]:
         """Those of these orders, newest first, that may yet be committed; notes which one is committed already."""
@@ -512,18 +498,17 @@ class CrashRecovery:
 
     def _collect(self, mine: Mapping[str, StagedJob]) -> None:
         """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
-        deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
-        while self._ranks.leads:
-            if self._complete(mine, self._place.look()):
+        if not self._ranks.leads:
+            return
+        for _ in self._looking():
+            while self._complete(mine, self._place.look()):
                 mine = {snapshot: order for snapshot, order in mine.items() if not order.durable}
                 if not (mine and self._ranks.places):
                     return
-                continue
-            remaining = deadline - time.monotonic()
-            if remaining <= 0.0:
-                return
-            self._pause.wait(min(pause, remaining))
-            pause = LOOKS.after(pause)
+
+    def _looking(self) -> Iterator[Literal[True]]:
+        deadline = time.monotonic() + self._patience_seconds
+        return _looking(LOOKS, lambda: deadline, self._pause.wait)
 
     def _complete(self, mine: Mapping[str, StagedJob], there: There) -> bool:
         """Whether this is the coordinator, and all shares of a snapshot are there: it is committed then.

@@ -277,12 +277,8 @@ class ControlHandlers:
         self._trainer_lives = trainer_lives
         self._bye = bye
         self._attended = self._serves = True
-        self._said_bye = threading.Event()
-
-    @property
-    def said_bye(self) -> bool:
+        self.said_bye = False
         """Whether the writer is not needed any more."""
-        return self._said_bye.is_set()
 
     def leave(self, *, serves: bool) -> None:
         """The trainer is gone, and everything it sent was taken in.
@@ -327,9 +323,9 @@ class ControlHandlers:
         if ids is None:
             return None
         body: Body = {"held": ids}
-        if self._ranks is not None:
+        if self._ranks.several:
             body["node"] = self._ranks.node
-        if self._ranks is not None and self._peers is not None:
+        if self._peers is not None:
             body |= {"host": self._peers.host, "port": self._peers.port, "secret": self._ranks.session}
             body |= {"group": list(self._peers.parity.group), "parity": self._peers.parity.ids()}
         return Reply(body)
@@ -356,7 +352,7 @@ class ControlHandlers:
     def _take_leave(self) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
-        self._said_bye.set()
+        self.said_bye = True
         self._memory.let_go()
         self._bye()
         return Reply({"ok": True})

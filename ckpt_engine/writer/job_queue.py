@@ -19,8 +19,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
-from ckpt_engine.writer.commit_of_ranks import Cancelled
-from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob, stays
+from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.persister import Emit, Persister
 
 if TYPE_CHECKING:
@@ -35,9 +34,10 @@ _SEAL_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An order that waits. `flush`: it is only in memory, and its outcome is not reported."""
+    """Work that waits, for an order or for none. `flush`: it is only in memory, and its outcome is not reported."""
 
-    order: StagedJob | Cancelled
+    work: Callable[[], object]
+    order: StagedJob | None = None
     flush: bool = False
 
 
@@ -80,7 +80,7 @@ class JobQueue:
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()
-        self._at_hand: StagedJob | Cancelled | None = None
+        self._at_hand: StagedJob | None = None
         self._finishing = self._abandoned = self._hurried = self._written = False
         self._broken: str | None = None
         self._changed = threading.Condition()
@@ -90,8 +90,8 @@ class JobQueue:
         self.rescued_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
 
-    def _open_peers(self, ranks: RankConfig | None) -> Peers | None:
-        if ranks is None or not (ranks.mirrors and self._memory):
+    def _open_peers(self, ranks: RankConfig) -> Peers | None:
+        if not (ranks.mirrors and self._memory):
             return None
         from ckpt_engine.writer.peers import Peers
 
@@ -122,35 +122,33 @@ class JobQueue:
             self._changed.notify()
 
     def _take(self, body: Body, fds: Sequence[int]) -> None:
-        if body["kind"] == channel.PULSE:
-            self.held.take_pulse(fds[0])
-            return
-        if body["kind"] == channel.ROWS:
-            self._persister.rows.attach(body, fds[0])
-            return
-        if body["kind"] == channel.PARTNER:
-            if self.peers is not None:
-                self.peers.meet(body)
-            return
-        if body["kind"] == channel.CANCEL:
-            self._todo.append(_Turn(Cancelled(body["snapshot"], body["why"])))
-            return
-        order = self._intake.take(body, fds)
-        if order is None:
-            return
-        self.held.pace = order.job.pace
-        # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
-        if self._memory and order.known:
-            self.held.hold(order)
-            if self.peers is not None:
-                self.peers.offer(order)
-        if body["kind"] == channel.PERSIST:
-            self._todo.append(_Turn(order))
-            return
-        order.release()
-        if not order.known:
-            text = f"step {order.job.step} is not kept in memory: {order.problem}"
-            self._emit(channel.event(Notice("WARNING", text)))
+        match body["kind"]:
+            case channel.PULSE:
+                self.held.take_pulse(fds[0])
+            case channel.ROWS:
+                self._persister.rows.attach(body, fds[0])
+            case channel.PARTNER:
+                if self.peers is not None:
+                    self.peers.meet(body)
+            case channel.CANCEL:
+                self._todo.append(_Turn(partial(self._persister.cancel, body["snapshot"], body["why"])))
+            case kind:
+                order = self._intake.take(body, fds)
+                if order is None:
+                    return
+                self.held.pace = order.job.pace
+                # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
+                if self._memory and order.known:
+                    self.held.hold(order)
+                    if self.peers is not None:
+                        self.peers.offer(order)
+                if kind == channel.PERSIST:
+                    self._todo.append(_Turn(partial(self._persister.persist, order), order))
+                    return
+                order.release()
+                if not order.known:
+                    text = f"step {order.job.step} is not kept in memory: {order.problem}"
+                    self._emit(channel.event(Notice("WARNING", text)))
 
     def flush(self) -> int | None:
         """Let the newest snapshot in memory become durable although the trainer lives; its step, None: there is none.
@@ -166,7 +164,7 @@ class JobQueue:
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
                 newest.retain()
-                self._todo.append(_Turn(newest, flush=True))
+                self._todo.append(_Turn(partial(self._flush, newest), newest, flush=True))
                 self._changed.notify()
             return newest.job.step
 
@@ -194,7 +192,7 @@ class JobQueue:
         unless nodes have roots of their own.
         """
         newest, ranks = self.held.newest, self.ranks
-        knows = ranks is None or (ranks.rank == 0 and not ranks.places)
+        knows = ranks.rank == 0 and not ranks.places
         return newest is not None and not (newest.durable and knows)
 
     def abandon(self, ending: str) -> None:
@@ -245,14 +243,11 @@ class JobQueue:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _drop(self, unwanted: Callable[[StagedJob | Cancelled], bool]) -> None:
-        kept = []
-        for turn in self._todo:
-            if unwanted(turn.order):
+    def _drop(self, unwanted: Callable[[StagedJob | None], bool]) -> None:
+        for turn in [one for one in self._todo if unwanted(one.order)]:
+            self._todo.remove(turn)
+            if turn.order is not None:
                 turn.order.release()
-            else:
-                kept.append(turn)
-        self._todo = deque(kept)
 
     def _run(self) -> None:
         broken: str | None = None
@@ -307,30 +302,26 @@ class JobQueue:
         self._persister.prepare()
         self._on_news()
         while (turn := self._next()) is not None:
-            order = turn.order
             try:
-                if isinstance(order, Cancelled):
-                    self._persister.cancel(order)
-                elif turn.flush and self.ranks is not None:
-                    self._recover_shares()
-                elif turn.flush:
-                    order.unchanged = partial(self._unchanged, order)
-                    self._persister.rescue(order)
-                else:
-                    self._persister.persist(order)
+                turn.work()
             finally:
                 with self._changed:
                     self._at_hand = None
-                order.release()
-            if turn.flush and isinstance(order, StagedJob):
+                if turn.order is not None:
+                    turn.order.release()
+            if turn.flush and turn.order is not None:
                 # Not before: a flush that is asked for while the order is at hand waits for this.
-                self._emit(channel.event(MemoryFlushed(order.job.step, time.monotonic())))
+                self._emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))
         if self._broken is None:
             self._rescue()
 
-    def _unchanged(self, order: StagedJob) -> bool:
-        """Whether the trainer cannot have filled the slot of `order` again: it sends a newer one before."""
-        return self._caught_up() and self.held.newest is order
+    def _flush(self, order: StagedJob) -> None:
+        if self.ranks.several:
+            self._save_held()
+            return
+        # The trainer cannot have filled the slot again: it sends a newer one before.
+        order.unchanged = lambda: self._caught_up() and self.held.newest is order
+        self._persister.recover([order])
 
     def _next(self) -> _Turn | None:
         """The next turn, its order numbered; None: no more will come."""
@@ -341,45 +332,12 @@ class JobQueue:
                 return None
             turn = self._todo.popleft()
             self._at_hand = turn.order
-            if isinstance(turn.order, StagedJob) and turn.order.known:
+            if turn.order is not None and turn.order.known:
                 self._ids.of(turn.order)
             return turn
 
-    def _recover_shares(self) -> None:
-        """See `Persister.recover_shares`. What is there when trainers close is durable already, most of the time."""
-        if self._abandoned:
-            self.held.wait_sealed(_SEAL_SECONDS)
-        else:
-            self.held.drop_torn()
-        orders = self.held.all_held()
-        for order in orders:
-            order.unchanged = partial(self.held.keeps, order)
-        deadline = time.monotonic() + RESCUE_SECONDS
-
-        def retry() -> bool:
-            with self._changed:
-                return self._abandoned and not self._hurried and time.monotonic() < deadline
-
-        try:
-            if orders and (self._abandoned or not orders[0].durable):
-                self._persister.recover_shares(orders, retry)
-            if self._written and orders and self._persister.is_committed(orders[0]):
-                self.held.let_go()
-        finally:
-            for order in orders:
-                order.release()
-
     def _rescue(self) -> None:
-        if self._memory and self.ranks is not None:
-            self._recover_shares()
-        order = self.held.at_risk() if self.ranks is None else None
-        if order is not None:
-            try:
-                if self._abandoned:
-                    self.held.wait_sealed(_SEAL_SECONDS)
-                self._insist(order)
-            finally:
-                order.release()
+        self._save_held()
         with self._changed:
             self.rescued_at = time.monotonic()
             hurried = self._hurried
@@ -388,16 +346,29 @@ class JobQueue:
         if hurried:
             self._persister.stop_draining()
 
-    def _insist(self, order: StagedJob) -> None:
-        """Make it durable, with some patience if the trainer is gone: what killed it may have hit the disk too."""
+    def _save_held(self) -> None:
+        """Let what is in memory become durable, see `Persister.recover`. Most of the time it is when trainers close."""
+        self.held.drop_torn()
+        orders = self.held.all_held()
+        for order in orders:
+            order.unchanged = partial(self.held.keeps, order)
+        try:
+            if orders and (not orders[0].durable or (self._abandoned and self.may_lose)):
+                if self._abandoned:
+                    self.held.wait_sealed(_SEAL_SECONDS)
+                self._insist(orders)
+            if self._written and orders and self._persister.is_committed(orders[0]):
+                self.held.let_go()
+        finally:
+            for order in orders:
+                order.release()
+
+    def _insist(self, orders: Sequence[StagedJob]) -> None:
+        """Try, with some patience if the trainer is gone: what killed it may have hit the disk too."""
         deadline = time.monotonic() + RESCUE_SECONDS
-        order.unchanged = stays
-        while True:
-            self._persister.rescue(order)
+        while not self._persister.recover(orders):
             with self._changed:
-                if order.durable or not self._abandoned or self._hurried or self.held.unwanted:
-                    return
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if not self._abandoned or self._hurried or self.held.unwanted or left <= 0:
                     return
                 self._changed.wait_for(lambda: self._hurried, min(_AGAIN_SECONDS, left))

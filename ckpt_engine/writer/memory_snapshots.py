@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
 from ckpt_engine.copy import job as values
-from ckpt_engine.copy.job import ErrorRecord, PersistJob, RankConfig
+from ckpt_engine.copy.job import ALONE, ErrorRecord, PersistJob, RankConfig
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
@@ -165,18 +165,14 @@ class Ids:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seq = 0
-        self._begun = threading.Event()
+        self.begun = False
+        """Whether `begin` was called."""
 
     def begin(self, seq: int) -> None:
         """Snapshots get `seq` and higher numbers."""
         with self._lock:
             self._seq = max(self._seq, seq)
-        self._begun.set()
-
-    @property
-    def begun(self) -> bool:
-        """Whether `begin` was called."""
-        return self._begun.is_set()
+        self.begun = True
 
     def of(self, order: StagedJob) -> str:
         """The id of `order`: the one it has, or a new one, higher than all before."""
@@ -213,16 +209,16 @@ class MemorySnapshots:
 
     Args:
         changed: called, on any thread, when `offer` may have another answer.
-        ranks: whose writer this is; None: there is one rank.
+        ranks: whose writer this is.
     """
 
-    def __init__(self, ids: Ids, changed: Callable[[], object], ranks: RankConfig | None = None) -> None:
+    def __init__(self, ids: Ids, changed: Callable[[], object], ranks: RankConfig = ALONE) -> None:
         self._ids = ids
         self._tell = changed
         self._ranks = ranks
-        self._keep = 1 if ranks is None else SHARES
+        self._keep = SHARES if ranks.several else 1
         self._lock = threading.Lock()
-        self._orders: deque[StagedJob] = deque()
+        self._orders: list[StagedJob] = []
         self.pace: Mapping[str, Any] = {}
         """See `PersistJob`; of the newest job."""
         self._pulse = -1
@@ -251,37 +247,24 @@ class MemorySnapshots:
 
     @property
     def unwanted(self) -> bool:
-        """Whether what is in memory is not wanted any more, see `let_go`."""
-        return self._unwanted
+        """Whether what is in memory is not wanted any more, see `let_go`. Of several ranks none knows that alone."""
+        return self._unwanted and self._keep == 1
 
     def hold(self, order: StagedJob) -> None:
         """Keep `order`, and let go of what is too much, or was in its slot."""
         order.retain()
-        with self._lock:
-            before = list(self._orders)
-            kept = [one for one in before if one.job.slot != order.job.slot]
-            kept = kept[max(0, len(kept) + 1 - self._keep) :]
-            self._orders = deque([*kept, order])
-        for one in before:
-            if one not in kept:
-                one.release()
+
+        def newest(orders: list[StagedJob]) -> list[StagedJob]:
+            return [*(one for one in orders if one.job.slot != order.job.slot), order][-self._keep :]
+
+        self._replace(newest)
 
     def take_pulse(self, fd: int) -> None:
-        """Read the trainer's pulse there; the descriptor is owned from now on."""
+        """Read the trainer's pulse there, -1: nowhere; the descriptor is owned from now on."""
         with self._lock:
             before, self._pulse = self._pulse, fd
         if before >= 0:
             os.close(before)
-
-    def at_risk(self) -> StagedJob | None:
-        """The newest order if it is not durable; the caller releases it."""
-        found = self.all_held()
-        for order in found[1:]:
-            order.release()
-        if not found or not found[0].durable:
-            return found[0] if found else None
-        found[0].release()
-        return None
 
     def all_held(self) -> list[StagedJob]:
         """All orders, newest first; the caller releases them."""
@@ -309,7 +292,7 @@ class MemorySnapshots:
     def intact(self, order: StagedJob) -> bool:
         """Whether the trainer cannot have filled the slot of `order` again, as far as what it sent has arrived here."""
         with self._lock:
-            return order in list(self._orders)[-max(1, self._keep - 1) :]
+            return order in self._orders[-max(1, self._keep - 1) :]
 
     def keeps(self, order: StagedJob) -> bool:
         """Whether the trainer has not begun to fill the slot of `order` again."""
@@ -319,13 +302,12 @@ class MemorySnapshots:
 
     def drop_torn(self) -> None:
         """Let go of what was in the slot that the trainer filled last. The newest is never in it."""
-        with self._lock:
+
+        def whole(orders: list[StagedJob]) -> list[StagedJob]:
             fill = read_fill(self._pulse) if self._keep > 1 and self._pulse >= 0 else None
-            torn = [one for one in self._orders if fill and one.job.slot == fill.slot and one.job.job < fill.job]
-            for order in torn:
-                self._orders.remove(order)
-        for order in torn:
-            order.release()
+            return [one for one in orders if not (fill and one.job.slot == fill.slot and one.job.job < fill.job)]
+
+        self._replace(whole)
 
     def wait_sealed(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until the digests are known, or cannot be; whether that is so."""
@@ -384,7 +366,7 @@ class MemorySnapshots:
     def _described(self, staged: Staged, run: str) -> bytes:
         """The manifest, or the part record of a rank's share, of which the digests are known."""
         manifest = staged.manifest(run, staged.digest())
-        if self._ranks is None:
+        if not self._ranks.several:
             return manifest_codec.encode(manifest)
         return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
 
@@ -403,21 +385,21 @@ class MemorySnapshots:
         # Of several ranks none knows alone which one becomes durable.
         over = self._settled or (self._keep == 1 and newest is not None and newest.durable)
         if self._unwanted and over:
-            self._drop()
+            self._replace(lambda _: [])
 
     def close(self) -> None:
         """Let go of everything."""
-        self._drop()
-        with self._lock:
-            pulse, self._pulse = self._pulse, -1
-        if pulse >= 0:
-            os.close(pulse)
+        self._replace(lambda _: [])
+        self.take_pulse(-1)
 
-    def _drop(self) -> None:
+    def _replace(self, kept: Callable[[list[StagedJob]], list[StagedJob]]) -> None:
+        """Keep these of the orders, and let go of the others."""
         with self._lock:
-            orders, self._orders = self._orders, deque()
-        for order in orders:
-            order.release()
+            before, after = self._orders, kept(self._orders)
+            self._orders = after
+        for order in before:
+            if order not in after:
+                order.release()
 
     def _digest_soon(self, order: StagedJob) -> None:
         with self._lock:
@@ -455,7 +437,7 @@ class SlotReaders:
         """Note a reader; the result, to be called once, notes its end."""
         with self._lock:
             self._readers[slot] += 1
-        return lambda: self._end(slot)
+        return partial(self._end, slot)
 
     def settle(self, slot: int, tell: Callable[[bool], object]) -> None:
         """Call `tell` with whether the slot is still read; `freed` for it comes later than that."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -288,11 +289,10 @@ def _require_one_structure(parts: Sequence[PartRecord]) -> None:
 
 
 def _components(parts: Sequence[PartRecord]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for part in parts:
-        for key, nbytes in part.manifest.info.components.items():
-            found[key] = found.get(key, 0) + nbytes
-    return found
+        found.update(part.manifest.info.components)
+    return dict(found)
 
 
 @dataclass(slots=True)
@@ -356,15 +356,7 @@ def _joined(name: str, array: _Array, *, is_whole: bool) -> tuple[Entry, Slices 
     return replace(form, shape=shape, pieces=found), Slices(whole, tuple(joined))
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What a writer found of uncommitted snapshots: those that exist now, and those that were let go."""
-
-    completed: tuple[str, ...]
-    discarded: tuple[str, ...]
-
-
-def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
+def recover(repository: Repository, in_flight: Container[str]) -> list[tuple[str, bool]]:
     """Commit the snapshots of dead sessions all of whose parts are there; remove the part records of all others.
 
     Needs the lease. The data of those that are let go is unreferenced from then on.
@@ -372,18 +364,20 @@ def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
     Args:
         in_flight: snapshots that are not touched.
 
+    Returns:
+        What a writer found of uncommitted snapshots, oldest first, and whether each exists now, or was let go.
+
     Raises:
         StorageError: some of it may have been done; calling again continues.
     """
     storage = repository.storage
     left = there(storage)
-    completed: list[str] = []
-    discarded: list[str] = []
+    found: list[tuple[str, bool]] = []
     for snapshot, outcome in complete(repository, {one: ranks for one, ranks in left.items() if one not in in_flight}):
         if outcome is not None:
-            (completed if outcome else discarded).append(snapshot)
+            found.append((snapshot, outcome))
         remove(storage, snapshot, left[snapshot])
-    return Recovered(tuple(completed), tuple(discarded))
+    return found
 
 
 def complete(repository: Repository, left: Mapping[str, Collection[int]]) -> Iterator[tuple[str, bool | None]]:

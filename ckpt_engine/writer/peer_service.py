@@ -280,15 +280,11 @@ def connect(host: str, port: int, secret: str) -> PeerConnection:
         line = PeerConnection(socket.create_connection((host, port), SECONDS))
         try:
             line.prove(secret, answers=False)
-        except ConnectionError:
-            line.close()
-            if not left:
-                raise
-        except BaseException:
-            line.close()
-            raise
-        else:
             return line
+        except BaseException as err:
+            line.close()
+            if not (left and isinstance(err, ConnectionError)):
+                raise
     raise AssertionError("unreachable")
 
 

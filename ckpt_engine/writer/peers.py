@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class Peers:
 
     Attributes:
         parity: what is kept for others.
+        host, port: where other writers reach this one.
         answer: what the control socket would answer, once there is one.
     """
 
@@ -100,16 +101,7 @@ class Peers:
         # All ranks tell rank 0's writer what was kept.
         where = ranks.address or "127.0.0.1"
         self._server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
-
-    @property
-    def host(self) -> str:
-        """Where other writers reach this one, at `port`."""
-        return self._server.host
-
-    @property
-    def port(self) -> int:
-        """See `host`."""
-        return self._server.port
+        self.host, self.port = self._server.host, self._server.port
 
     def meet(self, body: Body) -> None:
         """The ranks have said where everybody is.
@@ -185,13 +177,10 @@ class Peers:
 
     def _tell(self, addresses: Sequence[tuple[str, int]], body: Body) -> None:
         for host, port in addresses:
-            with suppress(OSError, CkptError):  # one that has moved itself hears of it at the next start
-                line = connect(host, port, self._ranks.session)
-                try:
-                    line.send(body)
-                    line.receive()
-                finally:
-                    line.close()
+            # One that has moved itself hears of it at the next start.
+            with suppress(OSError, CkptError), closing(connect(host, port, self._ranks.session)) as line:
+                line.send(body)
+                line.receive()
 
     def _moved(self, rank: int, host: str, port: int) -> None:
         """The writer of a rank is there now; it may be one that keeps nothing."""

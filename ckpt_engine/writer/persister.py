@@ -1,7 +1,7 @@
 """Opens the nearest tier, and says who waits for what further tiers know of the run; then makes staged snapshots
 durable one after another, and applies retention.
 
-It knows nothing of processes, threads or sockets: orders come in, messages go out through `emit`.
+It knows nothing of the trainer's process, nor of sockets: orders come in, messages go out through `emit`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckpt_engine.store.storage import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body, SpentTimes
-from ckpt_engine.writer.commit_of_ranks import Cancelled, CrashRecovery, SessionSnapshots, There
+from ckpt_engine.writer.commit_of_ranks import CrashRecovery, SessionSnapshots, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
@@ -83,8 +83,8 @@ class Persister:
         self._spent = spent
         self._primary: PrimaryTier
         self._lane: Lane
-        self._keeps_all = False
-        self._seq = 0
+        self.first_seq = 0
+        """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
         self._holds = SlotReaders(lambda slot: self._emit({"kind": channel.FREED, "slot": slot}))
         self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
@@ -94,7 +94,7 @@ class Persister:
         self._opened = self._joins_later = self._finishing = self._stopped = False
         self._make_secondary: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
-        self._recovery: CrashRecovery | None = None
+        self._recovery = CrashRecovery(config.ranks, self) if config.ranks.several else None
         self._attempts: AttemptRecord | None = None
         self.rows: RowFile
 
@@ -114,8 +114,8 @@ class Persister:
         self.rows = RowFile(plain, self._emit_event)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
-        if ranks is not None and not ranks.leads:
-            self._open_share(Repository(storage), ranks)
+        if not ranks.leads:
+            self._open_share(Repository(storage))
             return
         secondary = None
         if config.tiers:
@@ -123,46 +123,46 @@ class Persister:
                 require_served(tier.url, tier.storage_options)
             self._make_secondary = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
             # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
-            secondary = self._make_secondary() if ranks is not None else None
+            secondary = self._make_secondary() if ranks.several else None
         pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
             undo.callback(lease.release)
             repository = Repository(storage)
-            if ranks is not None and ranks.record:
+            if ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
             repository = self._join_run(repository, secondary)
             self._secondary = secondary
-            self._seq = repository.next_seq()
+            self.first_seq = repository.next_seq()
             self.history = history_of(repository)
-            in_flight = self._recover(repository, ranks) if ranks is not None else None
+            in_flight = self._recover(repository, ranks) if ranks.several else None
             if not config.tiers:
-                self._ids.begin(self._seq)
+                self._ids.begin(self.first_seq)
             if config.memory:
                 self.run = RunText.of(repository)
                 for newest in repository.ids()[-1:]:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
-            self._keeps_all = isinstance(policy, KeepAll)
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
-            size, check = ranks.size if ranks else 1, self._primary.check_lease
-            self._attempts = AttemptRecord(plain, holder, size, check, self._emit_event)
+            check = self._primary.check_lease
+            self._attempts = AttemptRecord(plain, holder, ranks.size, check, self._emit_event)
             self._attempts.spent = self._spent
             self._attempts.begin()
-            if ranks is not None and config.memory:
-                self._recovery = CrashRecovery(ranks, self)
-            if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
-                self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
+            if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
+                text = (
+                    f"{len(ranks.places)} nodes have {config.url} for themselves, each with its part of every "
+                    "snapshot: a lost node takes all of them with it, unless there is a further tier that all nodes see"
+                )
+                self._emit_event(Notice("INFO", text))
             self._opened = True
             undo.pop_all()
 
-    def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
+    def _open_share(self, repository: Repository) -> None:
         """Another rank's writer has the lease."""
         self._primary = self._tier_at(repository, None, None, KeepAll(), None)
         if self._config.memory:
             self.run = RunText.of(repository)
-            self._recovery = CrashRecovery(ranks, self)
-        self._keeps_all = self._opened = True
+        self._opened = True
         self._ids.begin(0)
 
     def _join_run(self, repository: Repository, secondary: SecondaryTiers | None) -> Repository:
@@ -176,24 +176,18 @@ class Persister:
         secondary.start()
         return repository
 
-    @property
-    def first_seq(self) -> int:
-        """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
-        return self._seq
-
     def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
         """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
         if self._secondary is not None:
-            self._seq = max(self._seq, self._secondary.next_seq())
+            self.first_seq = max(self.first_seq, self._secondary.next_seq())
         if ranks.first_seq is not None:
-            self._seq = max(self._seq, ranks.first_seq)
-        in_flight = SessionSnapshots(ranks.session, self._seq if ranks.first_seq is None else ranks.first_seq)
+            self.first_seq = max(self.first_seq, ranks.first_seq)
+        in_flight = SessionSnapshots(ranks.session, self.first_seq if ranks.first_seq is None else ranks.first_seq)
         found = recover(repository, in_flight)
-        self._seq = max(self._seq, repository.next_seq())
-        for snapshot in found.completed:
-            self._notice(f"{snapshot} was written by all ranks and is committed now")
-        for snapshot in found.discarded:
-            self._notice(f"{snapshot} was not written by all ranks and is dropped")
+        self.first_seq = max(self.first_seq, repository.next_seq())
+        for snapshot, exists in found:
+            what = "written by all ranks and is committed now" if exists else "not written by all ranks and is dropped"
+            self._notice(f"{snapshot} was {what}")
         return in_flight
 
     def leave_alone(self) -> None:
@@ -203,11 +197,9 @@ class Persister:
         if self._attempts is not None:
             self._attempts.note(gone=True)
 
-    def cancel(self, order: Cancelled) -> None:
+    def cancel(self, snapshot: str, why: str) -> None:
         """This rank has no part in a snapshot that all ranks take."""
-        if self._config.ranks is None:
-            return
-        cancel = partial(self._primary.cancel, order.snapshot, order.why)
+        cancel = partial(self._primary.cancel, snapshot, why)
         try:
             cancel() if self._config.ranks.leads else self._lane.call(cancel)
         except StorageStalledError as err:
@@ -240,7 +232,7 @@ class Persister:
 
     def _release(self) -> None:
         with suppress(StorageError):  # not reached is not removed
-            alone = not self._config.tiers and self._config.ranks is None
+            alone = not (self._config.tiers or self._config.ranks.several)
             if alone and (gone := self._primary.removed()) is not None:
                 parsed, why = names.parse_id(gone), "it was removed after it had become durable"
                 step, code = -1 if parsed is None else parsed.step, StorageMissingError.code
@@ -274,11 +266,10 @@ class Persister:
 
     def prepare(self) -> None:
         """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
-        leads = self._config.ranks is None or self._config.ranks.leads
-        if self._secondary is None and self._config.tiers and leads:
+        if self._secondary is None and self._config.tiers and self._config.ranks.leads:
             self._begin_secondary()
         if self._secondary is not None:
-            self._ids.begin(max(self._seq, self._secondary.next_seq()))
+            self._ids.begin(max(self.first_seq, self._secondary.next_seq()))
         try:
             self._lane.call(self._primary.sweep)
         except StorageStalledError as err:
@@ -290,7 +281,7 @@ class Persister:
         except StorageError as err:  # a library that is there, and cannot be imported
             for tier in self._config.tiers:
                 self._emit_event(TierDegraded(tier.url, err.code, str(err), tier.fatal))
-            self._ids.begin(self._seq)
+            self._ids.begin(self.first_seq)
             return
         if self._finishing:
             secondary.finish()
@@ -322,10 +313,6 @@ class Persister:
         """Do a job that was submitted. If it fails that is reported, never raised."""
         self._attempt(order, partial(self._emit_done, order))
 
-    def rescue(self, order: StagedJob) -> None:
-        """Make durable what was only in memory, or has failed before. Reported like a job, but with no outcome."""
-        self._attempt(order, lambda _: None)
-
     def _attempt(self, order: StagedJob, settle: Callable[[ErrorRecord | None], object]) -> None:
         try:
             if order.known:
@@ -348,38 +335,46 @@ class Persister:
             if is_primary:
                 self._committed(event.snapshot)
 
-    def recover_shares(self, orders: Sequence[StagedJob], retry: Callable[[], bool]) -> None:
-        """Make durable the newest of these, newest first, that the writers of all ranks hold.
+    def recover(self, orders: Sequence[StagedJob]) -> bool:
+        """Make durable what was only in memory, or has failed before. Reported like a job, but with no outcome.
+
+        Of several ranks that is the newest of these orders that the writers of all ranks hold.
 
         Args:
-            retry: whether to try again where the tier fails.
+            orders: at least one, newest first.
+
+        Returns:
+            False: the tier has failed; calling again continues.
         """
-
-        def again(error: CkptError) -> bool:
-            self._notice(f"what is in memory is not durable at {self._config.url} yet: {error.message}")
-            return retry()
-
-        assert self._recovery is not None
-        for order in orders[:1]:
-            self._learn(order.job)
-        self._recovery.run(orders, again)
+        if self._recovery is None:
+            self._attempt(orders[0], lambda _: None)
+            return orders[0].durable
+        self._learn(orders[0].job)
+        try:
+            self._recovery.run(orders)
+        except CkptError as err:
+            self._notice(f"what is in memory is not durable at {self._config.url} yet: {err.message}")
+            return False
+        return True
 
     def is_committed(self, order: StagedJob) -> bool:
         """Whether the snapshot of all ranks exists; False where the tier does not answer."""
-        assert self._recovery is not None
-        return self._recovery.is_committed(order)
+        try:
+            return self.exists(order.snapshot or "")
+        except CkptError:
+            return False
 
     def look(self) -> There:
-        """See `commit.ShareBoard`, as of the three that follow."""
+        """See `commit_of_ranks.ShareBoard`, as of the three that follow."""
         return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:
         return self._lane.call(partial(self._primary.has, snapshot))
 
     def leave(self, order: StagedJob) -> None:
-        staged, ranks = order.staged(order.snapshot or ""), self._config.ranks
+        staged = order.staged(order.snapshot or "")
         event = self._in_lane(self._lane, staged, partial(self._primary.leave, staged))
-        if ranks is not None and not ranks.leads:
+        if not self._config.ranks.leads:
             self._emit_event(event)
 
     def commit(self, order: StagedJob) -> bool:
@@ -423,7 +418,7 @@ class Persister:
 
     def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
-        if self._config.ranks is not None:
+        if self._config.ranks.several:
             return None  # the other ranks would not know where
         if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError | FormatError):
             return None
@@ -463,7 +458,7 @@ class Persister:
 
     def _prune(self, newest: str) -> None:
         """Retention after a commit."""
-        if self._keeps_all:
+        if self._primary.keeps_all:
             return
         protected = self._secondary.protected() if self._secondary is not None else {}
         self._held_back = newest if protected else None
@@ -502,10 +497,3 @@ class Persister:
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))
-
-
-def _alone(places: int, url: str) -> str:
-    return (
-        f"{places} nodes have {url} for themselves, each with its part of every snapshot: "
-        "a lost node takes all of them with it, unless there is a further tier that all nodes see"
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -62,10 +62,8 @@ LEASE_SECONDS = 60.0
 def policy_of(config: WriterConfig, say: Callable[[str], object]) -> RetentionPolicy:
     """The retention of the nearest tier. One that is a node's own cannot take components apart: `say` takes that."""
     policy = policy_from(config.keep)
-    if config.ranks is None or not config.ranks.places or not config.ranks.leads:
-        return policy
     whole = Retention.of(policy)
-    if not whole.components:
+    if not (config.ranks.places and config.ranks.leads and whole.components):
         return policy
     say(f"{config.url} is this node's own: keep.components does nothing there")
     return replace(whole, components={})
@@ -84,7 +82,7 @@ class PrimaryTier:
         aside: reads what is there where a read that hangs must not be in the way; waits in the lane of the methods.
         emit: takes events.
         made_room: takes the snapshots that had to go for the next one.
-        in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
+        in_flight, alone: where this is the coordinator of several ranks, see `commit_of_ranks.Gathering`.
 
     Raises:
         ForeignError, CorruptError, NewerFormatError, StorageError: this place is not the coordinator's.
@@ -110,6 +108,8 @@ class PrimaryTier:
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
+        self.keeps_all = lease is None or isinstance(policy, KeepAll)
+        """Whether nothing is removed here but for room."""
         folder = repository.storage.capabilities.folder
         self._device = None if folder is None else device_of(folder.root)
         self._progress = aside.waiting
@@ -121,33 +121,31 @@ class PrimaryTier:
         self._swept = self._warned = self._gives_way = False
         self._ranks = ranks
         self._session = in_flight
-        self._in_flight: Container[str] = () if in_flight is None else in_flight
         self.left: dict[str, SnapshotCommitted] = {}
         """What `leave` and `commit_shares` have made durable, by snapshot; `_shares`: the share of this rank in it."""
         self._shares: dict[str, Manifest] = {}
-        self.settle_at(repository)
         self._common_seq = 0
         self._lacked: set[str] = set()
         self._line: Line | None = None
-        self._finish: Callable[[], Finish] = lambda: ALONE
-        if ranks is not None and lease is None:
+        self._finish: Finish = ALONE
+        if lease is None:
             if repository.record() is None:
                 raise ForeignError(
                     f"rank {ranks.rank} finds no run at {config.url}, which rank {ranks.members[0]} writes",
                     hint="the ranks of one machine need the same folder",
                 )
             self._tier = part_records.share_place(config.url, ranks.rank)
-            self._finish = lambda: Contributing(ranks)
-        elif ranks is not None and in_flight is not None:
+            self._finish = Contributing(ranks)
+        elif in_flight is not None:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others by itself
-            gathering = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
-            self._finish = lambda: gathering
+            self._finish = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
+        self.settle_at(repository)
 
     def settle_at(self, repository: Repository) -> None:
         """Work on this one from now on: it may turn out to be a place of another run as long as nothing is there."""
         self._repository = repository
         self._run = None if self._lease is None else RunText.of(repository)
-        self._known = DedupBaseline(repository, self._aside if self._ranks is None else None)
+        self._known = DedupBaseline(repository, None if self._finish.is_shared else self._aside)
         self._whole: tuple[str, ...] = ()
 
     def learn(self, line: Line, common: str | None, lacked: Sequence[str]) -> None:
@@ -161,7 +159,7 @@ class PrimaryTier:
 
     def _unsure(self) -> dict[str, str]:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
-        if self._ranks is None or not self._ranks.places:
+        if not self._ranks.places:
             return {}
         ids = self._repository.ids()
         self._lacked.intersection_update([one.id for one in ids])
@@ -183,7 +181,7 @@ class PrimaryTier:
             self._check_lease()
             self.sweep()
             self._progress.moved()
-            if isinstance(self._policy, KeepAll):  # else it comes with retention
+            if self.keeps_all:  # else it comes with retention
                 self._repository.write_catalog_if_due()
         self._progress.check()
         not_undone = partial(self._not_undone, staged)
@@ -197,10 +195,10 @@ class PrimaryTier:
                 contents = self._contents(staged)
                 self._make_room(contents)
             try:
-                committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
+                committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
                 break
             except StorageFullError as err:
-                if self._ranks is not None:  # the others have learned that this share failed
+                if self._finish.is_shared:  # the others have learned that this share failed
                     raise
                 refused = err
         self._known.committed(stored)
@@ -208,16 +206,8 @@ class PrimaryTier:
         return committed
 
     def cancel(self, snapshot: str, why: str) -> None:
-        """Say to the coordinator that there is no share of a snapshot; on failure it finds out by its timeout.
-
-        The coordinator itself only remembers it, and needs no storage for it.
-        """
-        if self._session is not None:
-            self._session.decline(snapshot)
-        elif self._ranks is not None and self._lease is None:
-            part = part_records.no_part(snapshot, why, self._repository.run_id, self._ranks)
-            with suppress(CkptError):
-                part_records.put(self._repository.storage, part)
+        """See `Finish.cancel`."""
+        self._finish.cancel(self._repository, snapshot, why)
 
     def shares(self) -> dict[str, set[int]]:
         """The ranks that have left a share, by snapshot. Raises `StorageError`."""
@@ -235,7 +225,6 @@ class PrimaryTier:
         Raises:
             CkptError: it is not.
         """
-        assert self._ranks is not None
         storage, snapshot = self._repository.storage, staged.snapshot
         share = self._shares.get(snapshot)
         if share is not None and not lacking(storage, share.files):
@@ -257,7 +246,6 @@ class PrimaryTier:
             LeaseHeldError: the tier is not ours any more.
             CkptError: calling again continues.
         """
-        assert self._ranks is not None
         storage, members = self._repository.storage, self._ranks.members
         try:
             whole = part_records.merge(list(part_records.read_all(storage, snapshot, members).values()))
@@ -280,7 +268,7 @@ class PrimaryTier:
 
     def _contents(self, staged: Staged) -> Plain:
         if self._codec != RAW:
-            make_plan = None if self._ranks is None else self._known.plan_share
+            make_plan = self._known.plan_share if self._finish.is_shared else None
             return encoded(staged, self._repository, self._codec, make_plan)
         return self._shared(staged) or Plain(staged, self._repository)
 
@@ -301,7 +289,7 @@ class PrimaryTier:
         if self._lease is None:
             return False
         repository, nbytes = self._repository, contents.new_bytes
-        if self._ranks is not None:  # shares are equal, and what others spare is not known
+        if self._finish.is_shared:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._ranks.members)
         if not self._warned:
             self._warned = True
@@ -322,7 +310,7 @@ class PrimaryTier:
             incoming=coming.info,
             protected=self._unsure(),
             verified=self._whole,
-            in_flight=self._in_flight,
+            in_flight=self._finish.in_flight,
             full=full,
         )
         if room is None:
@@ -344,7 +332,7 @@ class PrimaryTier:
             return
         self._swept = True
         try:
-            for event in collect(self._repository, self._lease, in_flight=self._in_flight).events(self._url):
+            for event in collect(self._repository, self._lease, in_flight=self._finish.in_flight).events(self._url):
                 self._emit(event)
         except AbandonedError:
             self._swept = False
@@ -356,9 +344,8 @@ class PrimaryTier:
         self._swept = False
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
-        """Retention after a commit. The snapshot is durable: nothing that goes wrong here is its failure."""
-        if isinstance(self._policy, KeepAll) or self._lease is None:
-            return
+        """Retention after a commit, unless `keeps_all`. It is durable: nothing that goes wrong here is its failure."""
+        assert self._lease is not None
         try:
             pruned = prune(
                 self._repository,
@@ -367,8 +354,8 @@ class PrimaryTier:
                 line=self._line,
                 protected={**protected, **self._unsure()},
                 verified=(newest,),
-                in_flight=self._in_flight,
-                tidy=self._ranks is not None,  # others leave what this writer does not know of
+                in_flight=self._finish.in_flight,
+                tidy=self._finish.is_shared,  # others leave what this writer does not know of
             )
         except AbandonedError:
             return

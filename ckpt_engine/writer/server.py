@@ -29,6 +29,7 @@ from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body, Channel, Received
 
 if TYPE_CHECKING:
+    from ckpt_engine.copy.job import WriterConfig
     from ckpt_engine.writer.control import Control, ControlHandlers
     from ckpt_engine.writer.job_queue import JobQueue
 
@@ -99,11 +100,8 @@ class Serving:
         self._channel = Channel(sock)
         self._queue: JobQueue | None = None
         self._handlers: ControlHandlers | None = None
-        self._url = ""
-        self._listens = True
-        self._rank = 0
+        self._config: WriterConfig
         self._control: Control | None = None
-        self._drain_seconds = self._linger_seconds = 0.0
         self._closing = self._left = False
         self._stopped = False
         self._behind: deque[threading.Event] = deque()
@@ -202,13 +200,9 @@ class Serving:
         from ckpt_engine.writer.control import ControlHandlers
         from ckpt_engine.writer.job_queue import JobQueue
 
-        config = config_from_json(body["config"])
-        self._drain_seconds, self._linger_seconds = config.drain_seconds, config.linger_seconds
+        self._config = config = config_from_json(body["config"])
         # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
         os.nice(_NICE)
-        self._url = config.url
-        self._rank = 0 if config.ranks is None else config.ranks.rank
-        self._listens = self._rank == 0 or config.memory
         self._queue = JobQueue(config, self._channel.send, self._queue_ended, self._listen, self._poke, self._caught_up)
         self._handlers = ControlHandlers(self._queue, self._forward, lambda: not self._peer.ended(), self._take_leave)
         if self._queue.peers is not None:
@@ -220,9 +214,10 @@ class Serving:
         from ckpt_engine.writer.control import Control
 
         assert self._handlers is not None
-        if not self._listens:
+        rank = self._config.ranks.rank
+        if rank and not self._config.memory:
             return
-        control = Control(self._url, self._handlers.answer, self._rank)
+        control = Control(self._config.url, self._handlers.answer, rank)
         try:
             control.open(_NAME_SECONDS)
         except WriterError as err:
@@ -271,7 +266,7 @@ class Serving:
         self._poke()
         self._heed_termination(queue)
         began = time.monotonic()
-        deadline = began + self._drain_seconds
+        deadline = began + self._config.drain_seconds
         while not queue.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return EXIT_DEADLINE
@@ -301,7 +296,7 @@ class Serving:
         """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
         if queue.rescued_at is None:
             return None
-        return max(0.0, queue.rescued_at + self._linger_seconds - time.monotonic())
+        return max(0.0, queue.rescued_at + self._config.linger_seconds - time.monotonic())
 
     def _linger(self, queue: JobQueue) -> None:
         """Serve what is in memory, as long as it may be wanted."""

@@ -91,7 +91,7 @@ def test_without_replication_no_rank_is_informed() -> None:
 def _shared(ranks: Any, *, replicate: bool = True) -> SharedSnapshots:
     """Of ranks that have agreed on their numbers."""
     session = Session(ranks, machines=2 * replicate)
-    session._session, session._next_seq = "s", 1
+    session.name, session._next_seq = "s", 1
     return SharedSnapshots(session, lambda *_: None)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy.job import Mirrored
 from ckpt_engine.errors import ConfigError, WriterError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import partner_of
@@ -207,9 +208,9 @@ def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: 
     gate = SharedSnapshots(Session(ranks, machines=2), lambda *_: None)
     gate.took(IDS[2], None)
     assert not gate.keeps_up
-    gate.mirrored(IDS[1])
+    gate.heard(Mirrored(IDS[1]))
     assert not gate.keeps_up
-    gate.mirrored(IDS[3])
+    gate.heard(Mirrored(IDS[3]))
     assert gate.keeps_up
     gate.took(IDS[4], None)
     monkeypatch.setattr(save_request, "PATIENCE_SECONDS", -1.0)

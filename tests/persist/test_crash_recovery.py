@@ -100,7 +100,7 @@ def meet(
         orders: Any = kept[rank]
         recovery = CrashRecovery(ranks, places[rank], 0.2 if give_up_at_first else PATIENCE_SECONDS)
         places[rank].has_left = lambda: setattr(recovery, "_patience_seconds", PATIENCE_SECONDS)
-        recovery.run(orders, lambda err: False)
+        recovery.run(orders)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(kept))]
     for thread in threads:
@@ -171,7 +171,7 @@ def test_what_one_rank_did_not_have_yet_counts_at_the_next_meeting(late: int, fi
         def run(rank: int) -> None:
             if rank != first_to_ask:
                 after()
-            reunions[rank].run(orders[rank], lambda err: False)
+            reunions[rank].run(orders[rank])
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
         for thread in threads:

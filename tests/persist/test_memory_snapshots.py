@@ -228,12 +228,9 @@ def test_a_snapshot_leaves_memory_once_it_is_durable_and_unused(sending: Trainer
     snapshots.hold(order)
     snapshots.let_go()
     assert snapshots.newest is order
-    risk = snapshots.at_risk()
-    assert risk is order
-    risk.release()
     order.durable = True
     snapshots.settle()
-    assert snapshots.newest is None and snapshots.at_risk() is None
+    assert snapshots.newest is None and not snapshots.all_held()
     other = sending.hold(2)
     snapshots.hold(other)
     snapshots.settle()

@@ -246,7 +246,7 @@ def test_what_another_rank_is_writing_is_not_collected(tmp_path: Path) -> None:
     save_all(ranks, 1)
     session = ranks[0].engine._session
     assert session is not None
-    coming = root / names.data_name(names.session_id(session._session, 9, 9), 1)
+    coming = root / names.data_name(names.session_id(session.name, 9, 9), 1)
     dead = root / names.data_name(names.session_id("dead", 9, 9), 1)
     for path in (coming, dead):
         path.write_bytes(b"x")

@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.missed: list[int] = []
-        self.is_ready = True
+        self.is_ready, self.memory = True, False
         self.times = RunTimes(SystemClock())
 
     def ready(self, *, durable: bool = True) -> bool:

@@ -291,6 +291,16 @@ class Sample:
         return bytes(out)
 
 
+_BYTES: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
+    "random": lambda nbytes, rng: rng.integers(0, 256, size=nbytes, dtype=np.uint8),
+    "normal": lambda nbytes, rng: np.frombuffer(
+        (rng.standard_normal(nbytes // 4 + 1) * 0.02).astype(np.float32).tobytes(), np.uint8, nbytes
+    ),
+    "zero": lambda nbytes, _: np.zeros(nbytes, np.uint8),
+    "few": lambda nbytes, rng: rng.integers(0, 3, size=nbytes).astype(np.uint8),
+}
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     """Any dtype, any length (0, 1, odd ones), any bits (NaN payloads), any likeness of data and base."""
@@ -299,7 +309,7 @@ def samples(draw: st.DrawFn) -> Sample:
         st.one_of(st.integers(0, 40), st.integers(0, 40), st.integers(41, 3000), st.sampled_from([9_999, 300_001]))
     )
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    base = _kind(draw(st.sampled_from(["random", "normal", "zero", "few"])), nbytes, rng)
+    base = _BYTES[draw(st.sampled_from(list(_BYTES)))](nbytes, rng)
     data = base.copy()
     change = draw(st.sampled_from(["none", "one", "some", "small", "all"]))
     if change == "one" and nbytes:
@@ -309,22 +319,11 @@ def samples(draw: st.DrawFn) -> Sample:
     elif change == "small":
         data[::4] += rng.integers(0, 3, size=data[::4].size).astype(np.uint8)
     elif change == "all":
-        data = _kind("random", nbytes, rng)
+        data = _BYTES["random"](nbytes, rng)
     width = item_bytes(dtype) or 1
     columns = draw(st.sampled_from([1, 3, 16]))
     rows = nbytes // (width * columns)
     return Sample(data.tobytes(), base.tobytes(), Chunk(dtype, (rows, columns), "weight"))
-
-
-def _kind(kind: str, nbytes: int, rng: np.random.Generator) -> np.ndarray:
-    if kind == "normal":
-        values = (rng.standard_normal(nbytes // 4 + 1) * 0.02).astype(np.float32)
-        return values.view(np.uint8)[:nbytes].copy()
-    if kind == "few":
-        return rng.integers(0, 3, size=nbytes).astype(np.uint8)
-    if kind == "zero":
-        return np.zeros(nbytes, np.uint8)
-    return rng.integers(0, 256, size=nbytes, dtype=np.uint8)
 
 
 class CodecContract:

@@ -200,7 +200,7 @@ class RecordingSampler(streams.StandIn):
         return self._current
 
 
-class _RecordingIterator:
+class _RecordingIterator(streams.Proxy):
     def __init__(
         self,
         reference: weakref.ref[DataLoader[Any]],
@@ -225,11 +225,6 @@ class _RecordingIterator:
 
     def __iter__(self) -> Iterator[Any]:
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["inner"], name)
 
     def prime(self) -> None:
         if self._primed:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import click
 import numpy as np
 
+from ckpt_engine.cli.outline import OutlineLeaf, array_leaves, leaves
 from ckpt_engine.cli.output import (
     check_free,
     fields_of,
@@ -30,7 +31,6 @@ from ckpt_engine.cli.output import (
     progress,
 )
 from ckpt_engine.cli.root import LATEST, open_run, storage_options
-from ckpt_engine.cli.show import OutlineLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
@@ -420,7 +420,8 @@ def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]
             tied[array.name] = same.name
     if not stored:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
-    return Selection(_aligned(stored.values()), tied, _others(node))
+    others = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
+    return Selection(_aligned(stored.values()), tied, len(others))
 
 
 def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
@@ -435,14 +436,6 @@ def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
         boxes = boxes_of(leaf.node, entry.shape)
         return ExportedArray(name, entry.dtype, entry.shape, entry, leaf.entry, None, boxes if len(boxes) > 1 else ())
     return ExportedArray(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, view)
-
-
-def _others(node: Any) -> int:
-    """Leaves that are no arrays."""
-    below = children(node)
-    if below is not None:
-        return sum(_others(child) for _, child in below)
-    return 0 if isinstance(node, dict) and node.get("$") in _ARRAY_KINDS else 1
 
 
 def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Iterator[bytearray]:

@@ -24,6 +24,7 @@ from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.failures import (
     CLASSES,
+    SHARES,
     FailureBelief,
     Failures,
     assumed_mtbf,
@@ -222,7 +223,6 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         ConfigError: it is none, or no file; or a line of the file is not right.
     """
     kind, _, value = name.partition(":")
-    rng = partial(random.Random, SEED)
     if not name:
         belief = FailureBelief.prior(assumed_mtbf())
         belief = belief.after([one.seconds for one in rows], [one.failure for one in rows])
@@ -246,7 +246,7 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
             raise ConfigError(f"--failures {name}: {err}", hint="as in weibull:0.6,7.5h") from err
         mean = seconds * math.gamma(1.0 + 1.0 / form)
         what = f"Weibull, shape {form:g}, {units.duration(mean)} on average"
-        return FailurePlan(lambda: weibull(form, seconds, rng()), what, 1.0 / mean)
+        return FailurePlan(lambda: weibull(form, seconds, random.Random(SEED)), what, 1.0 / mean)
     if kind in ("rsc", "llama3", "spot") or not Path(name).is_file():
         raise ConfigError(
             f"--failures {name!r} is no failure preset and no file",
@@ -256,12 +256,9 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
     return FailurePlan(lambda: observed(trace), f"{count(len(trace), 'failure')} of {name}", len(trace) / trace[-1][0])
 
 
-def _poisson(mtbf: float, what: str, shares: Mapping[str, float] | None = None) -> FailurePlan:
-    def make() -> Failures:
-        rng = random.Random(SEED)
-        return poisson(mtbf, rng) if shares is None else poisson(mtbf, rng, shares)
-
-    return FailurePlan(make, f"{what}: one in {units.duration(mtbf)}", 1.0 / mtbf)
+def _poisson(mtbf: float, what: str, shares: Mapping[str, float] = SHARES) -> FailurePlan:
+    what = f"{what}: one in {units.duration(mtbf)}"
+    return FailurePlan(lambda: poisson(mtbf, random.Random(SEED), shares), what, 1.0 / mtbf)
 
 
 def _rsc_seconds(gpus: int) -> float:

@@ -258,16 +258,12 @@ def _nested(flat: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
     """The state as it was before torch flattened it; text keys of optimizer states are numbers again."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
-        path = paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,)
-        _put(root, path, value)
+        *outer, last = paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,)
+        node = root
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = value
     return {key: _mended(_as_lists(node)) for key, node in root.items()}
-
-
-def _put(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    node = root
-    for key in path[:-1]:
-        node = node.setdefault(key, {})
-    node[path[-1]] = value
 
 
 def _as_lists(node: Any) -> Any:

@@ -272,10 +272,6 @@ class Outlook:
     stopping: str | None
     tiers: tuple[dict[str, Any], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return dataclasses.asdict(self)
-
 
 def outlook(
     standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
@@ -312,7 +308,7 @@ def prometheus(found: Outlook, numbers: Mapping[str, float]) -> str:
     Args:
         numbers: more of them, as loggers get them.
     """
-    values = found.to_json() | {"stopping": found.stopping is not None}
+    values = dataclasses.asdict(found) | {"stopping": found.stopping is not None}
     tiers = {f'{{tier="{_escaped(tier.pop("url"))}"}}': tier for tier in values.pop("tiers")}
     lines: list[str] = []
     for name, value in (dict(numbers) | values).items():
@@ -392,7 +388,12 @@ class Board:
 
     def status(self) -> dict[str, Any]:
         """What the file and `/status` say: the outlook, who says it, when (wall-clock seconds), and if it is over."""
-        return {"time": time.time(), "pid": self._owner, "ended": self._ending.is_set(), **self._outlook().to_json()}
+        return {
+            "time": time.time(),
+            "pid": self._owner,
+            "ended": self._ending.is_set(),
+            **dataclasses.asdict(self._outlook()),
+        }
 
     def metrics(self) -> str:
         """What `/metrics` says."""
@@ -425,8 +426,6 @@ class Board:
 
 
 class _Server(HTTPServer):
-    allow_reuse_address = True
-
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
         _log.debug("a client of the metrics page failed", exc_info=True)
 

@@ -129,17 +129,15 @@ class FailureBelief:
 
     def after(self, lasted: Sequence[float], failures: Sequence[str]) -> FailureBelief:
         """The belief after attempts that lasted so long, each ended by a failure of that class ("": by none)."""
-        exposure, events, (process, machine, site) = self.exposure_seconds, self.events, self._counts.values()
+        exposure, events, counts = self.exposure_seconds, self.events, tuple(self._counts.values())
         for seconds, kind in zip(lasted, failures, strict=True):
             if 0.0 < seconds < math.inf:
                 exposure += seconds
             if kind != "":
                 exposure, events = DISCOUNT * exposure, DISCOUNT * events + 1.0
-                for_process, for_machine, for_site = _COUNTED.get(kind, _COUNTED[UNKNOWN])
-                process = SHARES_DISCOUNT * process + for_process
-                machine = SHARES_DISCOUNT * machine + for_machine
-                site = SHARES_DISCOUNT * site + for_site
-        return FailureBelief(process, machine, site, exposure, events, self.assumed_seconds, self.weight)
+                more = _COUNTED.get(kind, _COUNTED[UNKNOWN])
+                counts = tuple(SHARES_DISCOUNT * count + one for count, one in zip(counts, more, strict=True))
+        return FailureBelief(*counts, exposure, events, self.assumed_seconds, self.weight)
 
     @property
     def _counts(self) -> Mapping[str, float]:

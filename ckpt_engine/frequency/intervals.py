@@ -260,10 +260,7 @@ def _multiplier(parts: Sequence[_Part], budget: float) -> float:
     """The multiplier of the budget with which these levels keep it, by bisection; 0.0 where they do anyway."""
 
     def spent(multiplier: float) -> float:
-        total = 0.0
-        for part in parts:
-            total += _share(part.cost, part.at(multiplier))
-        return total
+        return sum([_share(part.cost, part.at(multiplier)) for part in parts])
 
     if spent(0.0) <= budget * (1.0 + _ROUNDING):
         return 0.0

@@ -469,7 +469,7 @@ class Iterations(Protocol):
 
 def swap_in(loader: DataLoader[Any], iterations: Iterations) -> None:
     """From now on `iter(loader)` returns `iterations.begin(the original iter)`."""
-    original = type(loader)
+    original: type = type(loader)
     loader.__dict__[_ATTRIBUTE] = iterations
     _set_class(loader, _subclass_of(original))
 

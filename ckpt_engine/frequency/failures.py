@@ -129,15 +129,16 @@ class FailureBelief:
 
     def after(self, lasted: Sequence[float], failures: Sequence[str]) -> FailureBelief:
         """The belief after attempts that lasted so long, each ended by a failure of that class ("": by none)."""
-        exposure, events, counts = self.exposure_seconds, self.events, tuple(self._counts.values())
+        exposure, events, (process, machine, site) = self.exposure_seconds, self.events, self._counts.values()
         for seconds, kind in zip(lasted, failures, strict=True):
             if 0.0 < seconds < math.inf:
                 exposure += seconds
             if kind != "":
                 exposure, events = DISCOUNT * exposure, DISCOUNT * events + 1.0
                 more = _COUNTED.get(kind, _COUNTED[UNKNOWN])
-                counts = tuple(SHARES_DISCOUNT * count + one for count, one in zip(counts, more, strict=True))
-        return FailureBelief(*counts, exposure, events, self.assumed_seconds, self.weight)
+                was = process, machine, site
+                process, machine, site = (SHARES_DISCOUNT * old + new for old, new in zip(was, more, strict=True))
+        return FailureBelief(process, machine, site, exposure, events, self.assumed_seconds, self.weight)
 
     @property
     def _counts(self) -> Mapping[str, float]:

@@ -2,7 +2,7 @@
 
 One writer writes snapshots to the nearest tier one after the other; each further tier copies them from there. So a
 snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written. `plan_stop`
-chooses by that; `Board` shows the `Outlook` in a JSON file and on a small web page, on threads of its own.
+chooses by that; `Board` shows the `outlook` in a JSON file and on a small web page, on threads of its own.
 """
 
 from __future__ import annotations
@@ -246,11 +246,12 @@ def _loss(plan: StopPlan) -> str:
     return f"{plan.lost_steps} step{'s are' if plan.lost_steps > 1 else ' is'} lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A run at one moment.
+def outlook(
+    standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
+) -> dict[str, Any]:
+    """A run at `now` (monotonic seconds) that started at `started` and whose last step took so long, as JSON values.
 
-    Args:
+    Returns:
         step: of the last finished training step.
         durable_step: of the newest snapshot that is durable; None: none is.
         age_of_last_durable_seconds: since that snapshot was taken; None: none is.
@@ -261,35 +262,19 @@ class Outlook:
         stopping: who has asked the run to stop, if somebody has.
         tiers: rows of what each has; see `metrics.TierStanding`.
     """
-
-    step: int
-    durable_step: int | None
-    age_of_last_durable_seconds: float | None
-    work_at_risk_seconds: float
-    work_at_risk_steps: int | None
-    seconds_to_durable: float | None
-    snapshots_in_flight: int
-    stopping: str | None
-    tiers: tuple[dict[str, Any], ...]
-
-
-def outlook(
-    standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
-) -> Outlook:
-    """The outlook at `now` (monotonic seconds) of a run that started at `started` and whose last step took so long."""
     near, safe = standing.tiers[0], standing.safest
     age = None if safe.newest_instant is None else max(0.0, now - safe.newest_instant)
     measured = near.bytes_per_second is not None
-    return Outlook(
-        step=facts.step,
-        durable_step=safe.newest_step,
-        age_of_last_durable_seconds=age,
-        work_at_risk_seconds=now - started if age is None else age,
-        work_at_risk_steps=None if safe.newest_step is None else max(0, facts.step - safe.newest_step),
-        seconds_to_durable=step_seconds + new_snapshot_seconds(facts) if measured else None,
-        snapshots_in_flight=len(standing.in_flight),
-        stopping=stopping,
-        tiers=tuple(
+    return {
+        "step": facts.step,
+        "durable_step": safe.newest_step,
+        "age_of_last_durable_seconds": age,
+        "work_at_risk_seconds": now - started if age is None else age,
+        "work_at_risk_steps": None if safe.newest_step is None else max(0, facts.step - safe.newest_step),
+        "seconds_to_durable": step_seconds + new_snapshot_seconds(facts) if measured else None,
+        "snapshots_in_flight": len(standing.in_flight),
+        "stopping": stopping,
+        "tiers": [
             {
                 "url": tier.url,
                 "newest_step": tier.newest_step,
@@ -298,23 +283,25 @@ def outlook(
                 "away": tier.away,
             }
             for tier in standing.tiers
-        ),
-    )
+        ],
+    }
 
 
-def prometheus(found: Outlook, numbers: Mapping[str, float]) -> str:
+def prometheus(found: Mapping[str, Any], numbers: Mapping[str, float]) -> str:
     """Everything in Prometheus' text format (version 0.0.4): gauges named `ckpt_...`; what is not known is left out.
 
     Args:
+        found: the `outlook`.
         numbers: more of them, as loggers get them.
     """
-    values = dataclasses.asdict(found) | {"stopping": found.stopping is not None}
-    tiers = {f'{{tier="{_escaped(tier.pop("url"))}"}}': tier for tier in values.pop("tiers")}
+    values = {**numbers, **found, "stopping": found["stopping"] is not None}
+    tiers = values.pop("tiers")
     lines: list[str] = []
-    for name, value in (dict(numbers) | values).items():
+    for name, value in values.items():
         lines += _gauge(f"ckpt_{name}", [("", value)])
-    for name in next(iter(tiers.values())):
-        lines += _gauge(f"ckpt_tier_{name}", [(labels, tier[name]) for labels, tier in tiers.items()])
+    for name in ("newest_step", "age_seconds", "bytes_per_second", "away"):
+        rows = [(f'{{tier="{_escaped(tier["url"])}"}}', tier[name]) for tier in tiers]
+        lines += _gauge(f"ckpt_tier_{name}", rows)
     return "\n".join(lines) + "\n"
 
 
@@ -349,7 +336,7 @@ class Board:
     """
 
     def __init__(
-        self, options: Status, outlook: Callable[[], Outlook], numbers: Callable[[], Mapping[str, float]]
+        self, options: Status, outlook: Callable[[], dict[str, Any]], numbers: Callable[[], Mapping[str, float]]
     ) -> None:
         self._options = options
         self._outlook = outlook
@@ -392,7 +379,7 @@ class Board:
             "time": time.time(),
             "pid": self._owner,
             "ended": self._ending.is_set(),
-            **dataclasses.asdict(self._outlook()),
+            **self._outlook(),
         }
 
     def metrics(self) -> str:

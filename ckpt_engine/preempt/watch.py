@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
@@ -14,7 +15,6 @@ from ckpt_engine.observe.events import LOGGER_NAME, Clock, Event, MemoryFlushed,
 from ckpt_engine.observe.metrics import Flying, Ledger, Standing
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
-    Outlook,
     PendingSnapshot,
     StopChoice,
     StopFacts,
@@ -264,7 +264,7 @@ class PreemptionWatch:
         stall = f"longest stall {duration(standing.longest_stall_seconds)}"
         return f"{many}; {overhead}; {stall}; {self.durable()}"
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> dict[str, Any]:
         """How the run stands now. Any thread."""
         now, stop = self._now(), self.stop
         facts = self._facts(Stop(StopNotice("", now), now) if stop is None else stop, 0.0)

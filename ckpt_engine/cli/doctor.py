@@ -109,10 +109,7 @@ def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Find
 
 def _nearest_folder(root: str) -> str:
     """Where a folder that does not exist yet would be made."""
-    path = Path(root)
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return str(path)
+    return next(str(path) for path in (Path(root), *Path(root).parents) if path.is_dir())
 
 
 def _clean(storage: Storage) -> None:
@@ -242,9 +239,7 @@ def _latency(storage: Storage) -> tuple[Mark, str]:
 
 def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:
     random = os.urandom(1 << 20)
-    data = memoryview(bytearray(nbytes))
-    for start in range(0, nbytes, len(random)):
-        data[start : start + len(random)] = random[: min(len(random), nbytes - start)]
+    data = memoryview(random * (1 + nbytes // len(random)))[:nbytes]
     began = time.perf_counter()
     storage.put("big", [data])
     written = time.perf_counter()

@@ -405,15 +405,10 @@ def _signal_names(value: object) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise ValueError(f"must be a list of {', '.join(_SIGNALS)}")
-    names = []
-    for item in items:
-        text = str(item).upper()
-        name = text if text.startswith("SIG") else f"SIG{text}"
-        if name not in _SIGNALS:
-            raise ValueError(f"must be among {', '.join(_SIGNALS)}")
-        if name not in names:
-            names.append(name)
-    return names
+    names = dict.fromkeys(f"SIG{str(item).upper().removeprefix('SIG')}" for item in items)
+    if not names.keys() <= set(_SIGNALS):
+        raise ValueError(f"must be among {', '.join(_SIGNALS)}")
+    return list(names)
 
 
 def _web_address(value: object) -> str:

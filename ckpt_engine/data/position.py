@@ -462,9 +462,10 @@ _set_class = object.__dict__["__class__"].__set__  # works where a class hides `
 
 
 class Iterations(Protocol):
-    """Hears of iterations: gets the loader's own `__iter__` and returns the iterator to use."""
+    """Takes part in the iterations of a loader."""
 
-    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The iterator to use; `make` is the loader's own `__iter__`."""
 
 
 def swap_in(loader: DataLoader[Any], iterations: Iterations) -> None:

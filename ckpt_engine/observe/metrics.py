@@ -232,12 +232,15 @@ class CadenceReading(Protocol):
     """What is read from the cadence of the run (`ckpt_engine.frequency.cadence.Cadence` is one)."""
 
     @property
-    def interval_steps(self) -> int | None: ...
+    def interval_steps(self) -> int | None:
+        """Steps between snapshots; None: not known yet."""
 
     @property
-    def overhead_fraction(self) -> float: ...
+    def overhead_fraction(self) -> float:
+        """What snapshots cost, as a share of the training time without them."""
 
-    def age_of_last_durable(self) -> float: ...
+    def age_of_last_durable(self) -> float:
+        """Seconds since the instant of the newest durable snapshot."""
 
 
 class RunMetrics:

@@ -8,6 +8,7 @@ chooses by that; `Board` shows the `outlook` in a JSON file and on a small web p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -156,11 +157,7 @@ def new_snapshot_seconds(facts: StopFacts) -> float:
 
 def _queue(facts: StopFacts) -> list[float]:
     """When each snapshot in flight is durable, seconds from now."""
-    ends, end = [], 0.0
-    for one in facts.in_flight:
-        end += write_seconds(facts.tiers[0], one.left_bytes)
-        ends.append(end)
-    return ends
+    return list(itertools.accumulate(write_seconds(facts.tiers[0], one.left_bytes) for one in facts.in_flight))
 
 
 def _candidates(facts: StopFacts) -> Iterator[_Candidate]:

@@ -219,8 +219,8 @@ class PreemptionWatch:
     @property
     def flushing(self) -> bool:
         """Whether `flush` was called, and the writer has not said yet what came of it."""
-        flushed = self._flushed
-        return flushed is not None and not self._has(flushed.step)
+        flushed, durable_step = self._flushed, self._ledger.standing.safest.newest_step
+        return flushed is not None and (durable_step is None or durable_step < flushed.step)
 
     def wait_for_the_flushed(self, poll: Callable[[], None], left: Callable[[], float]) -> None:
         """What the writer had only in memory is nothing that the engine waits for.
@@ -274,10 +274,6 @@ class PreemptionWatch:
         )
 
     # ------------------------------------------------------------------ what is known
-
-    def _has(self, step: int) -> bool:
-        newest = self._ledger.standing.safest.newest_step
-        return newest is not None and newest >= step
 
     def _stop_of(self, notice: StopNotice) -> Stop:
         grace = self.grace_seconds if notice.grace_seconds is None else notice.grace_seconds

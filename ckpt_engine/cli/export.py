@@ -32,6 +32,7 @@ from ckpt_engine.cli.output import (
 )
 from ckpt_engine.cli.root import LATEST, open_run, storage_options
 from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
+from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.ranks.boxes import Box, boxes_of
@@ -101,8 +102,7 @@ def _bfloat16(numbers: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarr
 
 
 MODELS = ("state_dict", "model")
-FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
-FOLDERS = ("dcp", "accelerate", "transformers")
+FORMATS = ("safetensors", *FILES, *FOLDERS)
 
 
 @dataclass(frozen=True, slots=True)

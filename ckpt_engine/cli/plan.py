@@ -44,6 +44,11 @@ from ckpt_engine.writer.run_records import BEAT_SECONDS, Attempt, read_attempts
 
 DAY = 86400.0
 LLAMA3_SECONDS = 3.09 * 3600.0
+PRESETS: Mapping[str, tuple[float, str, Mapping[str, float]]] = {
+    "llama3": (LLAMA3_SECONDS, "Llama 3, 16,384 GPUs (Meta 2024)", {PROCESS: 0.75, MACHINE: 0.25}),
+    "spot": (DAY / 127, "spot machines, 64 GPUs (PCcheck, ASPLOS 2025)", {MACHINE: 1.0}),
+}
+"""By name: seconds between failures, where these numbers are from, and the shares of the classes."""
 RSC_HOURS = ((8, 47.7 * 24), (1024, 7.9), (16384, 1.8), (131072, 0.23))
 FAR_BYTES_PER_SECOND = 200e6
 ASSUMED = Costs(step_seconds=1.0, stall_seconds=0.5, latency_seconds=10.0, written_bytes=10e9)
@@ -230,10 +235,8 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         what = f"what {count(seen, 'failure')} of this run make likely" if rows else "assumed of a run on one machine"
         shares = {one: rate / belief.per_second for one, rate in belief.rates.items()}
         return _poisson(belief.typical_seconds, what, shares)
-    if name == "llama3":
-        return _poisson(LLAMA3_SECONDS, "Llama 3, 16,384 GPUs (Meta 2024)", {PROCESS: 0.75, MACHINE: 0.25})
-    if name == "spot":
-        return _poisson(DAY / 127, "spot machines, 64 GPUs (PCcheck, ASPLOS 2025)", {MACHINE: 1.0})
+    if name in PRESETS:
+        return _poisson(*PRESETS[name])
     if kind == "rsc" and value.isdecimal() and int(value) > 0:
         return _poisson(_rsc_seconds(int(value)), f"Meta RSC, {int(value):,} GPUs (HPCA 2025)")
     if kind == "weibull":
@@ -247,7 +250,7 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         mean = seconds * math.gamma(1.0 + 1.0 / form)
         what = f"Weibull, shape {form:g}, {units.duration(mean)} on average"
         return FailurePlan(lambda: weibull(form, seconds, random.Random(SEED)), what, 1.0 / mean)
-    if kind in ("rsc", "llama3", "spot") or not Path(name).is_file():
+    if kind in ("rsc", *PRESETS) or not Path(name).is_file():
         raise ConfigError(
             f"--failures {name!r} is no failure preset and no file",
             hint="llama3, rsc:1024, spot, weibull:0.6,7.5h, or a file with a time and a class in each line",

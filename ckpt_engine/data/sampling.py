@@ -344,10 +344,8 @@ def extend_digest(digest: int | None, indices: Any) -> int | None:
         return None
 
 
-class _Stateful:
+class _Stateful(streams.Proxy):
     """A StatefulDataLoader asks samplers and their iterators for their state where the class has these two methods."""
-
-    inner: Any
 
     def state_dict(self) -> Any:
         return self.inner.state_dict()

@@ -30,7 +30,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     UnstorableLeafError,
 )
-from ckpt_engine.interop import safe_load, trainer_folders
+from ckpt_engine.interop import FOLDERS, safe_load, trainer_folders
 from ckpt_engine.interop.safe_load import Advance, Imported, of_state, require_honest
 from ckpt_engine.interop.state_parts import is_optimizer
 from ckpt_engine.store import names
@@ -299,7 +299,6 @@ FORMATS: dict[str, Reader] = {
     "accelerate": trainer_folders.read_accelerate,
     "transformers": trainer_folders.read_transformers,
 }
-_FILES = ("lightning", "torch")
 
 
 def read(path: Path, form: str | None, advance: Advance) -> Imported:
@@ -316,7 +315,7 @@ def read(path: Path, form: str | None, advance: Advance) -> Imported:
         raise StorageMissingError(
             f"{path} does not exist", hint="check the path: it is relative to the working directory"
         )
-    if form is not None and path.is_dir() == (form in _FILES):
+    if form is not None and path.is_dir() != (form in FOLDERS):
         kind, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ForeignError(f"{path} is a {kind}; --as {form} reads a {wanted}")
     try:

@@ -73,10 +73,10 @@ class Refused:
         return object.__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        """Keeps nothing."""
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Keeps nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table, print_text, showing
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, repository_of, storage_options
 from ckpt_engine.cli.status import bar, percent
-from ckpt_engine.config import Config, load_config
+from ckpt_engine.config import load_config
 from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.failures import (
@@ -39,7 +39,6 @@ from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.observe.units import count
-from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer.run_records import BEAT_SECONDS, Attempt, read_attempts
 
 DAY = 86400.0
@@ -110,7 +109,7 @@ def command(
     package.module:name for your own, see docs/frequency.md.
     """
     config = options_of(root) if root else load_config({"tiers": ["."]})
-    rows = _recorded(config) if root else ()
+    rows = read_attempts(repository_of(config.tiers[0]).storage).rows if root else ()
     costs, memory, measured = _costs(rows)
     settings = FrequencySettings.of(config)
     wanted = _failures(failures, rows)
@@ -167,11 +166,6 @@ def _far(what: str, job: SimulatedJob) -> str:
 
 def _ruled(seconds: float, clock: Clock, _sink: EventSink) -> Ruled:
     return Ruled(seconds, clock)
-
-
-def _recorded(config: Config) -> Sequence[Attempt]:
-    tier = config.tiers[0]
-    return read_attempts(open_storage(tier.url, tier.for_storage())).rows
 
 
 def _costs(rows: Sequence[Attempt]) -> tuple[Costs, float, bool]:

@@ -26,7 +26,7 @@ from torch.futures import Future
 from ckpt_engine.copy.job import EntryLayout
 from ckpt_engine.copy.write_snapshot import SideBySide, cut, part_piece_bytes
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, StateError, UnstorableLeafError
-from ckpt_engine.interop.dcp_reader import CkptReader, Root, Save, config_of, names_step, step_of
+from ckpt_engine.interop.dcp_reader import CkptReader, NamedByStep, Root, Save, config_of, parsed_of, step_of
 from ckpt_engine.ranks.boxes import Box, Grid, tiles
 from ckpt_engine.snapshot.save_request import software
 from ckpt_engine.state.entries import dtype_name, entry_name
@@ -54,7 +54,7 @@ _written: set[_Task] = set()
 """What this process has written: a planner that caches its plans hands out old ones again."""
 
 
-class CkptWriter(StorageWriter):
+class CkptWriter(NamedByStep, StorageWriter):
     """Writes what `torch.distributed.checkpoint` plans as a snapshot of a run: all of it, or nothing.
 
     One rank, the coordinator, holds the run's lease while a save is under way. The data of a save that failed is
@@ -157,11 +157,6 @@ class CkptWriter(StorageWriter):
         finally:
             self._end()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
-        return names_step(checkpoint_id)
-
     def _write(
         self, task: _Task, plan: SavePlan, paths: dict[str, TreePath], arrays: list[DcpArray], values: dict[str, Any]
     ) -> list[WriteResult]:
@@ -206,8 +201,7 @@ def _fresh(task: object) -> _Task:
     """The task, or one of the same rank under a new name where its file has been written for an earlier snapshot."""
     assert isinstance(task, _Task)
     if task in _written:
-        parsed = names.parse_id(task.snapshot)
-        assert parsed is not None
+        parsed = parsed_of(task.snapshot)
         task = _Task(names.snapshot_id(parsed.seq, parsed.step), task.rank)
     _written.add(task)
     return task
@@ -273,8 +267,7 @@ def manifest_of(
         _put(tree, paths.get(name, (name,)), node)
     whole = {key: _plain(node) for key, node in tree.items()}
     sizes = {name: entry.nbytes for name, entry in entries.items()}
-    parsed = names.parse_id(snapshot)
-    assert parsed is not None
+    parsed = parsed_of(snapshot)
     info = SnapshotInfo(
         id=snapshot,
         seq=parsed.seq,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_engine.cli.show import children
+from ckpt_engine.cli.outline import children
 from ckpt_engine.loop.capture import unpack
 from ckpt_engine.observe import units
 from ckpt_engine.restore.ask_tiers import Sources

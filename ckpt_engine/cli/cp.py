@@ -257,12 +257,11 @@ def compact_command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_jso
         snapshot, holders = run.find(name)
         for place in holders:
             manifest = place.read(snapshot)
-            one = _Compacted(snapshot, place.storage.url, manifest.info.nbytes, is_compact(manifest))
-            if not dry_run and not one.is_compact:
+            new, compacted = None, is_compact(manifest)
+            if not dry_run and not compacted:
                 with acquire(place.storage) as lease:
                     new = compact(place, lease, snapshot)
-                one = _Compacted(one.id, one.tier, one.nbytes, one.is_compact, new)
-            done.append(one)
+            done.append(_Compacted(snapshot, place.storage.url, manifest.info.nbytes, compacted, new))
     if as_json:
         print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
         return

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import click
@@ -108,10 +109,7 @@ def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Find
 
 def _nearest_folder(root: str) -> str:
     """Where a folder that does not exist yet would be made."""
-    path = Path(root)
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return str(path)
+    return next(str(path) for path in (Path(root), *Path(root).parents) if path.is_dir())
 
 
 def _clean(storage: Storage) -> None:
@@ -125,27 +123,31 @@ def _clean(storage: Storage) -> None:
 
 
 def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
-    basic = _tried("write and read", lambda: _round_trip(storage))
+    basic = _tried("write and read", _round_trip, storage)
     yield basic
     if basic.mark is Mark.BAD:
         return
-    yield _tried("create only", lambda: _exclusive(storage))
-    yield _tried("create at once", lambda: _race(storage))
-    yield _tried("replace if unchanged", lambda: _conditional(storage))
-    yield _tried("list and delete", lambda: _listing(storage))
-    yield _lease(storage)
-    yield _tried("latency", lambda: _latency(storage))
-    yield _tried("throughput", lambda: _throughput(storage, nbytes))
-    yield _tried("clock", lambda: _clock(storage))
-    yield _tried("free space", lambda: _space(storage))
+    checks: dict[str, Callable[[Storage], tuple[Mark, str]]] = {
+        "create only": _exclusive,
+        "create at once": _race,
+        "replace if unchanged": _conditional,
+        "list and delete": _listing,
+        "lease": _lease,
+        "latency": _latency,
+        "throughput": partial(_throughput, nbytes=nbytes),
+        "clock": _clock,
+        "free space": _space,
+    }
+    for check, work in checks.items():
+        yield _tried(check, work, storage)
     encrypted = storage.capabilities.encrypted
     if encrypted is not None:
         yield _channel(encrypted=encrypted())
 
 
-def _tried(check: str, work: Callable[[], tuple[Mark, str]]) -> Finding:
+def _tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:
     try:
-        return Finding(check, *work())
+        return Finding(check, *work(storage))
     except CkptError as err:
         return Finding(check, Mark.BAD, str(err))
 
@@ -216,12 +218,10 @@ def _listing(storage: Storage) -> tuple[Mark, str]:
     return Mark.OK, "seen at once"
 
 
-def _lease(storage: Storage) -> Finding:
+def _lease(storage: Storage) -> tuple[Mark, str]:
     if lockable(storage) is not None:
-        return Finding("lease", Mark.OK, "a file lock, free at once when its holder dies")
-    return Finding(
-        "lease", Mark.OK, "an object with a heartbeat; a holder that died on another machine expires in 30 s"
-    )
+        return Mark.OK, "a file lock, free at once when its holder dies"
+    return Mark.OK, "an object with a heartbeat; a holder that died on another machine expires in 30 s"
 
 
 def _latency(storage: Storage) -> tuple[Mark, str]:
@@ -239,9 +239,7 @@ def _latency(storage: Storage) -> tuple[Mark, str]:
 
 def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:
     random = os.urandom(1 << 20)
-    data = memoryview(bytearray(nbytes))
-    for start in range(0, nbytes, len(random)):
-        data[start : start + len(random)] = random[: min(len(random), nbytes - start)]
+    data = memoryview(random * (1 + nbytes // len(random)))[:nbytes]
     began = time.perf_counter()
     storage.put("big", [data])
     written = time.perf_counter()

@@ -33,10 +33,6 @@ def page_of(error: type[CkptError]) -> str:
     return inspect.cleandoc(error.__doc__ or "").partition("\n\nArgs:")[0]
 
 
-def _first_sentence(error: type[CkptError]) -> str:
-    return " ".join(page_of(error).partition("\n\n")[0].split())
-
-
 @click.command("explain", short_help="Say what an error code means, and what to do.")
 @click.argument("code", required=False)
 @json_option
@@ -54,7 +50,8 @@ def explain(code: str | None, as_json: bool) -> None:
         print_json([{"code": one.code, "name": one.__name__, "page": page_of(one)} for one in found])
     elif code is None:
         for one in found:
-            print_text(f"{one.code}  {_first_sentence(one)}")
+            sentence, *_ = page_of(one).split("\n\n")
+            print_text(f"{one.code}  {' '.join(sentence.split())}")
     else:
         print_text(f"{found[0].code}  {found[0].__name__}", "", bold=True)
         print_text(*page_of(found[0]).split("\n"))

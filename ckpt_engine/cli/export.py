@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import click
 import numpy as np
 
+from ckpt_engine.cli.outline import OutlineLeaf, array_leaves, leaves
 from ckpt_engine.cli.output import (
     check_free,
     fields_of,
@@ -30,8 +31,8 @@ from ckpt_engine.cli.output import (
     progress,
 )
 from ckpt_engine.cli.root import LATEST, open_run, storage_options
-from ckpt_engine.cli.show import OutlineLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
+from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.ranks.boxes import Box, boxes_of
@@ -101,8 +102,7 @@ def _bfloat16(numbers: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarr
 
 
 MODELS = ("state_dict", "model")
-FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
-FOLDERS = ("dcp", "accelerate", "transformers")
+FORMATS = ("safetensors", *FILES, *FOLDERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +156,15 @@ def command(
     Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out. The
     shares of several ranks are merged; what each had of its own is exported for one of them.
     """
-    if len(names) > 2:
-        raise click.UsageError(f"expected [SNAPSHOT] OUT, got {' '.join(names)}")
-    if (component is not None or everything) and form != "safetensors":
-        raise click.UsageError("--component and --all are for --to safetensors")
-    if dtype is not None and form != "safetensors":
-        raise click.UsageError("--dtype is for --to safetensors: a training state is exported as it is")
-    if component is not None and everything:
-        raise click.UsageError("give --component or --all")
+    has_component, is_state = component is not None, form != "safetensors"
+    for applies, why in (
+        (len(names) > 2, f"expected [SNAPSHOT] OUT, got {' '.join(names)}"),
+        (is_state and (has_component or everything), "--component and --all are for --to safetensors"),
+        (is_state and dtype, "--dtype is for --to safetensors: a training state is exported as it is"),
+        (has_component and everything, "give --component or --all"),
+    ):
+        if applies:
+            raise click.UsageError(why)
     run, out = open_run(root), Path(names[-1])
     chosen = _of_rank(_choose(*run.find(names[0] if len(names) == 2 else LATEST)), rank)
     check_free(out, replace=force, folder=form in FOLDERS)
@@ -224,13 +225,11 @@ def _safetensors(
     chosen = select_all(manifest) if everything else select_component(manifest, component)
     if dtype is not None:
         chosen = as_dtype(chosen, dtype)
-    notes = []
-    if chosen.tied:
-        notes.append(f"{count(len(chosen.tied), 'tied tensor')} stored once; the file's metadata has the other names")
-    if chosen.left_out:
-        notes.append(f"{count(chosen.left_out, 'value')} that are no tensors left out")
-    if chosen.opaque:
-        notes.append(f"stored as bytes, safetensors lacks their dtype: {', '.join(chosen.opaque)}")
+    notes: dict[str, object] = {
+        f"{count(len(chosen.tied), 'tied tensor')} stored once; the file's metadata has the other names": chosen.tied,
+        f"{count(chosen.left_out, 'value')} that are no tensors left out": chosen.left_out,
+        f"stored as bytes, safetensors lacks their dtype: {', '.join(chosen.opaque)}": chosen.opaque,
+    }
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         with new_file(out, replace=force) as file:
@@ -238,7 +237,7 @@ def _safetensors(
         return (loss.text(dtype),) if dtype is not None else ()
 
     planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
-    return replace(planned, notes=tuple(notes)), write
+    return replace(planned, notes=tuple(note for note, concerned in notes.items() if concerned)), write
 
 
 def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
@@ -420,7 +419,8 @@ def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]
             tied[array.name] = same.name
     if not stored:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
-    return Selection(_aligned(stored.values()), tied, _others(node))
+    others = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
+    return Selection(_aligned(stored.values()), tied, len(others))
 
 
 def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
@@ -435,14 +435,6 @@ def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
         boxes = boxes_of(leaf.node, entry.shape)
         return ExportedArray(name, entry.dtype, entry.shape, entry, leaf.entry, None, boxes if len(boxes) > 1 else ())
     return ExportedArray(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, view)
-
-
-def _others(node: Any) -> int:
-    """Leaves that are no arrays."""
-    below = children(node)
-    if below is not None:
-        return sum(_others(child) for _, child in below)
-    return 0 if isinstance(node, dict) and node.get("$") in _ARRAY_KINDS else 1
 
 
 def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Iterator[bytearray]:

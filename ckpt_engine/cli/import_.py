@@ -13,6 +13,7 @@ from ckpt_engine.cli.output import json_option, print_json, print_text, progress
 from ckpt_engine.cli.root import options_of, repository_of, storage_options
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import CkptError, ConfigError, MismatchError
+from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -20,7 +21,7 @@ from ckpt_engine.store.manifest import SnapshotInfo
 if TYPE_CHECKING:
     from ckpt_engine.interop.safe_load import Imported
 
-FORMATS = ("auto", "lightning", "torch", "dcp", "accelerate", "transformers")
+FORMATS = ("auto", *FILES, *FOLDERS)
 SAVE_SECONDS = 3600.0
 
 

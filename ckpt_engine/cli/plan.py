@@ -17,13 +17,14 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table, print_text, showing
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, repository_of, storage_options
 from ckpt_engine.cli.status import bar, percent
-from ckpt_engine.config import Config, load_config
+from ckpt_engine.config import load_config
 from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.failures import (
     CLASSES,
+    SHARES,
     FailureBelief,
     Failures,
     assumed_mtbf,
@@ -38,11 +39,15 @@ from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.observe.units import count
-from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer.run_records import BEAT_SECONDS, Attempt, read_attempts
 
 DAY = 86400.0
 LLAMA3_SECONDS = 3.09 * 3600.0
+PRESETS: Mapping[str, tuple[float, str, Mapping[str, float]]] = {
+    "llama3": (LLAMA3_SECONDS, "Llama 3, 16,384 GPUs (Meta 2024)", {PROCESS: 0.75, MACHINE: 0.25}),
+    "spot": (DAY / 127, "spot machines, 64 GPUs (PCcheck, ASPLOS 2025)", {MACHINE: 1.0}),
+}
+"""By name: seconds between failures, where these numbers are from, and the shares of the classes."""
 RSC_HOURS = ((8, 47.7 * 24), (1024, 7.9), (16384, 1.8), (131072, 0.23))
 FAR_BYTES_PER_SECOND = 200e6
 ASSUMED = Costs(step_seconds=1.0, stall_seconds=0.5, latency_seconds=10.0, written_bytes=10e9)
@@ -104,7 +109,7 @@ def command(
     package.module:name for your own, see docs/frequency.md.
     """
     config = options_of(root) if root else load_config({"tiers": ["."]})
-    rows = _recorded(config) if root else ()
+    rows = read_attempts(repository_of(config.tiers[0]).storage).rows if root else ()
     costs, memory, measured = _costs(rows)
     settings = FrequencySettings.of(config)
     wanted = _failures(failures, rows)
@@ -163,11 +168,6 @@ def _ruled(seconds: float, clock: Clock, _sink: EventSink) -> Ruled:
     return Ruled(seconds, clock)
 
 
-def _recorded(config: Config) -> Sequence[Attempt]:
-    tier = config.tiers[0]
-    return read_attempts(open_storage(tier.url, tier.for_storage())).rows
-
-
 def _costs(rows: Sequence[Attempt]) -> tuple[Costs, float, bool]:
     """What one snapshot costs, and one in memory; whether that was measured by the run."""
     seen = next((one.times for one in reversed(rows) if one.times.get("persist_each") and one.times.get("step")), None)
@@ -222,7 +222,6 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         ConfigError: it is none, or no file; or a line of the file is not right.
     """
     kind, _, value = name.partition(":")
-    rng = partial(random.Random, SEED)
     if not name:
         belief = FailureBelief.prior(assumed_mtbf())
         belief = belief.after([one.seconds for one in rows], [one.failure for one in rows])
@@ -230,10 +229,8 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
         what = f"what {count(seen, 'failure')} of this run make likely" if rows else "assumed of a run on one machine"
         shares = {one: rate / belief.per_second for one, rate in belief.rates.items()}
         return _poisson(belief.typical_seconds, what, shares)
-    if name == "llama3":
-        return _poisson(LLAMA3_SECONDS, "Llama 3, 16,384 GPUs (Meta 2024)", {PROCESS: 0.75, MACHINE: 0.25})
-    if name == "spot":
-        return _poisson(DAY / 127, "spot machines, 64 GPUs (PCcheck, ASPLOS 2025)", {MACHINE: 1.0})
+    if name in PRESETS:
+        return _poisson(*PRESETS[name])
     if kind == "rsc" and value.isdecimal() and int(value) > 0:
         return _poisson(_rsc_seconds(int(value)), f"Meta RSC, {int(value):,} GPUs (HPCA 2025)")
     if kind == "weibull":
@@ -246,8 +243,8 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
             raise ConfigError(f"--failures {name}: {err}", hint="as in weibull:0.6,7.5h") from err
         mean = seconds * math.gamma(1.0 + 1.0 / form)
         what = f"Weibull, shape {form:g}, {units.duration(mean)} on average"
-        return FailurePlan(lambda: weibull(form, seconds, rng()), what, 1.0 / mean)
-    if kind in ("rsc", "llama3", "spot") or not Path(name).is_file():
+        return FailurePlan(lambda: weibull(form, seconds, random.Random(SEED)), what, 1.0 / mean)
+    if kind in ("rsc", *PRESETS) or not Path(name).is_file():
         raise ConfigError(
             f"--failures {name!r} is no failure preset and no file",
             hint="llama3, rsc:1024, spot, weibull:0.6,7.5h, or a file with a time and a class in each line",
@@ -256,12 +253,9 @@ def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
     return FailurePlan(lambda: observed(trace), f"{count(len(trace), 'failure')} of {name}", len(trace) / trace[-1][0])
 
 
-def _poisson(mtbf: float, what: str, shares: Mapping[str, float] | None = None) -> FailurePlan:
-    def make() -> Failures:
-        rng = random.Random(SEED)
-        return poisson(mtbf, rng) if shares is None else poisson(mtbf, rng, shares)
-
-    return FailurePlan(make, f"{what}: one in {units.duration(mtbf)}", 1.0 / mtbf)
+def _poisson(mtbf: float, what: str, shares: Mapping[str, float] = SHARES) -> FailurePlan:
+    what = f"{what}: one in {units.duration(mtbf)}"
+    return FailurePlan(lambda: poisson(mtbf, random.Random(SEED), shares), what, 1.0 / mtbf)
 
 
 def _rsc_seconds(gpus: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,18 +161,15 @@ def _nested(rules: Sequence[str]) -> dict[str, Any]:
 
 
 def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
-    repository = place.repository
-    if dry_run:
-        infos, usage = repository.list(), measure(repository)
-        plan = place.plan()
-        return _Outcome(repository.storage.url, infos, plan, usage.exclusive_bytes(plan.remove), None)
-    with acquire(repository.storage) as lease:
-        infos, usage = repository.list(), measure(repository)
-        limits = Retention.of(place.policy).limits
-        done = execute(repository, lease, place.plan(), limits)
-        catalogue(repository, limits)
-    removed_bytes = usage.exclusive_bytes(done.plan.remove)
-    return _Outcome(repository.storage.url, infos, done.plan, removed_bytes, done)
+    repository, done = place.repository, None
+    with nullcontext() if dry_run else acquire(repository.storage) as lease:
+        infos, usage, plan = repository.list(), measure(repository), place.plan()
+        if lease is not None:
+            limits = Retention.of(place.policy).limits
+            done = execute(repository, lease, plan, limits)
+            catalogue(repository, limits)
+            plan = done.plan
+    return _Outcome(repository.storage.url, infos, plan, usage.exclusive_bytes(plan.remove), done)
 
 
 def _json(outcome: _Outcome) -> dict[str, Any]:

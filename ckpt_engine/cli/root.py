@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -173,11 +172,13 @@ def open_run(root: str, config: Config | None = None, *, every: bool = False) ->
         CkptError: no tier answers; the error of the nearest.
     """
     repositories = [repository_of(tier) for tier in (config or options_of(root)).tiers]
-    with _for_readers(root):
+    try:
         answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, _ids_of_run, ask_tiers.at_most, say_waiting))
         for answer in answers if every else ():
             if answer.error is not None:
                 raise answer.error
+    except ForeignError as err:  # who reads needs another folder, not how to begin a run there
+        raise ForeignError(err.message, hint=_where_else(root)) from err
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
     away = away_of(answers)
     holders: dict[ParsedId, tuple[Repository, ...]] = {}
@@ -215,15 +216,6 @@ def runs_below(root: str) -> list[Path]:
         return []
     found = (path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{RECORD}"))
     return sorted(islice(found, _MOST_RUNS))
-
-
-@contextmanager
-def _for_readers(root: str) -> Iterator[None]:
-    """Who reads a folder that is no run needs another one, not how to begin a run there."""
-    try:
-        yield
-    except ForeignError as err:
-        raise ForeignError(err.message, hint=_where_else(root)) from err
 
 
 def _where_else(root: str) -> str:

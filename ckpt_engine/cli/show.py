@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from math import prod
 from typing import Any
 
 import click
 
+from ckpt_engine.cli.outline import array_leaves, children, leaves
 from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table, print_text
 from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
 from ckpt_engine.errors import CkptError
@@ -24,11 +24,10 @@ from ckpt_engine.observe.resume_report import replay_of
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.store import names
-from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.decode import decoder_of, stored_pieces
 from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.tree import PAIRS, TreePath, unpacked
+from ckpt_engine.store.tree import unpacked
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
@@ -153,9 +152,9 @@ def _print(
         "run": f"{manifest.run}, world size {manifest.world.get('size', '?')}",
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
         "shares": f"{info.partial} only: this is one node's part" if info.partial is not None else "",
-        "size": f"{units.size(info.nbytes)} in {_entries(len(manifest.entries))}",
+        "size": f"{units.size(info.nbytes)} in {count(len(manifest.entries), 'entry')}",
         "stored": _stored(info.nbytes, stored),
-        "needed by": _some(stored.needed_by),
+        "needed by": units.first(stored.needed_by, SHOWN_IDS),
     }
     rows = [(name, text) for name, text in facts.items() if text]
     rows += _files(manifest.files)
@@ -208,7 +207,7 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
     print_table(("entry", "dtype", "shape", "size"), rows, numbers=("size",))
     hidden = len(manifest.entries) - len(sized)
     if hidden:
-        print_text(f"... {_entries(hidden)} more; --all lists them")
+        print_text(f"... {count(hidden, 'entry')} more; --all lists them")
 
 
 def _stored(nbytes: int, stored: _Stored) -> str:
@@ -219,75 +218,17 @@ def _stored(nbytes: int, stored: _Stored) -> str:
     return f"{text} ({share} of its size), {units.size(stored.referred_bytes)} in files of older snapshots"
 
 
-def _some(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:SHOWN_IDS]) + (f" and {len(ids) - SHOWN_IDS:,} more" if len(ids) > SHOWN_IDS else "")
-
-
-def _entries(number: int) -> str:
-    return f"{number:,} {'entry' if number == 1 else 'entries'}"
-
-
-@dataclass(frozen=True, slots=True)
-class OutlineLeaf:
-    """An array in the state: its path and its node, which names the entry."""
-
-    path: TreePath
-    node: dict[str, Any]
-
-    @property
-    def entry(self) -> str:
-        """The entry that has its bytes."""
-        return str(self.node["entry"])
-
-    @property
-    def own_nbytes(self) -> int:
-        """Its bytes, where it is one of many in a pack; else 0: its entry has them."""
-        view = self.node.get("view") or {}
-        return prod(view["shape"]) * (item_bytes(view["dtype"]) or 1) if view.get("own") else 0
-
-
-def children(node: Any) -> list[tuple[str, Any]] | None:
-    """The keys and children of a container node; None for a leaf."""
-    if isinstance(node, list):
-        return [(str(index), child) for index, child in enumerate(node)]
-    if not isinstance(node, dict):
-        return None
-    if "$" not in node:
-        return list(node.items())
-    items, fields = node.get("items"), node.get("fields")
-    if isinstance(fields, dict):
-        return list(fields.items())
-    if not isinstance(items, list):
-        return None
-    if isinstance(fields, list):
-        return list(zip(map(str, fields), items, strict=True))
-    if node["$"] in PAIRS:
-        return [(_key(key), child) for key, child in items]
-    return [(str(index), child) for index, child in enumerate(items)]
-
-
-def array_leaves(node: Any, path: TreePath = ()) -> Iterator[OutlineLeaf]:
-    """Every array at or below `node`, also inside nodes of kinds unknown here."""
-    if isinstance(node, dict) and "$" in node and "entry" in node:
-        yield OutlineLeaf(path, node)
-        return
-    found = children(node)
-    if found is None and isinstance(node, dict):
-        found = [(key, child) for key, child in node.items() if isinstance(child, dict | list)]
-    for key, child in found or ():
-        yield from array_leaves(child, (*path, key))
-
-
 def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[str]:
     """The first levels of a part of the tree, a line each, long ones cut. Tied arrays count each time, bytes once."""
     below = children(node)
-    leaves = list(array_leaves(node))
+    arrays = list(array_leaves(node))
     # Of a snapshot of some ranks only the tree is whole.
-    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves if not leaf.own_nbytes})
-    nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in leaves)
-    arrays = f"{count(len(leaves), 'array')}, {units.size(nbytes)}" if leaves else ""
-    others = count(values, "value") if (values := _values(node)) else ""
-    yield f"{'  ' * depth}{key}: {', '.join(filter(None, (_kind(node), arrays, others)))}"
+    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in arrays if not leaf.own_nbytes})
+    nbytes = sum(entry.nbytes for entry in there if entry is not None) + sum(leaf.own_nbytes for leaf in arrays)
+    sizes = f"{count(len(arrays), 'array')}, {units.size(nbytes)}" if arrays else ""
+    values = sum(not any(array_leaves(leaf)) for leaf in leaves(node))
+    others = count(values, "value") if values else ""
+    yield f"{'  ' * depth}{key}: {', '.join(filter(None, (_kind(node), sizes, others)))}"
     if below is None or depth == MAX_DEPTH or not any(children(child) for _, child in below):
         return
     for child_key, child in below[:MAX_CHILDREN]:
@@ -303,19 +244,6 @@ def _kind(node: Any) -> str:
     else:
         name = type(node).__name__
     return name if below is None else f"{name} of {len(below)}"
-
-
-def _values(node: Any) -> int:
-    below = children(node)
-    if below is not None:
-        return sum(_values(child) for _, child in below)
-    return 0 if any(True for _ in array_leaves(node)) else 1
-
-
-def _key(key: Any) -> str:
-    if isinstance(key, dict):
-        return str(key.get("v", key.get("name", key.get("items", key))))
-    return str(key)
 
 
 @click.command("diff", short_help="Say where two snapshots differ.")
@@ -339,9 +267,15 @@ def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
     origins = Origins.of(a.manifest), Origins.of(b.manifest)
     shared = shared_bytes(a.manifest, b.manifest)
     if as_json:
-        stored = {"a": origins[0], "b": origins[1], "shared_bytes": shared}
-        both = {"a": a.info.id, "b": b.info.id}
-        print_json({**both, "compared": comparison.compared, "differences": found, "stored": stored})
+        print_json(
+            {
+                "a": a.info.id,
+                "b": b.info.id,
+                "compared": comparison.compared,
+                "differences": found,
+                "stored": {"a": origins[0], "b": origins[1], "shared_bytes": shared},
+            }
+        )
     elif not found:
         print_text(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
     else:

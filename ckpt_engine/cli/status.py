@@ -30,7 +30,6 @@ from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.run_records import (
@@ -292,8 +291,7 @@ def goodput(root: str, as_json: bool) -> None:
     Read from the nearest tier; of a run that is trained on this machine, up to now.
     """
     config = options_of(root)
-    tier = config.tiers[0]
-    storage = open_storage(tier.url, tier.for_storage())
+    storage = repository_of(config.tiers[0]).storage
     history = history_of(config, storage)
     if not history.rows:
         raise StorageMissingError(

@@ -194,9 +194,7 @@ def compare(
 
 def _by_place(run: Run, first: int, last: int) -> Mapping[tuple[int, str, str], Candidate]:
     """The newest snapshot of each step, batch in the epoch and kind of boundary, in the order of training."""
-    found = [assemble(one.id, holders) for one, holders in run.holders.items() if first <= one.step <= last]
-    notes = [one.manifest.notes for one in found]
+    found = (assemble(one.id, holders) for one, holders in run.holders.items() if first <= one.step <= last)
     return {
-        (one.info.step, str(about.get("batch")), str(about.get("kind"))): one
-        for one, about in zip(found, notes, strict=True)
+        (one.info.step, str(one.manifest.notes.get("batch")), str(one.manifest.notes.get("kind"))): one for one in found
     }

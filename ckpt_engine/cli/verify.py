@@ -135,9 +135,7 @@ def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered:
     verdicts = [verdict for copies in checked for verdict in copies.verdicts]
     whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
     read_bytes = sum(verdict.read_bytes for verdict in verdicts)
-    total = count(len(verdicts), "snapshot")
-    if is_tiered:
-        total = "1 copy" if len(verdicts) == 1 else f"{len(verdicts):,} copies"
+    total = count(len(verdicts), "copy" if is_tiered else "snapshot")
     damaged = sum(len(copies.others) for copies in checked)
     others = f", {count(damaged, 'other file')} damaged" if damaged else ""
     print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
@@ -311,7 +309,8 @@ class Checker:
         for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
             pieces = stored.get(file, [])
             if file not in sizes:
-                problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {_holds(pieces)}", file))
+                held = units.first(list(dict.fromkeys(one.entry for one in pieces)), 3)
+                problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
                 continue
             if sizes[file] != nbytes:
                 text = f"has {sizes[file]:,} bytes instead of {nbytes:,}"
@@ -411,8 +410,3 @@ def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool
         return False
     start = entry.pieces[0].offset if entry.pieces else array.start
     return (array.start, array.end) == (start, start + entry.nbytes)
-
-
-def _holds(pieces: Sequence[_Stored]) -> str:
-    names = list(dict.fromkeys(one.entry for one in pieces))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

@@ -79,6 +79,8 @@ class LiveFile:
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
         self._path = Path(path).absolute()
+        self.name = str(self._path)
+        """The path, for messages."""
         self._options = dict(options)
         self._seen = self._mark()
         self._found: Config | str | None = None
@@ -86,11 +88,6 @@ class LiveFile:
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
-
-    @property
-    def name(self) -> str:
-        """The path, for messages."""
-        return str(self._path)
 
     def start(self) -> None:
         """Begin to look."""

@@ -44,6 +44,7 @@ from ckpt_engine.config.sections import (
     parse_bytes_per_second,
     parse_duration_seconds,
     parse_wait_seconds,
+    refuse,
 )
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.plugins import CODECS, plugin
@@ -217,22 +218,27 @@ class Tier(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.every is not None and self.every_n_steps is not None:
-            raise option_error("give either every or every_n_steps")
-        mirror = {"replicate", "parity"}
-        if not (self.replicate is None and self.parity is None):
-            mirror.add("bandwidth")
-        if self.url == MEMORY and (more := self.model_fields_set - {"url", "every", "every_n_steps", *mirror}):
-            raise option_error(f"the memory tier takes every or every_n_steps: remove its {' and '.join(sorted(more))}")
-        if self.replicate is not None and (self.url != MEMORY or self.replicate > 1):
-            raise option_error("replicate is 1, and for the memory tier only")
-        if self.parity is not None and (self.url != MEMORY or self.parity < LEAST_PARITY):
-            raise option_error(
+        is_memory, replicate, parity = self.url == MEMORY, self.replicate, self.parity
+        is_mirrored = replicate is not None or parity is not None
+        taken = {"url", "every", "every_n_steps", "replicate", "parity", *(["bandwidth"] if is_mirrored else [])}
+        more = sorted(self.model_fields_set - taken)
+        refuse(
+            (self.every is not None and self.every_n_steps is not None, "give either every or every_n_steps"),
+            (
+                is_memory and more,
+                f"the memory tier takes every or every_n_steps: remove its {' and '.join(more)}",
+            ),
+            (
+                replicate is not None and (not is_memory or replicate > 1),
+                "replicate is 1, and for the memory tier only",
+            ),
+            (
+                parity is not None and (not is_memory or parity < LEAST_PARITY),
                 f"parity is a number of machines from {LEAST_PARITY} on, and for the memory tier only; "
-                "two machines take replicate: 1"
-            )
-        if self.replicate is not None and self.parity is not None:
-            raise option_error("give either replicate or parity")
+                "two machines take replicate: 1",
+            ),
+            (replicate is not None and parity is not None, "give either replicate or parity"),
+        )
         return self
 
 
@@ -397,15 +403,20 @@ class Config(Section):
         if not tiers:
             more = ", too: memory does not outlive the machine" if listed else ""
             raise option_error(f"must name a folder or storage URL{more}")
-        first = tiers[0]
-        if given := [name for name in ("every", "every_n_steps") if getattr(first, name) is not None]:
-            raise option_error(f"the nearest tier takes every durable snapshot: remove its {' and '.join(given)}")
-        if first.codec == "auto":
-            raise option_error("auto weighs the link of a further tier: give the nearest one a codec by name, or none")
-        if first.codec == "delta" and not first.is_folder:
-            raise option_error("delta reads back what is there: the nearest tier has to be a folder for it")
-        if len({tier.url.rstrip("/") for tier in tiers}) < len(tiers):
-            raise option_error("two tiers are the same place")
+        first, places = tiers[0], {tier.url.rstrip("/") for tier in tiers}
+        given = [name for name in ("every", "every_n_steps") if getattr(first, name) is not None]
+        refuse(
+            (given, f"the nearest tier takes every durable snapshot: remove its {' and '.join(given)}"),
+            (
+                first.codec == "auto",
+                "auto weighs the link of a further tier: give the nearest one a codec by name, or none",
+            ),
+            (
+                first.codec == "delta" and not first.is_folder,
+                "delta reads back what is there: the nearest tier has to be a folder for it",
+            ),
+            (len(places) < len(tiers), "two tiers are the same place"),
+        )
         return tiers
 
     @field_serializer("tiers", mode="wrap")

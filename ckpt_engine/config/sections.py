@@ -196,6 +196,17 @@ def option_error(text: str, *, hint: str = "") -> PydanticCustomError:
     return PydanticCustomError("option", "{text}", {"text": text, "hint": hint})
 
 
+def refuse(*rules: tuple[object, str]) -> None:
+    """Raises the error of the first rule that applies.
+
+    Args:
+        rules: whether each one applies, and the text of its error.
+    """
+    for applies, text in rules:
+        if applies:
+            raise option_error(text)
+
+
 def checked(parse: Callable[[object], object], *, also: str | None = None) -> BeforeValidator:
     """Runs `parse` first; `also` is a word that is accepted as it is."""
 
@@ -394,15 +405,10 @@ def _signal_names(value: object) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise ValueError(f"must be a list of {', '.join(_SIGNALS)}")
-    names = []
-    for item in items:
-        text = str(item).upper()
-        name = text if text.startswith("SIG") else f"SIG{text}"
-        if name not in _SIGNALS:
-            raise ValueError(f"must be among {', '.join(_SIGNALS)}")
-        if name not in names:
-            names.append(name)
-    return names
+    names = dict.fromkeys(f"SIG{str(item).upper().removeprefix('SIG')}" for item in items)
+    if not names.keys() <= set(_SIGNALS):
+        raise ValueError(f"must be among {', '.join(_SIGNALS)}")
+    return list(names)
 
 
 def _web_address(value: object) -> str:
@@ -469,10 +475,11 @@ class Source(Section):
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         given = [name for name in ("file", "http", "command") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise option_error("give one of file, http and command")
-        if self.http is None and (self.match is not None or self.headers):
-            raise option_error("match and headers belong to http")
+        for_http = self.match is not None or self.headers
+        refuse(
+            (len(given) != 1, "give one of file, http and command"),
+            (self.http is None and for_http, "match and headers belong to http"),
+        )
         return self
 
 

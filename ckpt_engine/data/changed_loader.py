@@ -176,12 +176,8 @@ def _refused(size: int, why: str) -> ResumeError:
 
 def _moved(found: Mapping[str, Any], paths: Mapping[str | None, str | None]) -> dict[str, Any]:
     """Values of samplers under the paths that these have now."""
-    moved = {}
-    for path, value in found.items():
-        owner, _, name = path.rpartition(".")
-        new = paths.get(owner, owner)
-        moved[f"{new or owner}.{name}"] = value
-    return moved
+    parts = {path: path.rpartition(".") for path in found}
+    return {f"{paths.get(owner) or owner}.{name}": found[path] for path, (owner, _, name) in parts.items()}
 
 
 State = dict[str, Any]

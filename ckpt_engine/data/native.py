@@ -200,9 +200,10 @@ def epochs(dataset: Any, *, shared: bool = False) -> dict[str, int]:
     Args:
         shared: only those that running workers see.
     """
-    found = {path: epoch for path, part in _parts(dataset) if (epoch := _epoch(part)) is not None}
     return {
-        path: found[path] for path, part in _parts(dataset) if path in found and (is_of_datasets(part) or not shared)
+        path: epoch
+        for path, part in _parts(dataset)
+        if (epoch := _epoch(part)) is not None and (is_of_datasets(part) or not shared)
     }
 
 

@@ -13,6 +13,7 @@ import copyreg
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, NoReturn, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -455,19 +456,21 @@ def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ..
 
 
 _ATTRIBUTE = "_ckpt_engine_position"
-_subclasses: dict[type, type] = {}
+_ORIGINAL = "_ckpt_engine_original"
+"""Attribute of a class that takes the place of a loader's: that class."""
 _set_class = object.__dict__["__class__"].__set__  # works where a class hides `__class__` behind a read-only property
 
 
 class Iterations(Protocol):
-    """Hears of iterations: gets the loader's own `__iter__` and returns the iterator to use."""
+    """Takes part in the iterations of a loader."""
 
-    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The iterator to use; `make` is the loader's own `__iter__`."""
 
 
 def swap_in(loader: DataLoader[Any], iterations: Iterations) -> None:
     """From now on `iter(loader)` returns `iterations.begin(the original iter)`."""
-    original = type(loader)
+    original: type = type(loader)
     loader.__dict__[_ATTRIBUTE] = iterations
     _set_class(loader, _subclass_of(original))
 
@@ -486,13 +489,12 @@ def followed_by(loader: DataLoader[Any]) -> Iterations | None:
 def original_class(loader: DataLoader[Any]) -> type:
     """The loader's class as the user knows it."""
     cls: type = type(loader)
-    return cls.__mro__[1] if cls in _subclasses.values() else cls
+    original: type = vars(cls).get(_ORIGINAL, cls)
+    return original
 
 
+@cache
 def _subclass_of(original: type) -> type:
-    known = _subclasses.get(original)
-    if known is not None:
-        return known
     base: Any = original
 
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
@@ -513,9 +515,9 @@ def _subclass_of(original: type) -> type:
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
+            _ORIGINAL: original,
         },
     )
-    _subclasses[original] = subclass
     return subclass
 
 
@@ -524,7 +526,7 @@ def _without_position(reduced: Any, original: type) -> Any:
     if not isinstance(reduced, tuple):
         return reduced
     function, arguments, *rest = reduced
-    arguments = tuple(original if a is _subclasses.get(original) else a for a in arguments)
+    arguments = tuple(original if a is _subclass_of(original) else a for a in arguments)
     if function is copyreg.__newobj__:  # type: ignore[attr-defined]
         function = original.__new__  # pickle insists that `__newobj__` is given the class of the very object
     if rest and isinstance(rest[0], dict):

@@ -14,7 +14,7 @@ import random
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -124,12 +124,6 @@ _MT19937_STRUCT_BYTES = 624 * 4 + 4
 _numpy_memo: tuple[bytes, dict[str, Any]] | None = None
 
 
-class _PythonStream(Protocol):
-    def getstate(self) -> Any: ...
-
-    def setstate(self, state: Any, /) -> None: ...
-
-
 def capture() -> RngState:
     """Return the state of every global stream of this process, accelerators included.
 
@@ -229,7 +223,7 @@ def decode_numpy(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def encode_python(generator: _PythonStream) -> dict[str, Any]:
+def encode_python(generator: Any) -> dict[str, Any]:
     """The state of one `random.Random`, or of the module `random` itself, as a storable tree."""
     return _encode_words(*generator.getstate())
 
@@ -238,7 +232,7 @@ def _encode_words(version: int, words: tuple[int, ...], gauss: float | None) -> 
     return {"version": version, "words": struct.pack(f"={len(words)}I", *words), "gauss": gauss}
 
 
-def decode_python(generator: _PythonStream, state: Mapping[str, Any]) -> None:
+def decode_python(generator: Any, state: Mapping[str, Any]) -> None:
     """Put the state of one `random.Random`, or of the module `random` itself, back."""
     data = state["words"]
     generator.setstate((state["version"], struct.unpack(f"={len(data) // 4}I", data), state["gauss"]))

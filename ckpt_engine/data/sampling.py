@@ -200,7 +200,7 @@ class RecordingSampler(streams.StandIn):
         return self._current
 
 
-class _RecordingIterator:
+class _RecordingIterator(streams.Proxy):
     def __init__(
         self,
         reference: weakref.ref[DataLoader[Any]],
@@ -225,11 +225,6 @@ class _RecordingIterator:
 
     def __iter__(self) -> Iterator[Any]:
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["inner"], name)
 
     def prime(self) -> None:
         if self._primed:
@@ -349,10 +344,8 @@ def extend_digest(digest: int | None, indices: Any) -> int | None:
         return None
 
 
-class _Stateful:
+class _Stateful(streams.Proxy):
     """A StatefulDataLoader asks samplers and their iterators for their state where the class has these two methods."""
-
-    inner: Any
 
     def state_dict(self) -> Any:
         return self.inner.state_dict()

@@ -13,10 +13,10 @@ import itertools
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -334,42 +334,50 @@ def _given_by_library(kind: Any) -> frozenset[str]:
         return frozenset(vars(kind([0])))
 
 
+class _GeneratorKind(NamedTuple):
+    """One kind of random generators: its class, its state as a storable tree, and what puts such a state back."""
+
+    of: type
+    read: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+
+
+_KINDS: Mapping[str, _GeneratorKind] = {
+    "torch": _GeneratorKind(
+        torch.Generator,
+        lambda generator: generator.get_state().numpy().tobytes(),
+        lambda generator, state: generator.set_state(rng.bytes_tensor(state)),
+    ),
+    "python": _GeneratorKind(random.Random, rng.encode_python, rng.decode_python),
+    "numpy": _GeneratorKind(
+        np.random.Generator,
+        lambda generator: rng.encode_numpy(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", rng.decode_numpy(state)),
+    ),
+    "numpy_legacy": _GeneratorKind(
+        np.random.RandomState,
+        lambda generator: rng.encode_numpy(generator.get_state(legacy=False)),
+        lambda generator, state: generator.set_state(rng.decode_numpy(state)),
+    ),
+}
+_GENERATORS = tuple(kind.of for kind in _KINDS.values())
+
+
 def _kind(value: object) -> str | None:
-    if type(value) in _SCALARS:
+    if not isinstance(value, _GENERATORS) or isinstance(value, random.SystemRandom):
         return None  # it is asked for every attribute at every boundary
-    if isinstance(value, torch.Generator):
-        return "torch"
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else "python"
-    if isinstance(value, np.random.Generator):
-        return "numpy"
-    if isinstance(value, np.random.RandomState):
-        return "numpy_legacy"
-    return None
+    return next(name for name, kind in _KINDS.items() if isinstance(value, kind.of))
 
 
 def encode(generator: Any) -> dict[str, Any]:
     """Where a random stream is, as a storable tree."""
     kind = _kind(generator)
-    if kind == "torch":
-        return {"kind": kind, "state": generator.get_state().numpy().tobytes()}
-    if kind == "python":
-        return {"kind": kind, "state": rng.encode_python(generator)}
-    if kind == "numpy":
-        return {"kind": kind, "state": rng.encode_numpy(generator.bit_generator.state)}
-    return {"kind": kind, "state": rng.encode_numpy(generator.get_state(legacy=False))}
+    assert kind is not None
+    return {"kind": kind, "state": _KINDS[kind].read(generator)}
 
 
 def decode(generator: Any, encoded: Mapping[str, Any]) -> None:
     """Put a random stream of the same kind there; in place, so that others that use it see it too."""
-    kind, state = encoded["kind"], encoded["state"]
-    if kind != _kind(generator):
-        return
-    if kind == "torch":
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    elif kind == "python":
-        rng.decode_python(generator, state)
-    elif kind == "numpy":
-        generator.bit_generator.state = rng.decode_numpy(state)
-    else:
-        generator.set_state(rng.decode_numpy(state))
+    kind = encoded["kind"]
+    if kind == _kind(generator):
+        _KINDS[kind].put(generator, encoded["state"])

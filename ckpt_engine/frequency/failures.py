@@ -135,10 +135,9 @@ class FailureBelief:
                 exposure += seconds
             if kind != "":
                 exposure, events = DISCOUNT * exposure, DISCOUNT * events + 1.0
-                for_process, for_machine, for_site = _COUNTED.get(kind, _COUNTED[UNKNOWN])
-                process = SHARES_DISCOUNT * process + for_process
-                machine = SHARES_DISCOUNT * machine + for_machine
-                site = SHARES_DISCOUNT * site + for_site
+                more = _COUNTED.get(kind, _COUNTED[UNKNOWN])
+                was = process, machine, site
+                process, machine, site = (SHARES_DISCOUNT * old + new for old, new in zip(was, more, strict=True))
         return FailureBelief(process, machine, site, exposure, events, self.assumed_seconds, self.weight)
 
     @property

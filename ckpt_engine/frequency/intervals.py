@@ -159,19 +159,9 @@ class _Part:
         grown = self.most if grown > self.most else grown
         return grown if grown > self.least else self.least
 
-    def shortest(self, budget: float) -> float:
-        """The interval at which it takes that share of training time."""
-        if self.cost <= 0.0:
-            return 0.0
-        return self.cost / budget if budget > 0.0 else math.inf
-
-    def spent(self, seconds: float) -> float:
-        """The share of training time that it takes at an interval."""
-        return _share(self.cost, seconds)
-
 
 def _share(cost: float, seconds: float) -> float:
-    """What one costs, of the time between two."""
+    """What one costs, of the time between two; given that share instead, the time."""
     if cost <= 0.0:
         return 0.0
     return cost / seconds if seconds > 0.0 else math.inf
@@ -192,16 +182,16 @@ class _Assignment:
         parts = self._parts()
         unbudgeted = {number: part.best for number, part in parts.items()}
         free = {number: part for number, part in parts.items() if self.levels[number].fixed_seconds is None}
-        taken = sum(part.spent(part.least) for number, part in parts.items() if number not in free)
+        taken = sum(_share(part.cost, part.least) for number, part in parts.items() if number not in free)
         left = max(budget - taken, budget / 2.0)
-        needed = sum(part.spent(part.most) for part in free.values())
+        needed = sum(_share(part.cost, part.most) for part in free.values())
         if needed > left:  # the limits on lost work need more than the budget: what has none comes last
             wide = {number: part.most * (needed / left) for number, part in free.items()}
             free = {number: replace(part, best=wide[number], most=wide[number]) for number, part in free.items()}
         parts |= free
         multiplier = _multiplier(list(free.values()), left)
         seconds = self._in_order(parts, multiplier)
-        spent = {number: part.spent(seconds[number]) for number, part in parts.items()}
+        spent = {number: _share(part.cost, seconds[number]) for number, part in parts.items()}
         waste = sum(spent.values())
         leaves = {number: left + taken - (waste - own) for number, own in spent.items()}
         waste += sum(_share(part.price, seconds[number]) for number, part in parts.items())
@@ -210,7 +200,7 @@ class _Assignment:
             seconds=seconds,
             unbudgeted_seconds=tuple(unbudgeted.get(number, math.inf) for number in range(len(seconds))),
             budget_seconds=tuple(
-                parts[number].shortest(leaves[number]) if number in leaves else math.inf
+                _share(parts[number].cost, leaves[number]) if number in leaves else math.inf
                 for number in range(len(seconds))
             ),
             goes_back_to=self.chosen,
@@ -270,10 +260,7 @@ def _multiplier(parts: Sequence[_Part], budget: float) -> float:
     """The multiplier of the budget with which these levels keep it, by bisection; 0.0 where they do anyway."""
 
     def spent(multiplier: float) -> float:
-        total = 0.0
-        for part in parts:
-            total += part.spent(part.at(multiplier))
-        return total
+        return sum([_share(part.cost, part.at(multiplier)) for part in parts])
 
     if spent(0.0) <= budget * (1.0 + _ROUNDING):
         return 0.0

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from ckpt_engine.frequency.failures import FailureBelief
@@ -243,7 +244,7 @@ class StepTimes:
         clean ones prove that the clean time is stale.
         """
         if len(self.clean) < ENOUGH_STEPS:
-            clean = self.prior if self.prior is not None else median(self.clean)
+            clean = self.prior if self.prior is not None else median(self.clean or [0.0])
             noise, limit, excess = 0.0, math.inf, 0.0
         else:
             self._forget_before_shift()
@@ -481,11 +482,6 @@ def quantile(values: Sequence[float] | deque[float], share: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-
-def median(values: Sequence[float] | deque[float]) -> float:
-    """The median; 0.0 of nothing."""
-    return quantile(values, 0.5) if values else 0.0
 
 
 STATE_VERSION = 2

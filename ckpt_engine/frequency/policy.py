@@ -201,7 +201,7 @@ class Decision:
 
 
 class FrequencyPolicy(Protocol):
-    """What a cadence asks for its intervals; `AdaptivePolicy` is one, and explains the method."""
+    """What a cadence asks for its intervals; `AdaptivePolicy` is one."""
 
     def decide(
         self,
@@ -210,7 +210,8 @@ class FrequencyPolicy(Protocol):
         memory_seconds: float | None = None,
         far: FarCosts | None = None,
         /,
-    ) -> Decision: ...
+    ) -> Decision:
+        """The interval that these measurements call for: see `AdaptivePolicy.decide`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,14 @@ class Ruled:
     def taken(self, step: int, _stall: float, _wait: float = 0.0, /) -> None:
         self.start(step)
 
-    def skipped(self, _step: int, _reason: str, /) -> None: ...
-    def committed(self, _step: int, _latency: float, _written: float, _busy: float | None = None, /) -> None: ...
-    def failed(self, _step: int, /) -> None: ...
+    def skipped(self, _step: int, _reason: str, /) -> None:
+        """It stays due."""
+
+    def committed(self, _step: int, _latency: float, _written: float, _busy: float | None = None, /) -> None:
+        """The interval does not depend on it."""
+
+    def failed(self, _step: int, /) -> None:
+        """The next one comes at the usual interval."""
 
     @property
     def quiet(self) -> tuple[float, float]:

@@ -30,16 +30,29 @@ MEMORY: Final = "memory"
 
 
 class SnapshotTimer(Protocol):
-    """What decides when snapshots are taken; `Cadence` is one, and explains these methods."""
+    """What decides when snapshots are taken; `Cadence` is one, and says more of these methods. Times are in seconds."""
 
     @property
-    def quiet(self) -> tuple[float, float]: ...
-    def start(self, step: int, /) -> None: ...
-    def boundary(self, step: int, /) -> str | None: ...
-    def taken(self, step: int, stall: float, wait: float = 0.0, /) -> None: ...
-    def skipped(self, step: int, reason: str, /) -> None: ...
-    def committed(self, step: int, latency: float, written: float, busy: float | None = None, /) -> None: ...
-    def failed(self, step: int, /) -> None: ...
+    def quiet(self) -> tuple[float, float]:
+        """The step and the monotonic time before which nothing is due if nothing is reported until then."""
+
+    def start(self, step: int, /) -> None:
+        """Training starts or resumes at `step`."""
+
+    def boundary(self, step: int, /) -> str | None:
+        """The reason of the snapshot that is due after `step`; None: none is."""
+
+    def taken(self, step: int, stall: float, wait: float = 0.0, /) -> None:
+        """A snapshot of `step` was taken: it blocked training, after a wait for a free slot."""
+
+    def skipped(self, step: int, reason: str, /) -> None:
+        """The snapshot that was due at `step` could not be taken, for a reason such as `busy`."""
+
+    def committed(self, step: int, latency: float, written: float, busy: float | None = None, /) -> None:
+        """The snapshot of `step` is durable, so many bytes of it were written, and the writer was busy so long."""
+
+    def failed(self, step: int, /) -> None:
+        """The snapshot of `step` will not become durable."""
 
 
 class FixedTriggers:

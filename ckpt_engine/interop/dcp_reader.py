@@ -51,7 +51,16 @@ from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import TreePath
 
 
-class CkptReader(StorageReader):
+class NamedByStep:
+    """A reader or writer of which a `checkpoint_id` names a step."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a step."""
+        return _NUMBER.fullmatch(os.fspath(checkpoint_id)) is not None
+
+
+class CkptReader(NamedByStep, StorageReader):
     """Reads a snapshot that `CkptWriter` or a `Checkpointer` has taken: the newest that is whole, or that of a step.
 
     Nothing that was stored is unpickled, unless `pickle` names its path.
@@ -74,19 +83,17 @@ class CkptReader(StorageReader):
         self._config = config_of(root, options)
         self._step = step
         self._outline: Outline | None = None
-        self._manifest: Manifest | None = None
-        self._sources: Sources | None = None
         self.unverified_bytes = 0
         """Bytes that the last load has read of pieces without the rest of them, which no digest covers."""
 
     @property
     def snapshot(self) -> SnapshotInfo | None:
         """What the last load has read, or None."""
-        return self._manifest.info if self._manifest is not None else None
+        return self._outline.manifest.info if self._outline is not None else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins, of the step that `checkpoint_id` names."""
-        self._outline = self._manifest = self._sources = None
+        self._outline = None
         self.unverified_bytes = 0
         if checkpoint_id is not None:
             self._step = step_of(checkpoint_id)
@@ -105,9 +112,8 @@ class CkptReader(StorageReader):
         with suppress(CkptError):  # without it the next save begins a line of its own, and removes nothing of this one
             go_on(where[0], found.info)
         found = found.unpacked()
-        self._manifest = found.manifest
-        self._sources = Sources([place.storage for place in found.sources])
-        self._outline = outline_of(self._sources, found.manifest, self._config.pickle)
+        sources = Sources([place.storage for place in found.sources])
+        self._outline = outline_of(sources, found.manifest, self._config.pickle)
         return self._outline.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
@@ -115,8 +121,8 @@ class CkptReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Says which snapshot this rank has found."""
-        assert self._manifest is not None
-        plan.storage_data = self._manifest.info.id
+        assert self._outline is not None
+        plan.storage_data = self._outline.manifest.info.id
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -136,10 +142,8 @@ class CkptReader(StorageReader):
             CorruptError: stored bytes differ from their digest, at all tiers; names the entry.
             NewerFormatError, StorageError
         """
-        outline, manifest, sources = self._outline, self._manifest, self._sources
+        outline = self._outline
         assert outline is not None
-        assert manifest is not None
-        assert sources is not None
         whole: dict[str, torch.Tensor] = {}
         parts: list[ArrayRegion] = []
         boxes: dict[str, Sequence[Box]] = {}
@@ -158,18 +162,13 @@ class CkptReader(StorageReader):
             else:
                 parts.append(one)
                 boxes[stored.entry] = stored.boxes
-        fill(sources, manifest, whole)
-        self.unverified_bytes = read_regions(sources, manifest, parts, boxes)
+        fill(outline.sources, outline.manifest, whole)
+        self.unverified_bytes = read_regions(outline.sources, outline.manifest, parts, boxes)
         for item, target in tensors:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
-        return names_step(checkpoint_id)
 
 
 def _box(stored: StoredTensor, item: ReadItem) -> Box:
@@ -225,11 +224,14 @@ class Outline:
         metadata: as DCP would have it.
         tensors: by name in DCP.
         values: all that is no tensor, by name.
+        manifest, sources: of the snapshot, and where its data comes from.
     """
 
     metadata: Metadata
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
+    manifest: Manifest
+    sources: Sources
 
 
 def outline_of(sources: Sources, manifest: Manifest, pickle_paths: Sequence[str] = ()) -> Outline:
@@ -255,7 +257,7 @@ def outline_of(sources: Sources, manifest: Manifest, pickle_paths: Sequence[str]
         properties = TensorProperties(dtype=stored.dtype)
         metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, found.size(), chunks)
         tensors[name] = stored
-    return Outline(metadata, tensors, values)
+    return Outline(metadata, tensors, values, manifest, sources)
 
 
 class _Drawer(Rebuilder):
@@ -325,11 +327,6 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     return int(found[1])
 
 
-def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether `step_of` takes it."""
-    return _NUMBER.fullmatch(os.fspath(checkpoint_id)) is not None
-
-
 def config_of(root: Root, options: Mapping[str, Any]) -> Config:
     """The validated options of a writer or a reader.
 
@@ -384,7 +381,7 @@ class Save:
                 newest = max(run.repository.ids(), key=lambda parsed: parsed.seq, default=None)
                 if step is None:
                     step = newest.step + 1 if newest is not None else 0
-                seq = max(run.repository.next_seq(), *(_seq(one) + 1 for one in run.under_way), 0)
+                seq = max(run.repository.next_seq(), *(parsed_of(one).seq + 1 for one in run.under_way), 0)
                 self.id = names.snapshot_id(seq, step)
                 self.run = run.repository.run_id
                 run.under_way.add(self.id)
@@ -460,7 +457,8 @@ def _close_if_idle(url: str, run: _Run) -> None:
         run.lease.release()
 
 
-def _seq(snapshot: str) -> int:
+def parsed_of(snapshot: str) -> names.ParsedId:
+    """What the id of a snapshot says that this process, or another rank, has begun."""
     parsed = names.parse_id(snapshot)
     assert parsed is not None
-    return parsed.seq
+    return parsed

@@ -30,7 +30,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     UnstorableLeafError,
 )
-from ckpt_engine.interop import safe_load, trainer_folders
+from ckpt_engine.interop import FOLDERS, safe_load, trainer_folders
 from ckpt_engine.interop.safe_load import Advance, Imported, of_state, require_honest
 from ckpt_engine.interop.state_parts import is_optimizer
 from ckpt_engine.store import names
@@ -258,16 +258,12 @@ def _nested(flat: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
     """The state as it was before torch flattened it; text keys of optimizer states are numbers again."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
-        path = paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,)
-        _put(root, path, value)
+        *outer, last = paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,)
+        node = root
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = value
     return {key: _mended(_as_lists(node)) for key, node in root.items()}
-
-
-def _put(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    node = root
-    for key in path[:-1]:
-        node = node.setdefault(key, {})
-    node[path[-1]] = value
 
 
 def _as_lists(node: Any) -> Any:
@@ -303,7 +299,6 @@ FORMATS: dict[str, Reader] = {
     "accelerate": trainer_folders.read_accelerate,
     "transformers": trainer_folders.read_transformers,
 }
-_FILES = ("lightning", "torch")
 
 
 def read(path: Path, form: str | None, advance: Advance) -> Imported:
@@ -320,7 +315,7 @@ def read(path: Path, form: str | None, advance: Advance) -> Imported:
         raise StorageMissingError(
             f"{path} does not exist", hint="check the path: it is relative to the working directory"
         )
-    if form is not None and path.is_dir() == (form in _FILES):
+    if form is not None and path.is_dir() != (form in FOLDERS):
         kind, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ForeignError(f"{path} is a {kind}; --as {form} reads a {wanted}")
     try:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import CorruptError, ForeignError, MismatchError, StorageMissingError, UnstorableLeafError
+from ckpt_engine.observe import units
 from ckpt_engine.state.flatten import MAX_DEPTH
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.disk import translated
@@ -72,10 +73,10 @@ class Refused:
         return object.__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        """Keeps nothing."""
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Keeps nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +218,9 @@ def _refused(path: Path, places: Mapping[Where, str], names: list[str]) -> Unsto
     if places:
         shown = [f"{name} at {'/'.join(map(str, where)) or '(root)'}" for where, name in places.items()]
     else:
-        shown = list(names)
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        shown = names
     return UnstorableLeafError(
-        f"{path} holds objects that are not loaded, because that can run code: {', '.join(shown[:_SHOWN])}{more}",
+        f"{path} holds objects that are not loaded, because that can run code: {units.first(shown, _SHOWN)}",
         hint=_SAVE_AGAIN,
     )
 

@@ -102,7 +102,7 @@ def recognise(state: Any) -> StateParts:
         scalers={where: node for where, node in nodes if is_scaler(node)},
         custom=tuple(custom.values()),
         loaders=_sequence(state.get(LOADERS)),
-        streams=_streams(state, own),
+        streams=next(filter(looks_recorded, (state.get(STREAMS), own.get(STREAMS))), None),
         trainer_state=state.get(TRAINER_STATE, trainer_state),
         files=files | _files(state.get(FILES)),
     )
@@ -168,10 +168,6 @@ def _own(state: Mapping[str, Any]) -> Mapping[str, Any]:
     packed = own.get("packed")
     more = unpack(packed)[0] if isinstance(packed, torch.Tensor) else {}
     return {**own, **more} if isinstance(more, Mapping) else own
-
-
-def _streams(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next((node for node in (state.get(STREAMS), own.get(STREAMS)) if looks_recorded(node)), None)
 
 
 def _of_trainer(own: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str, bytes]]:

@@ -5,7 +5,7 @@ to go on with (the latter also for `from_pretrained`), and read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from ckpt_engine.errors import CorruptError, ForeignError, MismatchError
 from ckpt_engine.interop import safe_load, state_parts
 from ckpt_engine.interop.safe_load import Advance, Imported, whole_number
 from ckpt_engine.interop.state_parts import CUSTOM as CUSTOM_KEY
-from ckpt_engine.interop.state_parts import FILES, LOADERS, StateParts, is_kept_file, recognise
+from ckpt_engine.interop.state_parts import FILES, LOADERS, is_kept_file, recognise
 from ckpt_engine.interop.state_parts import STREAMS as STREAMS_KEY
 from ckpt_engine.interop.state_parts import TRAINER_STATE as TRAINER_STATE_KEY
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -32,6 +32,16 @@ OPTIMIZER, SCHEDULER = "optimizer.bin", "scheduler.bin"
 LOADER, CUSTOM = "dl_state_dict.bin", "custom_checkpoint_{}.pkl"
 STREAMS = "random_states_{}.pkl"
 _STREAMS = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
+
+
+_WITHOUT = {
+    "optimizers": "no optimizer state in the snapshot: load_state fails where an optimizer was prepared",
+    "schedulers": "no scheduler state in the snapshot: load_state fails where a scheduler was prepared",
+    "streams": "no random streams in the snapshot: load_state leaves them as they are",
+    "loaders": "no data position: Accelerate's files have one of stateful loaders only; "
+    "skip_first_batches skips by hand",
+}
+"""What it means for Accelerate that a snapshot lacks one of its `StateParts`."""
 
 
 def numbered(name: str, index: int) -> str:
@@ -59,13 +69,12 @@ def write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str,
     notes = [f"taken as {parts.sources()}"]
     for index, state_dict in enumerate(parts.models.values()):
         notes += state_parts.write(state_dict, folder, numbered(MODEL, index), numbered(MODEL_TORCH, index))
-    for name, states in ((OPTIMIZER, parts.optimizers), (SCHEDULER, parts.schedulers)):
-        for index, one in enumerate(states.values()):
+    optimizers, schedulers = parts.optimizers.values(), parts.schedulers.values()
+    for name, states in ((OPTIMIZER, optimizers), (SCHEDULER, schedulers), (LOADER, parts.loaders)):
+        for index, one in enumerate(states):
             torch.save(one, folder / numbered(name, index))
     for index, one in enumerate(parts.custom):
         torch.save(one, folder / CUSTOM.format(index))
-    for index, one in enumerate(parts.loaders):
-        torch.save(one, folder / numbered(LOADER, index))
     for one in list(parts.scalers.values())[:1]:
         torch.save(one, folder / SCALER)
     if parts.streams is not None:
@@ -73,18 +82,7 @@ def write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str,
         if not found[_STREAMS[3]]:
             del found[_STREAMS[3]]
         torch.save({"step": info.step, **found}, folder / STREAMS.format(0))
-    return (*notes, *_missing_in_accelerate(parts))
-
-
-def _missing_in_accelerate(parts: StateParts) -> Iterator[str]:
-    if not parts.optimizers:
-        yield "no optimizer state in the snapshot: load_state fails where an optimizer was prepared"
-    if not parts.schedulers:
-        yield "no scheduler state in the snapshot: load_state fails where a scheduler was prepared"
-    if parts.streams is None:
-        yield "no random streams in the snapshot: load_state leaves them as they are"
-    if not parts.loaders:
-        yield "no data position: Accelerate's files have one of stateful loaders only; skip_first_batches skips by hand"
+    return (*notes, *(note for part, note in _WITHOUT.items() if not getattr(parts, part)))
 
 
 def read_accelerate(folder: Path, advance: Advance) -> Imported:

@@ -23,16 +23,15 @@ _TAG = ".ckpt-"
 
 
 class Curve(Protocol):
-    """One logger of a trainer.
-
-    `name` is for people. `home` is what the user has chosen of the place: a curve goes on in no other one.
-    """
+    """One logger of a trainer."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For people."""
 
     @property
-    def home(self) -> str: ...
+    def home(self) -> str:
+        """What the user has chosen of the place: a curve continues in no other one."""
 
     def place(self) -> Mapping[str, Any] | None:
         """What `begin` needs in another process, as JSON; None: this logger cannot go on."""

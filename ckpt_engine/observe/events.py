@@ -234,9 +234,10 @@ class Notice(Event):
 
 
 class EventSink(Protocol):
-    """Takes events. Called on the training thread only; must return at once and never raise."""
+    """Takes events."""
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        """Called on the training thread only; must return at once and never raise."""
 
 
 def to_json(event: Event) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -232,12 +232,15 @@ class CadenceReading(Protocol):
     """What is read from the cadence of the run (`ckpt_engine.frequency.cadence.Cadence` is one)."""
 
     @property
-    def interval_steps(self) -> int | None: ...
+    def interval_steps(self) -> int | None:
+        """Steps between snapshots; None: not known yet."""
 
     @property
-    def overhead_fraction(self) -> float: ...
+    def overhead_fraction(self) -> float:
+        """What snapshots cost, as a share of the training time without them."""
 
-    def age_of_last_durable(self) -> float: ...
+    def age_of_last_durable(self) -> float:
+        """Seconds since the instant of the newest durable snapshot."""
 
 
 class RunMetrics:
@@ -255,13 +258,10 @@ class RunMetrics:
         self.snapshot_bytes = 0
         self.durable_step: int | None = None
         """Of the newest durable snapshot."""
-        self.latency_seconds = 0.0
-        self.written_bytes = 0
         self.committed = 0
-        self.skipped = 0
-        self.failed = 0
-        self.replicated = 0
-        self.sent_bytes = 0
+        self._latency_seconds = 0.0
+        self._counted: Counter[str] = Counter()
+        """Since the start, by name in `numbers`."""
         self._tiers: dict[str, bool] = {}
         """Further tiers heard of, and whether they are away."""
 
@@ -272,22 +272,17 @@ class RunMetrics:
             case SnapshotCommitted():
                 self.committed += 1
                 self.durable_step = event.step
-                self.written_bytes += event.written_bytes
-                self.latency_seconds = event.latency_seconds
+                self._counted["written_bytes"] += event.written_bytes
+                self._latency_seconds = event.latency_seconds
             case SnapshotFailed():
-                self.failed += 1
+                self._counted["failed"] += 1
             case SnapshotSkipped():
-                self.skipped += 1
+                self._counted["skipped"] += 1
             case SnapshotReplicated():
-                self.replicated += 1
-                self.sent_bytes += event.sent_bytes
+                self._counted.update(replicated=1, sent_bytes=event.sent_bytes)
                 self._tiers[event.tier] = False
-            case TierDegraded():
-                self._tiers[event.tier] = True
-            case TierRecovered():
-                self._tiers[event.tier] = False
-            case _:
-                pass
+            case TierDegraded() | TierRecovered():
+                self._tiers[event.tier] = isinstance(event, TierDegraded)
 
     def stalled(self, seconds: float) -> None:
         """The newest snapshot has blocked training for so long until now, its fence included."""
@@ -303,15 +298,14 @@ class RunMetrics:
         numbers: dict[str, float] = {
             "stall_seconds": self.stall_seconds,
             "snapshot_bytes": float(self.snapshot_bytes),
-            "latency_seconds": self.latency_seconds,
-            "written_bytes": float(self.written_bytes),
+            "latency_seconds": self._latency_seconds,
+            "written_bytes": float(self._counted["written_bytes"]),
             "committed": float(self.committed),
-            "skipped": float(self.skipped),
-            "failed": float(self.failed),
+            "skipped": float(self._counted["skipped"]),
+            "failed": float(self._counted["failed"]),
         }
         if self._tiers:
-            numbers["replicated"] = float(self.replicated)
-            numbers["sent_bytes"] = float(self.sent_bytes)
+            numbers |= {name: float(self._counted[name]) for name in ("replicated", "sent_bytes")}
             numbers["tiers_away"] = float(sum(self._tiers.values()))
         if self._times is not None:
             numbers |= self._times.spent.numbers()
@@ -458,8 +452,6 @@ class Ledger:
             case TierDegraded() | TierRecovered():
                 self._change(event.tier, away=isinstance(event, TierDegraded))
                 self._publish()
-            case _:
-                pass
 
     def _take_up(self) -> None:
         """What the rescue has made durable of what training goes on from; the instant of an older one is not known."""

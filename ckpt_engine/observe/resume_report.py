@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ckpt_engine.errors import visible
 from ckpt_engine.observe.units import duration, place, size
 
@@ -84,16 +86,6 @@ class Replay:
     why: str = ""
     first: ReplayDifference | None = None
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Replay:
-        """The inverse of `dataclasses.asdict`.
-
-        Raises:
-            KeyError, TypeError: not such a result.
-        """
-        first = data["first"]
-        return cls(data["result"], data["steps"], data["why"], None if first is None else ReplayDifference(**first))
-
     def text(self) -> str:
         """The result for people, a line."""
         if self.result == "exact":
@@ -150,16 +142,9 @@ class ResumeReport:
         """The inverse of `to_json`; keys of later versions are ignored.
 
         Raises:
-            KeyError, TypeError: not a resume report.
+            ValueError: not a resume report.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {key: value for key, value in data.items() if key in known}
-        values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
-        for key, kind in (("restored", Restored), ("not_restored", NotRestored), ("rejected", Rejected)):
-            values[key] = tuple(kind(**row) for row in data[key])
-        if values.get("replay") is not None:
-            values["replay"] = Replay.from_json(values["replay"])
-        return cls(**values)
+        return TypeAdapter(cls).validate_python(data)
 
     def text(self) -> str:
         """The report for people, several lines, no trailing newline."""
@@ -193,7 +178,7 @@ def last_resume(root: str) -> ResumeReport | None:
     """The report of the last resume of the run in this folder; None: there is none, or it is of another version."""
     try:
         return ResumeReport.from_json(json.loads((Path(place(root)) / FILE_NAME).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from urllib.parse import unquote
 
 _DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.9995, 1.0, "s"))
+_PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries"}
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -36,9 +38,13 @@ def share(fraction: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 snapshot`, `1,200 snapshots`, `2 batches`."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    """`1 snapshot`, `1,200 snapshots`, `2 batches`, `3 entries`."""
+    return f"{number:,} {noun if number == 1 else _PLURALS.get(noun, f'{noun}s')}"
+
+
+def first(names: Sequence[str], most: int) -> str:
+    """`a, b, c and 7 more`: the first `most` of the names."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def place(url: str) -> str:

@@ -283,10 +283,10 @@ class Content:
     @classmethod
     def of(cls, manifest: Manifest, trainable: Collection[str]) -> Content:
         """That of a snapshot's entries among `trainable`."""
-        entries = {name: manifest.entries[name] for name in trainable if name in manifest.entries}
         pieces = {
-            name: tuple((piece.content_digest, piece.raw_nbytes) for piece in entry.pieces)
-            for name, entry in entries.items()
+            name: tuple((piece.content_digest, piece.raw_nbytes) for piece in manifest.entries[name].pieces)
+            for name in trainable
+            if name in manifest.entries
         }
         return cls(manifest.info.step, pieces)
 

@@ -2,12 +2,13 @@
 
 One writer writes snapshots to the nearest tier one after the other; each further tier copies them from there. So a
 snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written. `plan_stop`
-chooses by that; `Board` shows the `Outlook` in a JSON file and on a small web page, on threads of its own.
+chooses by that; `Board` shows the `outlook` in a JSON file and on a small web page, on threads of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -156,11 +157,7 @@ def new_snapshot_seconds(facts: StopFacts) -> float:
 
 def _queue(facts: StopFacts) -> list[float]:
     """When each snapshot in flight is durable, seconds from now."""
-    ends, end = [], 0.0
-    for one in facts.in_flight:
-        end += write_seconds(facts.tiers[0], one.left_bytes)
-        ends.append(end)
-    return ends
+    return list(itertools.accumulate(write_seconds(facts.tiers[0], one.left_bytes) for one in facts.in_flight))
 
 
 def _candidates(facts: StopFacts) -> Iterator[_Candidate]:
@@ -246,11 +243,12 @@ def _loss(plan: StopPlan) -> str:
     return f"{plan.lost_steps} step{'s are' if plan.lost_steps > 1 else ' is'} lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A run at one moment.
+def outlook(
+    standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
+) -> dict[str, Any]:
+    """A run at `now` (monotonic seconds) that started at `started` and whose last step took so long, as JSON values.
 
-    Args:
+    Returns:
         step: of the last finished training step.
         durable_step: of the newest snapshot that is durable; None: none is.
         age_of_last_durable_seconds: since that snapshot was taken; None: none is.
@@ -261,39 +259,19 @@ class Outlook:
         stopping: who has asked the run to stop, if somebody has.
         tiers: rows of what each has; see `metrics.TierStanding`.
     """
-
-    step: int
-    durable_step: int | None
-    age_of_last_durable_seconds: float | None
-    work_at_risk_seconds: float
-    work_at_risk_steps: int | None
-    seconds_to_durable: float | None
-    snapshots_in_flight: int
-    stopping: str | None
-    tiers: tuple[dict[str, Any], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return dataclasses.asdict(self)
-
-
-def outlook(
-    standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
-) -> Outlook:
-    """The outlook at `now` (monotonic seconds) of a run that started at `started` and whose last step took so long."""
     near, safe = standing.tiers[0], standing.safest
     age = None if safe.newest_instant is None else max(0.0, now - safe.newest_instant)
     measured = near.bytes_per_second is not None
-    return Outlook(
-        step=facts.step,
-        durable_step=safe.newest_step,
-        age_of_last_durable_seconds=age,
-        work_at_risk_seconds=now - started if age is None else age,
-        work_at_risk_steps=None if safe.newest_step is None else max(0, facts.step - safe.newest_step),
-        seconds_to_durable=step_seconds + new_snapshot_seconds(facts) if measured else None,
-        snapshots_in_flight=len(standing.in_flight),
-        stopping=stopping,
-        tiers=tuple(
+    return {
+        "step": facts.step,
+        "durable_step": safe.newest_step,
+        "age_of_last_durable_seconds": age,
+        "work_at_risk_seconds": now - started if age is None else age,
+        "work_at_risk_steps": None if safe.newest_step is None else max(0, facts.step - safe.newest_step),
+        "seconds_to_durable": step_seconds + new_snapshot_seconds(facts) if measured else None,
+        "snapshots_in_flight": len(standing.in_flight),
+        "stopping": stopping,
+        "tiers": [
             {
                 "url": tier.url,
                 "newest_step": tier.newest_step,
@@ -302,23 +280,25 @@ def outlook(
                 "away": tier.away,
             }
             for tier in standing.tiers
-        ),
-    )
+        ],
+    }
 
 
-def prometheus(found: Outlook, numbers: Mapping[str, float]) -> str:
+def prometheus(found: Mapping[str, Any], numbers: Mapping[str, float]) -> str:
     """Everything in Prometheus' text format (version 0.0.4): gauges named `ckpt_...`; what is not known is left out.
 
     Args:
+        found: the `outlook`.
         numbers: more of them, as loggers get them.
     """
-    values = found.to_json() | {"stopping": found.stopping is not None}
-    tiers = {f'{{tier="{_escaped(tier.pop("url"))}"}}': tier for tier in values.pop("tiers")}
+    values = {**numbers, **found, "stopping": found["stopping"] is not None}
+    tiers = values.pop("tiers")
     lines: list[str] = []
-    for name, value in (dict(numbers) | values).items():
+    for name, value in values.items():
         lines += _gauge(f"ckpt_{name}", [("", value)])
-    for name in next(iter(tiers.values())):
-        lines += _gauge(f"ckpt_tier_{name}", [(labels, tier[name]) for labels, tier in tiers.items()])
+    for name in ("newest_step", "age_seconds", "bytes_per_second", "away"):
+        rows = [(f'{{tier="{_escaped(tier["url"])}"}}', tier[name]) for tier in tiers]
+        lines += _gauge(f"ckpt_tier_{name}", rows)
     return "\n".join(lines) + "\n"
 
 
@@ -353,7 +333,7 @@ class Board:
     """
 
     def __init__(
-        self, options: Status, outlook: Callable[[], Outlook], numbers: Callable[[], Mapping[str, float]]
+        self, options: Status, outlook: Callable[[], dict[str, Any]], numbers: Callable[[], Mapping[str, float]]
     ) -> None:
         self._options = options
         self._outlook = outlook
@@ -392,7 +372,12 @@ class Board:
 
     def status(self) -> dict[str, Any]:
         """What the file and `/status` say: the outlook, who says it, when (wall-clock seconds), and if it is over."""
-        return {"time": time.time(), "pid": self._owner, "ended": self._ending.is_set(), **self._outlook().to_json()}
+        return {
+            "time": time.time(),
+            "pid": self._owner,
+            "ended": self._ending.is_set(),
+            **self._outlook(),
+        }
 
     def metrics(self) -> str:
         """What `/metrics` says."""
@@ -425,8 +410,6 @@ class Board:
 
 
 class _Server(HTTPServer):
-    allow_reuse_address = True
-
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
         _log.debug("a client of the metrics page failed", exc_info=True)
 

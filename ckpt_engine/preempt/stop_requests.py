@@ -266,12 +266,8 @@ def launcher_source(clock: Clock) -> PreemptionSource | None:
     if name is None:
         return None
 
-    def ask() -> str | None:
-        if os.getppid() == parent:
-            return None
-        return f"the end of {name} (process {parent}), which has started this"
-
-    return PreemptionSource(ask, clock, _LOOK_SECONDS)
+    ended = f"the end of {name} (process {parent}), which has started this"
+    return PreemptionSource(lambda: None if os.getppid() == parent else ended, clock, _LOOK_SECONDS)
 
 
 def open_source(options: Source, clock: Clock) -> PreemptionSource:

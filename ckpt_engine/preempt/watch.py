@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
@@ -14,7 +15,6 @@ from ckpt_engine.observe.events import LOGGER_NAME, Clock, Event, MemoryFlushed,
 from ckpt_engine.observe.metrics import Flying, Ledger, Standing
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
-    Outlook,
     PendingSnapshot,
     StopChoice,
     StopFacts,
@@ -219,8 +219,8 @@ class PreemptionWatch:
     @property
     def flushing(self) -> bool:
         """Whether `flush` was called, and the writer has not said yet what came of it."""
-        flushed = self._flushed
-        return flushed is not None and not self._has(flushed.step)
+        flushed, durable_step = self._flushed, self._ledger.standing.safest.newest_step
+        return flushed is not None and (durable_step is None or durable_step < flushed.step)
 
     def wait_for_the_flushed(self, poll: Callable[[], None], left: Callable[[], float]) -> None:
         """What the writer had only in memory is nothing that the engine waits for.
@@ -264,7 +264,7 @@ class PreemptionWatch:
         stall = f"longest stall {duration(standing.longest_stall_seconds)}"
         return f"{many}; {overhead}; {stall}; {self.durable()}"
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> dict[str, Any]:
         """How the run stands now. Any thread."""
         now, stop = self._now(), self.stop
         facts = self._facts(Stop(StopNotice("", now), now) if stop is None else stop, 0.0)
@@ -274,10 +274,6 @@ class PreemptionWatch:
         )
 
     # ------------------------------------------------------------------ what is known
-
-    def _has(self, step: int) -> bool:
-        newest = self._ledger.standing.safest.newest_step
-        return newest is not None and newest >= step
 
     def _stop_of(self, notice: StopNotice) -> Stop:
         grace = self.grace_seconds if notice.grace_seconds is None else notice.grace_seconds

@@ -24,7 +24,7 @@ from ckpt_engine.loop.boundary import Stopping
 from ckpt_engine.loop.rank_decisions import cadence_of
 from ckpt_engine.observe.events import FanOutSink, SystemClock
 from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
-from ckpt_engine.preempt.stop_plan import Board, Outlook, PendingSnapshot, StopFacts, outlook, prometheus
+from ckpt_engine.preempt.stop_plan import Board, PendingSnapshot, StopFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
 from tests.ranks.launch import free_port
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 60.0
 NEAR, FAR = TierStanding("/run", 1e9, 90, 40.0), TierStanding('s3://b/"r"', None, 80, 20.0, away=True)
 
 
-def seen(near: TierStanding = NEAR, stopping: str | None = None, far: TierStanding = FAR) -> Outlook:
+def seen(near: TierStanding = NEAR, stopping: str | None = None, far: TierStanding = FAR) -> dict[str, Any]:
     """At second 100 of a run that started at second 10: step 97, 2 GB of state, one snapshot in flight."""
     standing = Standing((near, far), (Flying(95, 2_000_000_000, 90.0),), 2_000_000_000)
     tiers = tuple(TierStanding(one.url, one.bytes_per_second) for one in standing.tiers)
@@ -46,9 +46,13 @@ def seen(near: TierStanding = NEAR, stopping: str | None = None, far: TierStandi
 def test_the_outlook_says_what_a_kill_would_cost_and_a_snapshot_would_take() -> None:
     """The step that runs, what is in flight, and the new snapshot, with the margin of the plan."""
     found = seen()
-    assert (found.age_of_last_durable_seconds, found.work_at_risk_seconds, found.work_at_risk_steps) == (60.0, 60.0, 7)
-    assert found.seconds_to_durable == pytest.approx(3.0 + 1.25 * (1.0 + 2.0))
-    assert [(tier["newest_step"], tier["age_seconds"], tier["away"]) for tier in found.tiers] == [
+    assert (found["age_of_last_durable_seconds"], found["work_at_risk_seconds"], found["work_at_risk_steps"]) == (
+        60.0,
+        60.0,
+        7,
+    )
+    assert found["seconds_to_durable"] == pytest.approx(3.0 + 1.25 * (1.0 + 2.0))
+    assert [(tier["newest_step"], tier["age_seconds"], tier["away"]) for tier in found["tiers"]] == [
         (90, 60.0, False),
         (80, 80.0, True),
     ]
@@ -57,14 +61,18 @@ def test_the_outlook_says_what_a_kill_would_cost_and_a_snapshot_would_take() -> 
 def test_before_the_first_snapshot_all_work_is_at_risk() -> None:
     """All steps are at risk, and the time that a snapshot takes is unknown."""
     found = seen(TierStanding("/run"), far=TierStanding("/far"))
-    assert (found.durable_step, found.age_of_last_durable_seconds, found.work_at_risk_steps) == (None, None, None)
-    assert (found.work_at_risk_seconds, found.seconds_to_durable) == (90.0, None)
+    assert (found["durable_step"], found["age_of_last_durable_seconds"], found["work_at_risk_steps"]) == (
+        None,
+        None,
+        None,
+    )
+    assert (found["work_at_risk_seconds"], found["seconds_to_durable"]) == (90.0, None)
 
 
 def test_what_a_further_tier_has_is_not_at_risk() -> None:
     """Where the first tier has nothing yet, as on a new machine, a kill costs what the further one lacks."""
     found = seen(TierStanding("/run"))
-    assert (found.durable_step, found.work_at_risk_seconds, found.work_at_risk_steps) == (80, 80.0, 17)
+    assert (found["durable_step"], found["work_at_risk_seconds"], found["work_at_risk_steps"]) == (80, 80.0, 17)
 
 
 LINE = re.compile(r'(# TYPE ckpt_[a-z_]+ gauge|ckpt_[a-z_]+(\{tier="([^"\\]|\\.)*"\})? -?[0-9.e+-]+)')

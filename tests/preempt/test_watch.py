@@ -175,7 +175,8 @@ def test_what_was_written_past_a_full_first_tier_counts_as_durable(bench: Callab
     one.ledger.emit(SnapshotStaged("", 9, 0.0, MB))
     one.ledger.emit(SnapshotCommitted("s", 9, "/far", MB, MB, 1.0, 1.0, 0.0, 0.0))
     assert one.watch.durable() == "step 9 is durable on /far"
-    assert (one.watch.outlook().durable_step, one.watch.outlook().work_at_risk_steps) == (9, 0)
+    found = one.watch.outlook()
+    assert (found["durable_step"], found["work_at_risk_steps"]) == (9, 0)
 
 
 def test_where_nodes_have_roots_of_their_own_it_says_that_only_a_part_is_durable(bench: Callable[..., Bench]) -> None:

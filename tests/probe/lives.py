@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.observe.resume_report import FILE_NAME, Replay
+from ckpt_engine.observe.resume_report import FILE_NAME, Replay, ResumeReport
 from tests.memory.lives import until as wait_until
 
 SNAPSHOT, END = 8, 14
@@ -111,4 +111,6 @@ def train(root: Path, job: Job, until: int, **options: Any) -> Mapping[str, Any]
 
 def replay_of(report: Mapping[str, Any]) -> Replay:
     """What the repeated steps have shown."""
-    return Replay.from_json(report["replay"])
+    replay = ResumeReport.from_json(report).replay
+    assert replay is not None
+    return replay

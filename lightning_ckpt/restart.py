@@ -32,7 +32,8 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop.resume import afresh
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.state.sharding import here, load_exactly, own_copy
+from ckpt_engine.state.optimizers import load_exactly, own_copy
+from ckpt_engine.state.sharding import here
 from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
 from lightning_ckpt.compat_data import both, is_overridden

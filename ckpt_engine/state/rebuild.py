@@ -39,7 +39,8 @@ import xxhash
 from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
-from ckpt_engine.state.json_types import FACTORIES
+from ckpt_engine.state.json_types import CONTEXT, FACTORIES
+from ckpt_engine.state.wrapped import Wrapped
 from ckpt_engine.store.manifest import PACKED
 from ckpt_engine.store.tree import Pack, Schema, TreePath, at, key_of
 
@@ -337,6 +338,14 @@ def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     return out
 
 
+def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
+    tensors = _fields(r, node, path)
+    context, form = tensors.pop(CONTEXT), (tuple(node["size"]), tuple(node["stride"]))
+    if not all(isinstance(one, torch.Tensor | Wrapped) for one in tensors.values()):
+        raise ValueError("a part of a tensor is none")
+    return Wrapped(path, node["type"], tensors, context, *form, node["requires_grad"], node["parameter"])
+
+
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = node["name"]
     cls = r.find_class(node["type"], lambda cls: json_types.member(cls, name) is not None, path)
@@ -459,6 +468,7 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "namespace": _namespace,
     "simplenamespace": _namespace,
     "dataclass": _dataclass,
+    "wrapper": _wrapper,
     "enum": _enum,
     "omegaconf": _omegaconf,
     "subclass": _subclass,

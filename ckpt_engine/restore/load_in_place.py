@@ -191,7 +191,7 @@ def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
         items = [_copy_into(a, b, (*path, i)) for i, (a, b) in enumerate(zip(loaded, into, strict=True))]
         if isinstance(loaded, list):
             return items
-        return type(loaded)(items) if type(loaded) is tuple else tuple.__new__(type(loaded), items)
+        return type(loaded)(items) if type(loaded) in (tuple, torch.Size) else tuple.__new__(type(loaded), items)
     return loaded
 
 

@@ -191,7 +191,7 @@ def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wra
         "type": type_name(type(node)),
         "size": list(node.shape),
         "stride": list(node.stride()),
-        "parameter": isinstance(node, torch.nn.Parameter),
+        "parameter": getattr(node, "_is_param", False),
         "requires_grad": node.requires_grad and node.is_leaf,
     }
     return _fields({**{name: getattr(node, name) for name in names}, CONTEXT: context}, head)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -26,11 +25,11 @@ _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
 """What `load_state_dict` casts or takes as it is, besides plain lists and tuples."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Guarded:
-    """A value that `load_state_dict` must not iterate over."""
+    """A value that `load_state_dict` must not iterate over. No dataclass: Lightning goes into those."""
 
-    value: Any
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, saved: Any, load: Callable[[Any], object]) -> None:

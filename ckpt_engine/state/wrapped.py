@@ -128,7 +128,7 @@ def _form(context: Any) -> Any:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The value with `change` of whatever is in its lists, tuples, deques and dicts, which are others then."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return tuple.__new__(type(value), [mapped(item, change) for item in value])
     if isinstance(value, list | dict | deque):
         made: Any = copy.copy(value)

@@ -108,7 +108,7 @@ def by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """The state of an optimizer by the names of parameters, in whatever order it has them; and its groups."""
     names = {id(p): name for name, p in model.named_parameters()}
     state = {
-        names.get(id(key), str(key)) if isinstance(key, torch.Tensor) else str(key): one
+        names.get(id(key), "") if isinstance(key, torch.Tensor) else str(key): one
         for key, one in optimizer.state.items()
     }
     groups = [

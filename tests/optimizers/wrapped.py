@@ -135,7 +135,8 @@ class Moments(torch.optim.Optimizer):
         self.kind, self.context = kind, context
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -149,3 +150,4 @@ class Moments(torch.optim.Optimizer):
                     q = (now / scale).round().to(torch.int8)
                     state["momentum"] = self.kind(q, scale.reshape(()).clone(), context=self.context)
                 p.sub_(group["lr"] * state["momentum"].value())
+        return loss

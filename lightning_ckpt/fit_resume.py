@@ -43,6 +43,7 @@ from ckpt_engine.state.optimizers import (
     MOVED,
     guarded,
     into_own_memory,
+    linked,
     own_copy,
     put_exactly,
     put_in_order,
@@ -336,7 +337,8 @@ class FitResume(Resume):
             schedulers = run_state.named_schedulers(self._trainer)
             self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
             self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
-            original({**checkpoint, "optimizer_states": list(map(guarded, states))})
+            with linked(self._trainer.optimizers):
+                original({**checkpoint, "optimizer_states": list(map(guarded, states))})
         except (ValueError, KeyError, MismatchError) as err:
             why, hint = (err.message, err.hint) if isinstance(err, MismatchError) else (str(err), "")
             raise MismatchError(

@@ -99,7 +99,8 @@ class FitRun:
         self._halt = self.stopping.halt
         self._shared = self._halt.shared
         self._given: int | None = None
-        self._step_fence = StepFence(self.fence)
+        self._uses_left = False
+        self._step_fence = StepFence(self.fence, self._keep_left)
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
         self._failing = FailingRun(self._parts, self._audit, self._run)
@@ -419,9 +420,12 @@ class FitRun:
             own["metrics"] = own.pop("metric_states").get(MODEL, {})
         return self._state(kind, own, undo)
 
+    def _keep_left(self, _: Any, uses: bool) -> None:
+        self._uses_left = uses
+
     def _gradients_wait(self, kind: BoundaryKind) -> bool:
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        waits = self._internals.skips_backward or not self._module.automatic_optimization
+        waits = self._uses_left or self._internals.skips_backward or not self._module.automatic_optimization
         return waits or kind is BoundaryKind.ACCUMULATING
 
     def _state(

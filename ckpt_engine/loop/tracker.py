@@ -105,7 +105,7 @@ class Tracker(LoopProgress):
         except BaseException:
             self._release_feeds()
             raise
-        self._fence = StepFence(self.before_update)
+        self._fence = StepFence(self.before_update, self._stepped.uses_left)
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
         engine.tenure.release = self._abandoned

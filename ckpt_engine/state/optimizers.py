@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -43,15 +44,33 @@ def load_exactly(optimizer: torch.optim.Optimizer, saved: Any, load: Callable[[A
         saved: its `state_dict`.
         load: its `load_state_dict`, or that of what wraps it.
     """
-    sharing = [
-        one
-        for one in vars(optimizer).values()
-        if isinstance(one, torch.optim.Optimizer) and one.state is optimizer.state
-    ]
-    load(guarded(saved))
+    with linked([optimizer]):
+        load(guarded(saved))
     put_exactly(optimizer, saved)
-    for one in sharing:  # torch's `load_state_dict` makes a new dict for the outer one alone
-        one.state = optimizer.state
+
+
+@contextmanager
+def linked(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, states are loaded; afterwards an inner optimizer has the state and groups of its outer one, if it had.
+
+    torch's `load_state_dict` makes new ones, for the optimizer alone that it is called of.
+    """
+    shared = [
+        (outer, inner, name, getattr(outer, name))
+        for outer in optimizers
+        for inner in vars(outer).values()
+        for name in ("state", "param_groups")
+        if isinstance(inner, torch.optim.Optimizer) and _is_shared(getattr(outer, name), getattr(inner, name))
+    ]
+    yield
+    for outer, inner, name, before in shared:
+        newest = getattr(inner if getattr(outer, name) is before else outer, name)
+        setattr(outer, name, newest)
+        setattr(inner, name, newest)
+
+
+def _is_shared(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, list) and list(map(id, one)) == list(map(id, other)))
 
 
 def guarded(saved: Any) -> Any:

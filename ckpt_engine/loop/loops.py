@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
@@ -61,13 +61,18 @@ class Loops:
     """
 
     def __init__(
-        self, feeds: Sequence[Feed], log: logging.Logger, optimizers: Collection[torch.optim.Optimizer]
+        self,
+        feeds: Sequence[Feed],
+        log: logging.Logger,
+        optimizers: Collection[torch.optim.Optimizer],
+        objects: Iterable[Any] = (),
     ) -> None:
         self._feeds = feeds
         self._optimizers, self._ids = optimizers, frozenset(map(id, optimizers))
         self._beside: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         """Others that have made a step since the last boundary."""
-        self._untracked: dict[int, str] = {}
+        self._untracked: dict[int, str] = {id(one): "" for one in objects}
+        """What is said of those that are not among the optimizers; of what wraps one of these nothing."""
         self._log = log
         self._home = code_now()
         self.start = LoopStart(self._home)

@@ -213,7 +213,8 @@ class Checkpointer:
             MismatchError: `into` has other tensors; names them. Nothing was overwritten. Or it lacks a tensor of other
                 tensors, whose class only the live one may have.
         """
-        return with_made(self.engine.load(step, into=into))
+        state = self.engine.load(step, into=into)
+        return with_made(state) if self.loaded is not None and self.loaded.has_wrapped else state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

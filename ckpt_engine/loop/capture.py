@@ -43,7 +43,6 @@ from ckpt_engine.state.layout import ROOT_KEY, components_of
 from ckpt_engine.state.optimizers import StoredOrder, clean_name
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
-from ckpt_engine.state.wrapped import require_made
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 from ckpt_engine.store.tree import KeySkeleton as Filler
 from ckpt_engine.store.tree import check
@@ -98,7 +97,6 @@ class Capture:
         hidden, large = self._audit.for_snapshot()
         streams = rng.capture()
         state = self._parts.state()
-        require_made(self._parts.optimizers)
         if rng.capture() != streams:
             rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
         if before is not None:

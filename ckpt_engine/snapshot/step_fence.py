@@ -24,8 +24,8 @@ class StepFence:
     Args:
         fence: waits for lazy copies; cheap where none is under way.
 
-        uses_left: is told at each step with a closure whether the gradients that the step before has left may count:
-            the optimizer changes weights ahead of its closure (SAM), or steps for the first time.
+        uses_left: called at each step with a closure, with whether the gradients that the step before has left may
+            count: the optimizer changes weights ahead of its closure (SAM), or steps for the first time.
 
     With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
     anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.

@@ -20,7 +20,7 @@ import torch
 
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.state.sharding import is_wrapper
-from ckpt_engine.state.wrapped import kinds_of, mapped, with_made
+from ckpt_engine.state.wrapped import kinds_of, mapped, require_made, with_made
 
 _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
 """What `load_state_dict` casts or takes as it is, besides plain lists and tuples."""
@@ -196,7 +196,12 @@ class StoredOrder:
         self._stored: torch.Tensor
 
     def array(self) -> torch.Tensor:
-        """For a snapshot; see `read_order`."""
+        """For a snapshot; see `read_order`.
+
+        Raises:
+            UnstorableLeafError: as `require_made`, which has to see each state that is stored.
+        """
+        require_made(self._parts.optimizers)
         groups = chain.from_iterable(one.param_groups for one in self._parts.optimizers.values())
         ids = [list(map(id, group["params"])) for group in groups]
         if not self._ids or ids != self._ids:

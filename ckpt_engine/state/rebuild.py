@@ -99,6 +99,7 @@ class Rebuilder:
         self._copied: set[str] = set()
         self._raw_bytes: dict[tuple[str, str], bytes | bytearray] = {}
         self.notes: list[str] = []
+        self.wrapped: list[Wrapped] = []
 
     def state(self, tree: Mapping[str, Any]) -> Any:
         """The whole state from `Manifest.tree`."""
@@ -343,7 +344,8 @@ def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
     context, form = tensors.pop(CONTEXT), (tuple(node["size"]), tuple(node["stride"]))
     if not all(isinstance(one, torch.Tensor | Wrapped) for one in tensors.values()):
         raise ValueError("a part of a tensor is none")
-    return Wrapped(path, node["type"], tensors, context, *form, node["requires_grad"], node["parameter"])
+    r.wrapped.append(Wrapped(path, node["type"], tensors, context, *form, node["requires_grad"], node["parameter"]))
+    return r.wrapped[-1]
 
 
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 from ckpt_engine.errors import MismatchError, UnstorableLeafError
 from ckpt_engine.state.flatten import Flattener, show_path
-from ckpt_engine.state.json_types import type_name
+from ckpt_engine.state.json_types import CONTEXT, type_name
 from ckpt_engine.state.sharding import is_wrapper
 from ckpt_engine.store.tree import TreePath
 
@@ -44,7 +44,7 @@ class Wrapped:
 
     path: TreePath
     kind: str
-    tensors: Mapping[str, Any]
+    tensors: dict[str, Any]
     context: Any
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -105,10 +105,6 @@ class Wrapped:
         found.requires_grad_(self.requires_grad)
         return torch.nn.Parameter(found, self.requires_grad) if self.is_parameter else found
 
-    def plain(self) -> dict[str, Any]:
-        """The inner tensors by name, for other programs."""
-        return {name: one.plain() if isinstance(one, Wrapped) else one for name, one in self.tensors.items()}
-
 
 def duplicate(tensor: Any) -> Any:
     """The tensor in memory of its own; of others by its inner ones, as its class may not know `clone`."""
@@ -150,6 +146,13 @@ def with_made(value: Any, kinds: Kinds | None = None, device: torch.device = _HO
     """
     known = kinds_of() if kinds is None else kinds
     return mapped(value, lambda one: one.made(known, device) if isinstance(one, Wrapped) else one)
+
+
+def as_plain(value: Any) -> Any:
+    """The value for programs that know no such tensors: with dicts of their inner ones."""
+    return mapped(
+        value, lambda one: as_plain(one.tensors | {CONTEXT: one.context}) if isinstance(one, Wrapped) else one
+    )
 
 
 def kinds_of(optimizer: torch.optim.Optimizer | None = None) -> Kinds:
@@ -198,7 +201,7 @@ def in_place(module: torch.nn.Module, saved: Mapping[str, Any]) -> Iterator[Mapp
     def ignore(_: torch.nn.Module, keys: Any) -> None:
         keys.missing_keys[:] = [key for key in keys.missing_keys if key not in whole]
 
-    handle = module.register_load_state_dict_post_hook(ignore)
+    handle = module.register_load_state_dict_post_hook(ignore)  # type: ignore[no-untyped-call]
     try:
         yield {key: one for key, one in saved.items() if key not in whole} if whole else saved
     finally:

@@ -155,7 +155,7 @@ def test_a_part_of_a_context_may_be_pickled(tmp_path: Path) -> None:
 
 
 class Called(Wrapper):
-    """Whoever makes one leaves a trace."""
+    """It notes each call that makes one."""
 
     made: ClassVar[list[Any]] = []
 

@@ -214,7 +214,8 @@ class Checkpointer:
                 tensors, whose class only the live one may have.
         """
         state = self.engine.load(step, into=into)
-        return with_made(state) if self.loaded is not None and self.loaded.has_wrapped else state
+        loaded = self.engine.loaded
+        return with_made(state) if loaded is not None and loaded.has_wrapped else state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

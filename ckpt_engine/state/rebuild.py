@@ -341,10 +341,9 @@ def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 
 def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
     tensors = _fields(r, node, path)
-    context, form = tensors.pop(CONTEXT), (tuple(node["size"]), tuple(node["stride"]))
+    r.wrapped.append(Wrapped(path, node, tensors.pop(CONTEXT), tensors))
     if not all(isinstance(one, torch.Tensor | Wrapped) for one in tensors.values()):
         raise ValueError("a part of a tensor is none")
-    r.wrapped.append(Wrapped(path, node["type"], tensors, context, *form, node["requires_grad"], node["parameter"]))
     return r.wrapped[-1]
 
 

@@ -34,33 +34,26 @@ class Wrapped:
 
     Args:
         path: of its leaf.
-        kind: the name of its class.
-        tensors: the inner ones by name; one may be such a tensor, too.
+        node: of the manifest's tree.
         context: what else `__tensor_flatten__` gives.
-        size, stride: of the whole.
-        requires_grad: as saved.
-        is_parameter: likewise.
+        tensors: the inner ones by name; one may be such a tensor, too.
     """
 
     path: TreePath
-    kind: str
-    tensors: dict[str, Any]
+    node: Mapping[str, Any]
     context: Any
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-    is_parameter: bool
+    tensors: dict[str, Any]
 
     def refused(self, why: str) -> MismatchError:
         """The error that this leaf does not fit."""
         return MismatchError(
-            f"{show_path(self.path)} is a tensor of class {self.kind} in the snapshot, {why}",
+            f"{show_path(self.path)} is a tensor of class {self.node['type']} in the snapshot, {why}",
             hint="make it as the saved run did, or torch.serialization.add_safe_globals([its class]) if none is there",
         )
 
     def fits(self, tensor: Any) -> bool:
         """Whether a live tensor is of the same class, with inner tensors of the same names and the same context."""
-        if type_name(type(tensor)) != self.kind or not is_wrapper(tensor):
+        if type_name(type(tensor)) != self.node["type"] or not is_wrapper(tensor):
             return False
         names, context = tensor.__tensor_flatten__()
         return set(names) == self.tensors.keys() and _form(context) == _form(self.context)
@@ -89,7 +82,7 @@ class Wrapped:
         Raises:
             MismatchError: its class is none of them, or makes another one of what was saved.
         """
-        kind: Any = kinds.get(self.kind)
+        kind: Any = kinds.get(self.node["type"])
         if kind is None:
             raise self.refused("and nothing here is or names one")
         inner = {
@@ -97,13 +90,15 @@ class Wrapped:
             for name, one in self.tensors.items()
         }
         try:
-            found: torch.Tensor = kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+            found: torch.Tensor = kind.__tensor_unflatten__(
+                inner, self.context, tuple(self.node["size"]), tuple(self.node["stride"])
+            )
         except Exception as err:
             raise self.refused(f"and cannot be made of it: {type(err).__name__}: {err}") from err
         if not self.fits(found):
             raise self.refused("and another one when it is made")
-        found.requires_grad_(self.requires_grad)
-        return torch.nn.Parameter(found, self.requires_grad) if self.is_parameter else found
+        found.requires_grad_(self.node["requires_grad"])
+        return torch.nn.Parameter(found, self.node["requires_grad"]) if self.node["parameter"] else found
 
 
 def duplicate(tensor: Any) -> Any:

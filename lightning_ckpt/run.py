@@ -25,6 +25,7 @@ from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, Undo
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
+from ckpt_engine.loop.loops import unsaved_within
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
 from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -457,6 +458,7 @@ class FitRun:
             "validation_reload_epoch": internals.reload_epochs[1],
             "batch_sizes": internals.batch_sizes,
             "left_out": self._parts.left_out,
+            "unsaved_within": unsaved_within(self._parts.optimizers),
             **(before or {}),
         }
         waits = self._gradients_wait(kind) or (before is None and internals.accumulating)

@@ -26,7 +26,7 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
-from ckpt_engine.state.wrapped import with_made
+from ckpt_engine.state.wrapped import kinds_of, with_made
 from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class Checkpointer:
         """
         state = self.engine.load(step, into=into)
         loaded = self.engine.loaded
-        return with_made(state) if loaded is not None and loaded.has_wrapped else state
+        return with_made(state, kinds_of()) if loaded is not None and loaded.has_wrapped else state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

@@ -28,7 +28,7 @@ from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.state.flatten import Flattener, problems, shapes_of
 from ckpt_engine.state.optimizers import load_exactly, own_copy
 from ckpt_engine.state.sharding import divided_like, here, parts_of
-from ckpt_engine.state.wrapped import in_place, with_made
+from ckpt_engine.state.wrapped import in_place, kinds_of, with_made
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
@@ -189,7 +189,7 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
             with in_place(value, saved) as rest:
                 value.load_state_dict(rest, strict=not lazy)
         else:
-            value.load_state_dict(with_made(own_copy(saved)))
+            value.load_state_dict(with_made(own_copy(saved), kinds_of()))
     except (ValueError, KeyError) as err:
         raise MismatchError(
             f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import CorruptError, MismatchError
-from ckpt_engine.state.sharding import is_wrapper
-from ckpt_engine.state.wrapped import kinds_of, mapped, require_made, with_made
+from ckpt_engine.state.wrapped import duplicate, kinds_of, mapped, require_made, with_made
 
 _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
 """What `load_state_dict` casts or takes as it is, besides plain lists and tuples."""
@@ -134,10 +133,8 @@ def own_copy(value: Any) -> Any:
 
 
 def _own(value: Any) -> Any:
-    if is_wrapper(value):
-        return value  # was pickled: its tensors are no part of what was read
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad) if value.device.type == "cpu" else value
+        return duplicate(value).requires_grad_(value.requires_grad) if value.device.type == "cpu" else value
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

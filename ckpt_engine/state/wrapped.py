@@ -133,14 +133,13 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 _HOST = torch.device("cpu")
 
 
-def with_made(value: Any, kinds: Kinds | None = None, device: torch.device = _HOST) -> Any:
+def with_made(value: Any, kinds: Kinds, device: torch.device = _HOST) -> Any:
     """The value with tensors in the place of each `Wrapped`, made as `Wrapped.made` does.
 
     Raises:
         MismatchError: one cannot be made; names it.
     """
-    known = kinds_of() if kinds is None else kinds
-    return mapped(value, lambda one: one.made(known, device) if isinstance(one, Wrapped) else one)
+    return mapped(value, lambda one: one.made(kinds, device) if isinstance(one, Wrapped) else one)
 
 
 def as_plain(value: Any) -> Any:
@@ -186,12 +185,10 @@ def in_place(module: torch.nn.Module, saved: Mapping[str, Any]) -> Iterator[Mapp
         MismatchError: one is of another class here; names it.
     """
     whole = {key: one for key, one in saved.items() if isinstance(one, Wrapped)}
-    if whole:
-        live = dict(
-            chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        )
-        for key, one in whole.items():
-            one.fill(live.get(key))
+    named = (module.named_parameters, module.named_buffers) if whole else ()
+    live = dict(chain.from_iterable(those(remove_duplicate=False) for those in named))
+    for key, one in whole.items():
+        one.fill(live.get(key))
 
     def ignore(_: torch.nn.Module, keys: Any) -> None:
         keys.missing_keys[:] = [key for key in keys.missing_keys if key not in whole]

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import MismatchError, UnstorableLeafError
-from ckpt_engine.state.wrapped import with_made
+from ckpt_engine.state.wrapped import kinds_of, with_made
 from tests.optimizers import wrapped
 from tests.optimizers.runs import Case, assert_exact, plain, resumed, tracked
 from tests.optimizers.wrapped import (
@@ -203,7 +203,7 @@ def test_a_state_of_the_users_own_has_tensors_of_registered_classes(tmp_path: Pa
 def test_very_many_of_them_are_packed() -> None:
     state = {"m": {str(n): scaled(2, context=(n, "a")) for n in range(2100)}}
     with torch.serialization.safe_globals([Scaled]):
-        found = with_made(through_arena(state))
+        found = with_made(through_arena(state), kinds_of())
     assert [(one.context, one.q.tolist(), one.scale.tolist()) for one in found["m"].values()] == [
         (one.context, one.q.tolist(), one.scale.tolist())
         for one in state["m"].values()  # type: ignore[attr-defined]

@@ -153,7 +153,8 @@ def kinds_of(optimizer: torch.optim.Optimizer | None = None) -> Kinds:
     """The classes of which new tensors may be made, here or in the state of an optimizer."""
     found: Iterable[Any] = torch.serialization.get_safe_globals()
     if optimizer is not None:
-        code = [vars(sys.modules[kind.__module__]).values() for kind in type(optimizer).__mro__]
+        modules = {kind.__module__ for kind in type(optimizer).__mro__} & sys.modules.keys()
+        code = [list(vars(sys.modules[name]).values()) for name in modules]  # other threads may import
         found = chain(found, *code, (type(p) for group in optimizer.param_groups for p in group["params"]))
     tensors = (kind for kind in found if isinstance(kind, type) and issubclass(kind, torch.Tensor))
     return {type_name(kind): kind for kind in tensors if hasattr(kind, "__tensor_unflatten__")}

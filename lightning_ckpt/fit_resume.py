@@ -60,9 +60,6 @@ _NOT_IN_A_FILE = {
 }
 
 
-_WITHIN = "no snapshot has its state: let the optimizer around it share its own, or configure_optimizers() return both"
-
-
 class FitResume(Resume):
     """One resolution of `ckpt_path`, and the rest of the restore if it found a snapshot.
 
@@ -332,7 +329,7 @@ class FitResume(Resume):
                 self.note(f"{name}: {stored.MOVED}")
             schedulers = run_state.named_schedulers(self._trainer)
             self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
-            self.add([], [NotRestored(path, _WITHIN) for path in self._own.get("unsaved_within", ())])
+            self.add([], [NotRestored(*row) for row in self._own.get("unsaved_within", {}).items()])
             self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
             with stored.linked(self._trainer.optimizers):
                 original({**checkpoint, "optimizer_states": list(map(stored.guarded, states))})

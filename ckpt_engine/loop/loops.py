@@ -486,14 +486,14 @@ class LoopProgress:
         return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
 
 
-def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> list[str]:
-    """The paths of optimizers within others whose state theirs does not have."""
-    return [
-        f"{name}.{attribute} ({type(inner).__name__})"
+def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """The optimizers within others whose state theirs does not have, by path, and what to do."""
+    return {
+        f"{name}.{attribute} ({type(inner).__name__})": "no snapshot has its state: let the outer one share its own"
         for name, outer in optimizers.items()
         for attribute, inner in vars(outer).items()
         if isinstance(inner, torch.optim.Optimizer) and inner.state and not _has_state_of(outer, inner)
-    ]
+    }
 
 
 def _has_state_of(tracked: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:

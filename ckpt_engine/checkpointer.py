@@ -26,6 +26,7 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
+from ckpt_engine.state.wrapped import kinds_of, with_made
 from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
@@ -209,9 +210,12 @@ class Checkpointer:
             NoUsableSnapshotError: there are snapshots, and none is usable; says why for each. Or there are none, and a
                 tier does not answer.
             ResumeError: no snapshot of `step`.
-            MismatchError: `into` has other tensors; names them. Nothing was overwritten.
+            MismatchError: `into` has other tensors; names them. Nothing was overwritten. Or it lacks a tensor of other
+                tensors, whose class only the live one may have.
         """
-        return self.engine.load(step, into=into)
+        state = self.engine.load(step, into=into)
+        loaded = self.engine.loaded
+        return with_made(state, kinds_of()) if loaded is not None and loaded.has_wrapped else state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

@@ -28,6 +28,7 @@ from ckpt_engine.data import private_names as undocumented
 from ckpt_engine.data.private_names import PrivateName, Replaced
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.state.wrapped import in_place
 from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, twin_of
 
 VERSION: str = version("lightning")
@@ -297,6 +298,12 @@ class LightningInternals(DataInternals):
         connector = self._trainer._checkpoint_connector
         connector._ckpt_path = shown_path
         connector._loaded_checkpoint = checkpoint
+
+        def load_weights(original: Callable[..., None], checkpoint: Any, **options: Any) -> None:
+            with in_place(self._trainer.lightning_module, checkpoint.get("state_dict", {})) as rest:
+                original({**checkpoint, "state_dict": rest}, **options)
+
+        self._replaced.around(self._trainer.strategy, "load_model_state_dict", load_weights)
 
     def hpc_path(self) -> str | None:
         """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""

@@ -39,7 +39,7 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match
-from ckpt_engine.state import sharding
+from ckpt_engine.state import optimizers as stored
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
@@ -169,7 +169,7 @@ class FitResume(Resume):
             return
         self._weights = state.get("current_model_state", state["state_dict"])
         if calls_the_users(self._trainer, self._module, TRAIN_START, restart.HOOK):
-            self._callbacks = sharding.own_copy(
+            self._callbacks = stored.own_copy(
                 state.get("callbacks", {})
             )  # they may keep, and change, what they are given
         self._loaded_as = {} if sharded.is_flat(self._trainer) else restart.dtypes_of(self._module)
@@ -318,18 +318,20 @@ class FitResume(Resume):
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
             self.add([], [NotRestored("schedulers", why)])
         states, parts = checkpoint["optimizer_states"], run_state.FitParts(self._internals, self._trainer, self._module)
-        names = sharding.read_order(self._own.get("parameters")) or run_state.older_names(self._own.get("groups", []))
+        names = stored.read_order(self._own.get("parameters")) or run_state.older_names(self._own.get("groups", []))
         divided, optimizers = sharded.is_sharded(self._trainer), parts.optimizers
         own = {key: names[key] for key in names.keys() & optimizers.keys()}
         grown = {key: one for key, one in own.items() if len(one) > len(optimizers[key].param_groups)}
         alike = {key: one for key, one in own.items() if key not in grown}
         try:
-            moved = sharding.put_in_order(alike, parts, divided=divided)
-            self._notes += [f"{name}: {sharding.MOVED}" for name in moved]
+            moved = stored.put_in_order(alike, parts, divided=divided)
+            self._notes += [f"{name}: {stored.MOVED}" for name in moved]
             schedulers = run_state.named_schedulers(self._trainer)
             self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
+            self.add([], [NotRestored(*row) for row in self._own.get("unsaved_within", {}).items()])
             self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
-            original({**checkpoint, "optimizer_states": list(map(sharding.guarded, states))})
+            with stored.linked(self._trainer.optimizers):
+                original({**checkpoint, "optimizer_states": list(map(stored.guarded, states))})
         except (ValueError, KeyError, MismatchError) as err:
             why, hint = (err.message, err.hint) if isinstance(err, MismatchError) else (str(err), "")
             raise MismatchError(
@@ -337,7 +339,7 @@ class FitResume(Resume):
                 hint=hint or "use the optimizers this run was started with, or another folder for the new run",
             ) from err
         for optimizer, state in zip(() if divided else self._trainer.optimizers, states, strict=False):
-            sharding.put_exactly(optimizer, state)
+            stored.put_exactly(optimizer, state)
 
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
@@ -350,7 +352,7 @@ class FitResume(Resume):
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run; of an imported file Lightning restores all."""
         if not self.pending:
-            sharding.into_own_memory(self._trainer.optimizers)
+            stored.into_own_memory(self._trainer.optimizers)
             return
         assert self._loaders is not None
         if self._kept is not None:

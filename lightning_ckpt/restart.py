@@ -32,7 +32,8 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop.resume import afresh
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.state.sharding import here, load_exactly, own_copy
+from ckpt_engine.state.optimizers import load_exactly, own_copy
+from ckpt_engine.state.sharding import parts_of
 from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
 from lightning_ckpt.compat_data import both, is_overridden
@@ -187,9 +188,9 @@ class Kept:
         with torch.no_grad():
             for name, tensor in _tensors(self._module):
                 if name in self._weights:
-                    here_now, kept = here(tensor), self._weights[name].data
-                    if here_now.shape == kept.shape:
-                        here_now.copy_(kept)
+                    for part, kept in zip(parts_of(tensor), self._weights[name].parts, strict=False):
+                        if part.shape == kept.shape:
+                            part.copy_(kept)
             for optimizer, state in zip(self._optimizers, self._states, strict=False):
                 optimizer.state.clear()
                 optimizer.state.update(_put_back(state))
@@ -250,15 +251,15 @@ def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A live tensor, and what it was. In host memory: beside the state there may be no room on its device."""
+    """A live tensor, and what it was, or those in it. In host memory: beside the state its device may have no room."""
 
     live: torch.Tensor
-    data: torch.Tensor
+    parts: Sequence[torch.Tensor]
 
 
 def _keep(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Tensor(value, here(value).detach().to("cpu", copy=True))
+        return _Tensor(value, [part.detach().to("cpu", copy=True) for part in parts_of(value)])
     if type(value) in (list, tuple):
         return type(value)(_keep(item) for item in value)
     if isinstance(value, dict):
@@ -269,10 +270,10 @@ def _keep(value: Any) -> Any:
 def _put_back(kept: Any) -> Any:
     """The value that `_keep` has seen, with the same tensors."""
     if isinstance(kept, _Tensor):
-        live = here(kept.live)
-        if live.shape != kept.data.shape:
-            return kept.data.to(live.device)
-        live.copy_(kept.data)
+        for live, part in zip(parts_of(kept.live), kept.parts, strict=True):
+            if live.shape != part.shape:
+                return part.to(live.device)
+            live.copy_(part)
         return kept.live
     if type(kept) in (list, tuple):
         return type(kept)(_put_back(item) for item in kept)
@@ -283,9 +284,10 @@ def _put_back(kept: Any) -> Any:
 
 def _same(kept: Any, value: Any) -> bool:
     """Whether two states are equal; either may be of `_keep`."""
-    one, other = (part.data if isinstance(part, _Tensor) else part for part in (kept, value))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(here(one).cpu(), here(other).cpu())
+    one, other = (_keep(part) if isinstance(part, torch.Tensor) else part for part in (kept, value))
+    if isinstance(one, _Tensor) and isinstance(other, _Tensor):
+        pairs = zip(one.parts, other.parts, strict=False)
+        return len(one.parts) == len(other.parts) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -25,6 +25,7 @@ from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, Undo
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
+from ckpt_engine.loop.loops import unsaved_within
 from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
 from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -100,7 +101,8 @@ class FitRun:
         self._halt = self.stopping.halt
         self._shared = self._halt.shared
         self._given: int | None = None
-        self._step_fence = StepFence(self.fence)
+        self._uses_left = False
+        self._step_fence = StepFence(self.fence, self._keep_left)
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
         self._failing = FailingRun(self._parts, self._audit, self._run)
@@ -422,9 +424,12 @@ class FitRun:
             own["metrics"] = own.pop("metric_states").get(MODEL, {})
         return self._state(kind, own, undo)
 
+    def _keep_left(self, _: Any, uses: bool) -> None:
+        self._uses_left = uses
+
     def _gradients_wait(self, kind: BoundaryKind) -> bool:
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        waits = self._internals.skips_backward or not self._module.automatic_optimization
+        waits = self._uses_left or self._internals.skips_backward or not self._module.automatic_optimization
         return waits or kind is BoundaryKind.ACCUMULATING
 
     def _state(
@@ -456,6 +461,7 @@ class FitRun:
             "validation_reload_epoch": internals.reload_epochs[1],
             "batch_sizes": internals.batch_sizes,
             "left_out": self._parts.left_out,
+            "unsaved_within": unsaved_within(self._parts.optimizers),
             **(before or {}),
         }
         waits = self._gradients_wait(kind) or (before is None and internals.accumulating)

@@ -38,7 +38,7 @@ from ckpt_engine.loop.failing_loop import Undo
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.plugins import of_framework
 from ckpt_engine.state.flatten import Flattener, problems
-from ckpt_engine.state.sharding import Groups as NamedGroups
+from ckpt_engine.state.optimizers import Groups as NamedGroups
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import SnapshotInfo
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress

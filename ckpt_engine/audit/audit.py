@@ -55,6 +55,10 @@ _DIFFER = (
 )
 
 
+_KEYS: Mapping[str, Callable[[Any], Any]] = {"id": id, "parameter": lambda one: one}
+"""How the keys of a dict stand for parameters."""
+
+
 class HiddenState:
     """What training changes beside the state that is saved anyway.
 
@@ -80,6 +84,7 @@ class HiddenState:
         self._kept: frozenset[str] = frozenset()
         """Those of them that are no flags of a process."""
         self._flattener = Flattener()
+        self._parameters: Mapping[str, torch.Tensor] = {}
         self._inputs: Mapping[str, Mapping[str, str]] = {}
         """What the run's first process began with and training did not change: by moment digests by path."""
         self._named: set[str] = set()
@@ -94,6 +99,8 @@ class HiddenState:
             roots: the objects that take part in training, by the names that users know them by.
         """
         self._moments[moment] = begun = Beginning(roots, self.skipped)
+        modules = [(name, one) for name, one in roots.items() if isinstance(one, torch.nn.Module)]
+        self._parameters = {f"{name}.{key}": p for name, one in modules for key, p in one.named_parameters()}
         if self._before is not None:
             self._unrepeated = dict(self._before.differences(begun))
             self._before = None
@@ -144,7 +151,7 @@ class HiddenState:
             is_left = why == _ONCE or (value is None and path.rpartition(".")[0] in flagged)
             if is_left and latest is not None and latest.is_of_library(path):
                 continue  # its package sets it in each process, or uses it up there
-            rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
+            rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else self._by_name(value))
             if latest is not None and not why and changes_within(value):
                 rows[path] |= {"object": objects.setdefault(id(value), path), "kept": latest.kept(path, value)}
             if isinstance(value, torch.Tensor) and value.is_leaf and not why:
@@ -202,6 +209,8 @@ class HiddenState:
             return [], []
         done, missing, live = [], [], dict[int, Any]()
         for path, row in sorted(saved.items(), key=lambda one: isinstance(one[1].get("value"), CONTAINERS)):
+            if "keys" in row:
+                row = {**row, "value": self._by_parameter(row)}
             if "value" in row:
                 row = {**row, "value": exchanged(row["value"], live)}
             if (why := _put_back(path, row, begun, row["begin"].get(moment))) is None:
@@ -226,7 +235,24 @@ class HiddenState:
             return "its results were drawn at random, and functools keeps them"
         if is_iterator(value):
             return "it is a running iterator, whose position cannot be seen"
-        return problems(value, (path,), self._flattener) or ""
+        return problems(self._by_name(value)["value"], (path,), self._flattener) or ""
+
+    def _by_name(self, value: Any) -> dict[str, Any]:
+        """A value as it is stored: a dict whose keys are parameters, or their ids, by their names."""
+        first = next(iter(value)) if type(value) is dict and value else None
+        if type(first) is int or isinstance(first, torch.Tensor):
+            kind = "id" if type(first) is int else "parameter"
+            names = {_KEYS[kind](parameter): name for name, parameter in self._parameters.items()}
+            if all(type(key) is type(first) and key in names for key in value):
+                return {"value": {names[key]: one for key, one in value.items()}, "keys": kind}
+        return {"value": value}
+
+    def _by_parameter(self, row: Mapping[str, Any]) -> Any:
+        """The inverse, with the parameters of this process; those that are not here any more stay names."""
+        return {
+            _KEYS[row["keys"]](self._parameters[key]) if key in self._parameters else key: one
+            for key, one in row["value"].items()
+        }
 
 
 class Audit(HiddenState):

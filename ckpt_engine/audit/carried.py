@@ -12,6 +12,8 @@ from __future__ import annotations
 import bisect
 import dis
 import gc
+import itertools
+import re
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -40,10 +42,11 @@ from ckpt_engine.audit.values import (
     is_drawn,
     is_iterator,
     is_used,
+    items_of,
     reached,
 )
 from ckpt_engine.data.position import followed_by
-from ckpt_engine.plugins import is_library_file
+from ckpt_engine.plugins import is_library_file, of_framework
 
 _MOST_FRAMES = 16
 _NEXT, _ITER = "next(", "iter("
@@ -208,10 +211,22 @@ def loaders_beside() -> set[str]:
     found = set()
     for frame in frames_of_users(sys._getframe(1)):
         for loop in loops_around(frame.f_code, instruction_at(frame))[-1:]:
-            for name, value in reached(loop.reads, {**frame.f_globals, **frame.f_locals}):
-                if isinstance(value, DataLoader) and (value.persistent_workers or value.generator is not None):
-                    found.update([f"{_ITER}{name})"] if followed_by(value) is None else [])
+            values = {**frame.f_globals, **frame.f_locals}
+            read = dict(reached(loop.reads, values)) | {name: values.get(name) for name in loop.reads}
+            for name, one in itertools.chain.from_iterable(_loaders_of(*row) for row in read.items()):
+                if (one.persistent_workers or one.generator is not None) and followed_by(one) is None:
+                    found.add(f"{_ITER}{name})")
     return found
+
+
+def _loaders_of(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """A loader, or those that something iterable has, as a prefetcher does, by how the script reaches them."""
+    if isinstance(value, DataLoader):
+        yield name, value
+    elif depth and hasattr(type(value), "__iter__") and not of_framework(type(value)):
+        rows = [(f"{name}[{key!r}]", one) for key, one in items_of(value)]
+        rows += [(f"{name}.{key}", one) for key, one in (attributes_of(value) or {}).items()]
+        yield from itertools.chain.from_iterable(_loaders_of(*row, depth - 1) for row in rows)
 
 
 def _variable(code: CodeType, name: str) -> Any:
@@ -258,7 +273,8 @@ def sentence(names: Iterable[str]) -> str:
     plain = [name for name in listed if not name.startswith((_NEXT, _ITER))]
     said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
     said += [_BEGUN_AGAIN.format(name) for name in listed if name.startswith(_NEXT)]
-    said += [_BESIDE.format(name.removeprefix(_ITER)[:-1]) for name in listed if name.startswith(_ITER)]
+    beside = [name.removeprefix(_ITER)[:-1] for name in listed if name.startswith(_ITER)]
+    said += [_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside]
     return "; ".join(said)
 
 
@@ -272,7 +288,7 @@ _BEGUN_AGAIN = (
 )
 _BESIDE = (
     "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
-    "another one: track(…, {0}={0})"
+    "another one: track(…, {1}={0})"
 )
 
 

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
 from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework, of_us
-from ckpt_engine.state.sharding import here, is_wrapper
+from ckpt_engine.state.sharding import here, is_wrapper, parts_of
 
 DEPTH = 8
 MOST_ITEMS = 256
@@ -149,6 +149,8 @@ def _freeze_plain(value: Any) -> Frozen:
 
 
 def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
+    if is_wrapper(tensor):
+        return (type_of(tensor), *[_freeze_tensor(part, saved) for part in parts_of(tensor)])
     tensor = here(tensor)
     head: Frozen = ("tensor", str(tensor.dtype), tuple(tensor.shape))
     if saved and address(tensor) in saved:

@@ -29,6 +29,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.read import read_entries, require_room
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
+from ckpt_engine.state.wrapped import as_plain
 from ckpt_engine.store.container import DTYPES
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 from ckpt_engine.store.tree import entries_in
@@ -212,7 +213,7 @@ def rebuild(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> tu
         StorageError: it cannot be read.
     """
     rebuilder = Rebuilder(read_entries(sources, manifest, entries_of(tree)))
-    state = rebuilder.state(tree)
+    state = as_plain(rebuilder.state(tree))
     return state, tuple(rebuilder.notes)
 
 

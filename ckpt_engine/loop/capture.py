@@ -40,11 +40,11 @@ from ckpt_engine.restore.match import require_size
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of
+from ckpt_engine.state.optimizers import StoredOrder, clean_name
 from ckpt_engine.state.rebuild import Rebuilder
-from ckpt_engine.state.sharding import FlatPart, StoredOrder, clean_name, here, is_sharded, optimizer_shell
+from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
-from ckpt_engine.store.tree import KeySkeleton as Filler
-from ckpt_engine.store.tree import check
+from ckpt_engine.store.tree import KeySkeleton, check
 
 OWN_VERSION = 1
 
@@ -165,7 +165,7 @@ class Packer:
     def __init__(self, root: str) -> None:
         self._root = root
         self._flattener = Flattener()
-        self._known: dict[str, tuple[Any, Filler]] = {}
+        self._known: dict[str, tuple[Any, KeySkeleton]] = {}
         """By component of the last tree its form, and its skeleton."""
         self._nbytes = _SMALLEST_BYTES
         self._device: torch.device | None = None
@@ -231,7 +231,7 @@ class Packer:
             skeleton = self._flattener.describe(component, path)
             for index, leaf in zip(indices, skeleton.leaves, strict=True):
                 leaf.node["entry"] = str(index)
-            self._known[key] = (form, Filler(skeleton.tree))
+            self._known[key] = (form, KeySkeleton(skeleton.tree))
         return self._known[key][1].fill(scan.values)
 
 

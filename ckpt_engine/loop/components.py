@@ -23,8 +23,10 @@ from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
-from ckpt_engine.state.flatten import Flattener, problems
-from ckpt_engine.state.sharding import FlatPart, divided_like, here, is_pickled, load_exactly, own_copy
+from ckpt_engine.state.flatten import Flattener, problems, shapes_of
+from ckpt_engine.state.optimizers import load_exactly, own_copy
+from ckpt_engine.state.sharding import divided_like, here, parts_of
+from ckpt_engine.state.wrapped import in_place, kinds_of, with_made
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
@@ -182,9 +184,10 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
             load_exactly(unwrapped(value), saved, value.load_state_dict)
         elif isinstance(value, nn.Module):
             lazy = any(nn.parameter.is_lazy(one) for key, one in value.state_dict().items() if key not in saved)
-            value.load_state_dict(saved, strict=not lazy)
+            with in_place(value, saved) as rest:
+                value.load_state_dict(rest, strict=not lazy)
         else:
-            value.load_state_dict(own_copy(saved))
+            value.load_state_dict(with_made(own_copy(saved), kinds_of()))
     except (ValueError, KeyError) as err:
         raise MismatchError(
             f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",
@@ -198,13 +201,9 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
-    """Shapes of the tensors of a model's state; lazy ones have none yet, and tensors that wrap others are pickled."""
-    any_shape = {
-        key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value) or is_pickled(value)
-    }
-    state = state_of(module, flat)
-    found = {key: tuple(one.shape) for key, one in state.items() if isinstance(one, FlatPart | torch.Tensor)}
-    return _without_extra_state(without_metrics(module, found | any_shape))
+    """Shapes of the tensors of a model's state; lazy ones have none yet."""
+    lazy = {key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value)}
+    return _without_extra_state(without_metrics(module, shapes_of(state_of(module, flat)) | lazy))
 
 
 def saved_shapes(manifest: Manifest, component: str) -> Shapes:
@@ -282,7 +281,7 @@ def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T
     names: dict[tuple[int, torch.Size], list[str]] = {}
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel():
-            names.setdefault((here(tensor).data_ptr(), tensor.shape), []).append(name)
+            names.setdefault((next(parts_of(tensor)).data_ptr(), tensor.shape), []).append(name)
     found = dict(values)
     for tied in names.values():
         stored = next((name for name in tied if name in values), None)

@@ -33,7 +33,8 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateError
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
-from ckpt_engine.state.sharding import FlatPart, clean_name, grid_of_runs, load_exactly
+from ckpt_engine.state.optimizers import clean_name, load_exactly
+from ckpt_engine.state.sharding import FlatPart, grid_of_runs
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 

@@ -28,7 +28,8 @@ from ckpt_engine.loop.distributed_models import is_flat
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.plugins import of_framework
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.state.sharding import here
+from ckpt_engine.state.sharding import here, is_sharded, parts_of
+from ckpt_engine.state.wrapped import duplicate
 
 _EACH_ELEMENTS = 16
 
@@ -244,13 +245,13 @@ class _Tensors:
     def __init__(self, parts: Components) -> None:
         self._models, optimizers = parts.modules, parts.optimizers.values()
         self.grouped = _grouped(parts)
-        self._weights = list(managed(optimizers))
+        self._weights = [part for one in managed(optimizers) for part in parts_of(one)]
         self._modules = [(name, path, one) for name, m in self._models.items() for path, one in m.named_modules()]
         self._parameters = [(name, path, p) for name, m in self._models.items() for path, p in m.named_parameters()]
         self._metrics = [(name, components.topmost(one)) for name, one in components.those_with(parts.objects)]
         self._loose: list[tuple[str, Loose]] = []
         self.obstacle = ""
-        if parts.flat is not None or any(here(one) is not one for one in self._weights):
+        if parts.flat is not None or any(map(is_sharded, managed(optimizers))):
             self.obstacle, self._weights = "the model is divided", []
         try:
             found = {name: loose_tensors(module, optimizers) for name, module in self._models.items()}
@@ -290,7 +291,7 @@ class _Tensors:
 
     def copies(self) -> list[torch.Tensor]:
         """Of what changes in forward."""
-        return [one.tensor.detach().clone() for _, one in self._loose]
+        return [duplicate(one.tensor) for _, one in self._loose]
 
     def metric_states(self) -> dict[str, components.States]:
         """As `components.dump_all`, in memory of its own."""
@@ -531,7 +532,7 @@ def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         states = (value for state in optimizer.state.values() for value in state.values())
         found = (value for value in (*managed([optimizer]), *states) if isinstance(value, torch.Tensor))
-        if not all(map(_is_finite, found)):
+        if not all(_is_finite(part) for value in found for part in parts_of(value)):
             raise ImpossibleError("the weights or the optimizer's state are not finite: training has diverged")
 
 
@@ -539,7 +540,7 @@ def _is_finite(value: torch.Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return True
     # A mask of all elements would need memory that a device may not have now.
-    return bool(torch.isfinite(here(value).detach().sum(dtype=_wide(value))))
+    return bool(torch.isfinite(value.detach().sum(dtype=_wide(value))))
 
 
 def _wide(value: torch.Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Self
 
@@ -58,13 +58,18 @@ class Loops:
     """
 
     def __init__(
-        self, feeds: Sequence[Feed], log: logging.Logger, optimizers: Collection[torch.optim.Optimizer]
+        self,
+        feeds: Sequence[Feed],
+        log: logging.Logger,
+        optimizers: Collection[torch.optim.Optimizer],
+        objects: Iterable[Any] = (),
     ) -> None:
         self._feeds = feeds
         self._optimizers, self._ids = optimizers, frozenset(map(id, optimizers))
         self._beside: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         """Others that have made a step since the last boundary."""
-        self._untracked: dict[int, str] = {}
+        self._untracked: dict[int, str] = {id(one): "" for one in objects}
+        """What is said of those that are not among the optimizers; of what wraps one of these nothing."""
         self._log = log
         self._home = code_now()
         self.start = LoopStart(self._home)
@@ -457,6 +462,16 @@ class LoopProgress:
         """Numbers that a loop may count along with the tracker."""
         delivered = 0 if feed is None else feed.delivered
         return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
+
+
+def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """The optimizers within others whose state theirs does not have, by path, and what to do."""
+    return {
+        f"{name}.{attribute} ({type(inner).__name__})": "no snapshot has its state: let the outer one share its own"
+        for name, outer in optimizers.items()
+        for attribute, inner in vars(outer).items()
+        if isinstance(inner, torch.optim.Optimizer) and inner.state and not _has_state_of(outer, inner)
+    }
 
 
 def _has_state_of(tracked: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:

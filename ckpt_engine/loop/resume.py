@@ -44,7 +44,7 @@ from ckpt_engine.observe.resume_report import (
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import as_rank, require_match
-from ckpt_engine.state.sharding import MOVED, put_in_order, read_order
+from ckpt_engine.state.optimizers import MOVED, put_in_order, read_order
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 IMPORTED = "imported"

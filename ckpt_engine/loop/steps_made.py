@@ -16,7 +16,8 @@ class StepsMade(set[int]):
 
     A backward pass behind the step leaves gradients that wait: of a loop that steps first, or one that trains a model
     through another (a GAN's generator through its discriminator). So do those that a loop does not clear before its
-    next backward pass, once it has stepped with them again. The first and the last gradient stand for all.
+    next backward pass, once it has stepped with them again, and those that a step begins with before it runs its
+    closure. The first and the last gradient stand for all.
 
     Args:
         optimizers: by name.
@@ -29,6 +30,11 @@ class StepsMade(set[int]):
         self._left: dict[int, list[_Mark]] = {}
         """The same of the last boundary, where the gradients were still there."""
         self._reuse: set[int] = set()
+        self._uses_left: set[int] = set()
+
+    def uses_left(self, optimizer: torch.optim.Optimizer, uses: bool) -> None:
+        """See `StepFence`."""
+        (self._uses_left.add if uses else self._uses_left.discard)(id(optimizer))
 
     def mark(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped. Without a gradient it has used up nothing."""
@@ -55,7 +61,7 @@ class StepsMade(set[int]):
             if not marks or (marks[0][0].grad is None and marks[-1][0].grad is None):
                 continue
             there = [mark for mark in marks if mark[0].grad is not None]
-            if one in self._reuse or any(map(_is_changed, there)):
+            if one in self._reuse | self._uses_left or any(map(_is_changed, there)):
                 self.discard(one)
             else:
                 self._left[one] = there

@@ -96,14 +96,14 @@ class Tracker(LoopProgress):
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
-        self._loops = Loops(self._feeds, self._log, parts.optimizers.values())
+        self._loops = Loops(self._feeds, self._log, parts.optimizers.values(), parts.objects.values())
         self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, begins_at)
         try:
             self._take_over()
         except BaseException:
             self._release_feeds()
             raise
-        self._fence = StepFence(self.before_update)
+        self._fence = StepFence(self.before_update, self._stepped.uses_left)
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
         engine.tenure.release = self._abandoned

@@ -85,6 +85,7 @@ class Loaded:
         away: places that did not answer: there may be something newer.
         own: where another number of ranks wrote it: what each of them had of its own, by component.
         unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
+        has_wrapped: some of its tensors are `Wrapped`.
         newest_seq: the highest number of all snapshots that were there when this one was chosen.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where that is not known.
     """
@@ -103,6 +104,7 @@ class Loaded:
     own: Mapping[int, Any] = field(default_factory=dict, repr=False)
     unverified_bytes: int = 0
     newest_seq: int = 0
+    has_wrapped: bool = False
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -175,7 +177,7 @@ def load(
             place = candidate.sources[0].storage.url
             line = partial(_reading, candidate.info.id, nbytes, place)
             with said_if_slow(line) if rank == 0 else nullcontext():
-                state, own, notes, unverified_bytes = _read(sources, manifest, takes, others, pickle_paths)
+                state, own, notes, unverified_bytes, has_wrapped = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
@@ -197,6 +199,7 @@ def load(
             own=own,
             unverified_bytes=unverified_bytes,
             newest_seq=search.newest_seq,
+            has_wrapped=has_wrapped,
         )
     require_none(where, search, step)
     return None
@@ -208,8 +211,8 @@ def _reading(snapshot: str, nbytes: int, place: str) -> str:
 
 def _read(
     sources: Sources, manifest: Manifest, takes: Any, others: Mapping[int, Any], pickle_paths: Sequence[str]
-) -> tuple[Any, Mapping[int, Any], tuple[str, ...], int]:
-    """Read a snapshot, as far as possible into the tensors of `takes`: state, own, notes and bytes as of `Loaded`.
+) -> tuple[Any, Mapping[int, Any], tuple[str, ...], int, bool]:
+    """Read a snapshot, as far as possible into the tensors of `takes`: state, own, notes, bytes and `has_wrapped`.
 
     Args:
         others: the trees of all ranks that saved it, where their number differs.
@@ -235,7 +238,7 @@ def _read(
             f"{units.size(unverified_bytes)} were read out of pieces of which less than half was needed: "
             "no digest is of these bytes alone (`ckpt verify` checks the pieces)"
         )
-    return state, own, tuple(notes), unverified_bytes
+    return state, own, tuple(notes), unverified_bytes, bool(rebuilder.wrapped)
 
 
 def choose_together(

@@ -29,6 +29,7 @@ from ckpt_engine.snapshot.cuda import CUDA, Cuda, Pinned, home, split
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
 from ckpt_engine.state.sharding import problem as sharding_problem
+from ckpt_engine.state.wrapped import Wrapped
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.tree import TreePath, keyed
 
@@ -159,6 +160,9 @@ def copy_into(loaded: Any, into: Any) -> Any:
 def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
     if into is None and len(path) == 1:
         return loaded
+    if isinstance(loaded, Wrapped):
+        loaded.fill(into)
+        return into
     where = "/".join(map(str, path)) or "(root)"
     if isinstance(into, FlatPart):
         if isinstance(loaded, torch.Tensor) and tuple(loaded.shape) == into.shape:
@@ -187,7 +191,7 @@ def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
         items = [_copy_into(a, b, (*path, i)) for i, (a, b) in enumerate(zip(loaded, into, strict=True))]
         if isinstance(loaded, list):
             return items
-        return type(loaded)(items) if type(loaded) is tuple else tuple.__new__(type(loaded), items)
+        return type(loaded)(items) if type(loaded) in (tuple, torch.Size) else tuple.__new__(type(loaded), items)
     return loaded
 
 

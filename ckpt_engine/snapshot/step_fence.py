@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,16 @@ class StepFence:
     Args:
         fence: waits for lazy copies; cheap where none is under way.
 
+        uses_left: called at each step with a closure, with whether the gradients that the step before has left may
+            count: the optimizer changes weights ahead of its closure (SAM), or steps for the first time.
+
     With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
     anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
     """
 
-    def __init__(self, fence: Fence) -> None:
-        self._fence = fence
+    def __init__(self, fence: Fence, uses_left: Callable[[torch.optim.Optimizer, bool], object]) -> None:
+        self._fence, self._uses_left = fence, uses_left
+        self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self._reported: set[type] = set()
         self._handle: RemovableHandle | None = None
 
@@ -52,13 +57,20 @@ class StepFence:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not self._runs_closure_first(optimizer):
+        runs_first = closure is not None and self._runs_closure_first(optimizer)
+        if not runs_first:
             self._fence()
+        if closure is None:
             return None
+        versions = _versions(optimizer)
 
         def fenced() -> Any:
+            if not runs_first:
+                self._uses_left(optimizer, optimizer not in self._stepped or _versions(optimizer) != versions)
+                self._stepped.add(optimizer)
             result = closure()
-            self._fence()
+            if runs_first:
+                self._fence()
             return result
 
         if "closure" in kwargs:
@@ -77,3 +89,7 @@ class StepFence:
                 kind.__qualname__,
             )
         return False
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [parameter._version for group in optimizer.param_groups for parameter in group["params"]]

@@ -517,6 +517,8 @@ def shapes_of(
     found = {} if found is None else found
     if len(path) > MAX_DEPTH:
         raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
+    if sharding.is_wrapper(node):
+        return shapes_of({name: getattr(node, name) for name in node.__tensor_flatten__()[0]}, path, found)
     if isinstance(node, torch.Tensor | sharding.FlatPart):
         found[show_path(path) if path else ""] = tuple(node.shape)
     elif isinstance(node, Mapping):

@@ -174,7 +174,27 @@ def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | Non
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if hasattr(node, f.name)}
         return _fields(values, {"$": "dataclass", "type": type_name(type(node))})
+    if hasattr(type(node), "__tensor_flatten__"):
+        return _open_wrapper(node)
     return open_generator(node) or _open_omegaconf(node)
+
+
+CONTEXT = "__tensor_flatten__"
+"""The key of what a tensor of other tensors has beside them."""
+
+
+def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+    """A tensor of other tensors, as torch opens it."""
+    names, context = node.__tensor_flatten__()  # type: ignore[attr-defined]
+    head = {
+        "$": "wrapper",
+        "type": type_name(type(node)),
+        "size": list(node.shape),
+        "stride": list(node.stride()),
+        "parameter": getattr(node, "_is_param", False),
+        "requires_grad": node.requires_grad and node.is_leaf,
+    }
+    return _fields({**{name: getattr(node, name) for name in names}, CONTEXT: context}, head)
 
 
 def _fields(values: dict[str, Any], head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:

@@ -39,7 +39,8 @@ import xxhash
 from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
-from ckpt_engine.state.json_types import FACTORIES
+from ckpt_engine.state.json_types import CONTEXT, FACTORIES
+from ckpt_engine.state.wrapped import Wrapped
 from ckpt_engine.store.manifest import PACKED
 from ckpt_engine.store.tree import Pack, Schema, TreePath, at, key_of
 
@@ -98,6 +99,7 @@ class Rebuilder:
         self._copied: set[str] = set()
         self._raw_bytes: dict[tuple[str, str], bytes | bytearray] = {}
         self.notes: list[str] = []
+        self.wrapped: list[Wrapped] = []
 
     def state(self, tree: Mapping[str, Any]) -> Any:
         """The whole state from `Manifest.tree`."""
@@ -337,6 +339,14 @@ def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     return out
 
 
+def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
+    tensors = _fields(r, node, path)
+    r.wrapped.append(Wrapped(path, node, tensors.pop(CONTEXT), tensors))
+    if not all(isinstance(one, torch.Tensor | Wrapped) for one in tensors.values()):
+        raise ValueError("a part of a tensor is none")
+    return r.wrapped[-1]
+
+
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = node["name"]
     cls = r.find_class(node["type"], lambda cls: json_types.member(cls, name) is not None, path)
@@ -459,6 +469,7 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "namespace": _namespace,
     "simplenamespace": _namespace,
     "dataclass": _dataclass,
+    "wrapper": _wrapper,
     "enum": _enum,
     "omegaconf": _omegaconf,
     "subclass": _subclass,

@@ -108,7 +108,7 @@ def by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """The state of an optimizer by the names of parameters, in whatever order it has them; and its groups."""
     names = {id(p): name for name, p in model.named_parameters()}
     state = {
-        names.get(id(key), str(key)) if isinstance(key, torch.Tensor) else str(key): one
+        names.get(id(key), "") if isinstance(key, torch.Tensor) else str(key): one
         for key, one in optimizer.state.items()
     }
     groups = [
@@ -136,30 +136,30 @@ def plain(value: Any) -> Any:
     return [type(value).__name__, repr(value) if isinstance(value, bool | int | float | str) or value is None else ""]
 
 
-def tracked(case: Case, folder: Path) -> Outcome:
+def tracked(case: Case, folder: Path, **options: Any) -> Outcome:
     """The run with a snapshot in its middle."""
-    return train(case, every_boundary(folder / "run", every_n_steps=EVERY))
+    return train(case, every_boundary(folder / "run", every_n_steps=EVERY, **options))
 
 
-def resumed(case: Case, folder: Path, seed: int = 1234) -> tuple[Outcome, list[str], list[str]]:
+def resumed(case: Case, folder: Path, seed: int = 1234, **options: Any) -> tuple[Outcome, list[str], list[str]]:
     """The run from that snapshot on, and what its report says was not restored, and notes."""
     (snapshot,) = [one for one in saved(folder / "run") if one.step == EVERY]
     target = only(folder / "run", snapshot, folder / f"resumed-{seed}")
-    outcome = train(case, resume_only(target), seed)
+    outcome = train(case, resume_only(target, **options), seed)
     report = json.loads((target / "resume-report.json").read_text())
     return outcome, [f"{row['name']}: {row['why']}" for row in report["not_restored"]], report["notes"]
 
 
-def assert_exact(case: Case, folder: Path, changed: Case | None = None) -> list[str]:
+def assert_exact(case: Case, folder: Path, changed: Case | None = None, **options: Any) -> list[str]:
     """The resumed run is the uninterrupted one, bit for bit, and its report names nothing; the report's notes.
 
     Args:
         changed: how the resumed process makes its objects, where that differs.
     """
     wanted = train(case, None)
-    watched = tracked(case, folder)
+    watched = tracked(case, folder, **options)
     assert (watched.losses, watched.end) == (wanted.losses, wanted.end), "tracking changed the run"
-    found, lost, notes = resumed(changed or case, folder)
+    found, lost, notes = resumed(changed or case, folder, **options)
     assert found.losses == wanted.losses[EVERY:]
     assert found.end == wanted.end
     assert lost == []

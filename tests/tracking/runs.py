@@ -234,9 +234,9 @@ def every_boundary(root: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def resume_only(root: Path) -> dict[str, Any]:
+def resume_only(root: Path, **options: Any) -> dict[str, Any]:
     """Options that resume from `root` and add nothing to it."""
-    return {"tiers": str(root), "every_n_steps": 10**9, "at_end": False, "writer": "thread"}
+    return {"tiers": str(root), "every_n_steps": 10**9, "at_end": False, "writer": "thread", **options}
 
 
 def train_plain(case: Case, options: Mapping[str, Any] | None, *, seed: int = 0, trace: Any = None) -> Outcome:

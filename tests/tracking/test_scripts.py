@@ -295,6 +295,35 @@ def evaluates_with_workers_that_stay(script: Script) -> None:
         script.losses.append(f"{script.run.global_step} {sum(x.sum().item() for x in evaluation)}")
 
 
+class Prefetcher:
+    """Moves batches to a device, say."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch * 1.0 for batch in self.loader)
+
+
+def evaluates_with_workers_within_an_object(script: Script) -> None:
+    evaluation = Prefetcher(DataLoader(Rows(), batch_size=4, num_workers=1, persistent_workers=True))
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x)
+        script.losses.append(f"{script.run.global_step} {sum(x.sum().item() for x in evaluation)}")
+
+
+def evaluates_with_a_stream_within_two(script: Script) -> None:
+    loader = DataLoader(Rows(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    evaluation = Prefetcher([Prefetcher(loader)][0])
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x)
+        script.losses.append(f"{script.run.global_step} {next(iter(evaluation)).sum().item()}")
+
+
 @functools.lru_cache
 def noise(index: int) -> float:
     return random.random()
@@ -399,6 +428,8 @@ NAMED: dict[Callable[[Script], None], str] = {
     ramps: "next(weights) begins again",
     trains_on_a_loader_that_nothing_tracks: "next(others) begins again",
     evaluates_with_workers_that_stay: "track(…, evaluation=evaluation)",
+    evaluates_with_workers_within_an_object: "track(…, evaluation=evaluation.loader)",
+    evaluates_with_a_stream_within_two: "track(…, evaluation=evaluation.loader.loader)",
     keeps_noise_in_a_cache: "functools keeps them",
     sets_the_rate_from_a_list: "optimizer.param_groups[0]['lr'] was 0.02",
     keeps_the_iterator_that_it_asks_before: "the batch of 'other' that is asked for before the loop over 'loader'",

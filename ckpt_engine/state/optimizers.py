@@ -1,0 +1,290 @@
+"""The state of optimizers, put back bit for bit: `torch.optim.Optimizer.load_state_dict` casts every tensor to the
+dtype of its parameter, and makes other containers and texts again from their items.
+
+Which parameter is where in the groups of optimizers: stored by name, and put in place by name. The state has the
+numbers of parameters, and a script that takes their names from a set has them in another order each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ckpt_engine.errors import CorruptError, MismatchError
+from ckpt_engine.state.wrapped import duplicate, kinds_of, mapped, require_made, with_made
+
+_CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
+"""What `load_state_dict` casts or takes as it is, besides plain lists and tuples."""
+
+
+class _Guarded:
+    """A value that `load_state_dict` must not iterate over. No dataclass: Lightning goes into those."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, saved: Any, load: Callable[[Any], object]) -> None:
+    """Put a state back in memory of its own.
+
+    In the memory that the snapshot was read into tensors are not aligned as torch aligns its own, which changes the
+    last bit of sums and products that a library computes in aligned blocks (L-BFGS).
+
+    Args:
+        optimizer: out of whatever wraps it.
+        saved: its `state_dict`.
+        load: its `load_state_dict`, or that of what wraps it.
+    """
+    with linked([optimizer]):
+        load(guarded(saved))
+    put_exactly(optimizer, saved)
+
+
+@contextmanager
+def linked(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, states are loaded; afterwards an inner optimizer has the state and groups of its outer one, if it had.
+
+    torch's `load_state_dict` makes new ones, for the optimizer alone that it is called of.
+    """
+    shared = [
+        (outer, inner, name, getattr(outer, name))
+        for outer in optimizers
+        for inner in vars(outer).values()
+        for name in ("state", "param_groups")
+        if isinstance(inner, torch.optim.Optimizer) and _is_shared(getattr(outer, name), getattr(inner, name))
+    ]
+    yield
+    for outer, inner, name, before in shared:
+        newest = getattr(inner if getattr(outer, name) is before else outer, name)
+        setattr(outer, name, newest)
+        setattr(inner, name, newest)
+
+
+def _is_shared(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, list) and list(map(id, one)) == list(map(id, other)))
+
+
+def guarded(saved: Any) -> Any:
+    """The state for `load_state_dict`, with what that would damage out of its sight until `put_exactly`."""
+    if not isinstance(saved, dict) or "state" not in saved:
+        return saved
+    return {**saved, "state": {key: _guard(value) for key, value in saved["state"].items()}}
+
+
+def _guard(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _guard(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_guard, value))
+    return value if isinstance(value, _CAST) else _Guarded(value)
+
+
+def put_exactly(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """After `load_state_dict`: what it has changed becomes what was saved, in memory of its own.
+
+    What the class itself has made of an older form of its state stays.
+    """
+    if not isinstance(saved, dict) or "state" not in saved:
+        into_own_memory([optimizer])
+        return
+    numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    live = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    owners: dict[Any, Any] = dict(zip(numbers, live, strict=False))
+    kinds = kinds_of(optimizer)
+    for key, value in saved["state"].items():
+        owner = owners.get(key, key)
+        if owner in optimizer.state:
+            make = partial(with_made, kinds=kinds, device=getattr(owner, "device", torch.device("cpu")))
+            optimizer.state[owner] = _as_saved(value, optimizer.state[owner], make)
+
+
+def _as_saved(saved: Any, live: Any, make: Callable[[Any], Any]) -> Any:
+    if isinstance(live, _Guarded):
+        return make(own_copy(live.value))
+    if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
+        made = own_copy(saved) if saved.shape == live.shape else live
+        return made if made.device == live.device else made.to(live.device)
+    if isinstance(saved, dict) and isinstance(live, dict):
+        for key in saved.keys() & live.keys():
+            live[key] = _as_saved(saved[key], live[key], make)
+    elif type(saved) in (list, tuple) and type(live) is type(saved) and len(saved) == len(live):
+        return type(saved)(_as_saved(one, other, make) for one, other in zip(saved, live, strict=True))
+    return live
+
+
+def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Copy the state of optimizers out of the memory that it was read into; see `load_exactly`."""
+    for optimizer in optimizers:
+        for owner, state in optimizer.state.items():
+            optimizer.state[owner] = own_copy(state)
+
+
+def own_copy(value: Any) -> Any:
+    """The value with every tensor and array in lists, tuples, deques and dicts in memory of its own."""
+    return mapped(value, _own)
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return duplicate(value).requires_grad_(value.requires_grad) if value.device.type == "cpu" else value
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+class Parts(Protocol):
+    """Models and the optimizers of their parameters, by component."""
+
+    @property
+    def modules(self) -> Mapping[str, torch.nn.Module]: ...
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]: ...
+
+
+Groups = list[list[str]]
+"""The names of the parameters in each group of an optimizer."""
+_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+MOVED = "the script gives its parameters in another order now: each has its own state, by its name"
+_HINT = "make the parameter groups as in the saved run, or use another folder for the new run"
+_SHOWN = 3
+
+
+def clean_name(name: str) -> str:
+    """The name of a parameter without what FSDP1 puts into it."""
+    for wrapped in _WRAPPED:
+        name = name.replace(wrapped, "")
+    return name
+
+
+def names_of(parts: Parts) -> dict[str, Groups]:
+    """The names of the parameters in the groups of each optimizer; of one that is in no model its shape."""
+    names: dict[int, str] = {}
+    for key, module in parts.modules.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            full = f"{key}.{clean_name(name)}"
+            names[id(parameter)] = min(full, names.get(id(parameter), full))
+    return {
+        key: [[names.get(id(p)) or _nameless(p) for p in group["params"]] for group in optimizer.param_groups]
+        for key, optimizer in parts.optimizers.items()
+    }
+
+
+def _nameless(parameter: torch.Tensor) -> str:
+    return "lazy" if torch.nn.parameter.is_lazy(parameter) else str(list(parameter.shape))
+
+
+class StoredOrder:
+    """The names as one array, which is the same object as long as the groups stay: a snapshot has it as it was before.
+
+    Args:
+        parts: of the run.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._ids: list[list[int]] = []
+        self._stored: torch.Tensor
+
+    def array(self) -> torch.Tensor:
+        """For a snapshot; see `read_order`.
+
+        Raises:
+            UnstorableLeafError: as `require_made`, which has to see each state that is stored.
+        """
+        require_made(self._parts.optimizers)
+        groups = chain.from_iterable(one.param_groups for one in self._parts.optimizers.values())
+        ids = [list(map(id, group["params"])) for group in groups]
+        if not self._ids or ids != self._ids:
+            self._ids, self._stored = ids, _as_array(json.dumps(names_of(self._parts)))
+        return self._stored
+
+
+@torch.inference_mode(False)
+def _as_array(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:
+    """What `StoredOrder` has stored; nothing where an older version has written the snapshot.
+
+    Raises:
+        CorruptError: it is not that.
+    """
+    try:
+        found: Any = {} if stored is None else json.loads(stored.numpy().tobytes())
+        names = chain.from_iterable(chain.from_iterable(found.values()))
+        if all(isinstance(name, str) for name in names):
+            return dict(found)
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        pass
+    raise CorruptError("the names of the optimizers' parameters cannot be read from the snapshot")
+
+
+def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> list[str]:
+    """Give the groups of each optimizer the parameters that they had, in their order; the names of those optimizers.
+
+    Args:
+        saved: by component.
+        divided: ranks have parts of parameters, which are read into those that have their numbers now.
+
+    Raises:
+        MismatchError: an optimizer has other parameters than it had, or groups them otherwise; names them.
+    """
+    now, moved = names_of(parts), []
+    for key in saved.keys() & now.keys():
+        if saved[key] == now[key]:
+            continue
+        require_same(key, saved[key], now[key])
+        if divided:
+            raise MismatchError(
+                f"{key!r} has its parameters in another order than in the snapshot, and they are divided over ranks",
+                hint="give them to it in the same order in each process (sort names that come out of a set)",
+            )
+        optimizer = parts.optimizers[key]
+        groups: dict[frozenset[str], list[Any]] = {}
+        for names, group in zip(now[key], optimizer.param_groups, strict=True):
+            groups.setdefault(frozenset(names), []).append((names, group))
+        for index, names in enumerate(saved[key]):
+            here, group = groups[frozenset(names)].pop(0)
+            live = dict(zip(here, group["params"], strict=True))
+            group["params"][:] = [live[name] for name in names]
+            optimizer.param_groups[index] = group
+        moved.append(key)
+    return moved
+
+
+def require_same(key: str, saved: Groups, now: Groups) -> None:
+    """Raise unless both have the same groups of the same parameters, in any order.
+
+    Raises:
+        MismatchError: names what differs.
+    """
+    before, after = Counter(chain.from_iterable(saved)), Counter(chain.from_iterable(now))
+    gone, new = sorted((before - after).elements()), sorted((after - before).elements())
+    if gone or new:
+        rows = [f"{what}: {_listed(names)}" for what, names in (("only saved", gone), ("only here", new)) if names]
+        raise MismatchError(f"{key!r} trains other parameters than in the snapshot ({'; '.join(rows)})", hint=_HINT)
+    if sorted(map(sorted, saved)) != sorted(map(sorted, now)):
+        mates = {name: group for group in map(sorted, now) for name in group}
+        other = [name for group in map(sorted, saved) for name in group if mates[name] != group]
+        raise MismatchError(
+            f"{key!r} has these parameters in another group than in the snapshot: {_listed(other)}", hint=_HINT
+        )
+    if several := [name for name, count in after.items() if count > 1]:
+        raise MismatchError(
+            f"{key!r} has its parameters in another order than in the snapshot, and several have no name: "
+            f"they are in no tracked model, and their shape is {_listed(several)}",
+            hint="track the module that has them, or give them in the same order in each process",
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -149,14 +149,13 @@ class Lane:
         work: Callable[[], T],
         *,
         left: Callable[[BaseException | None], object] | None = None,
-        give_up: Callable[[StorageStalledError], bool] = lambda _: True,
+        give_up: Callable[[StorageStalledError], Exception | None] = lambda error: error,
     ) -> T:
         """The result of `work`, which runs on a thread of its own.
 
         Args:
-            left: called once, if `StorageStalledError` is raised for this call, when it has ended after all; on its
-                thread, with its error.
-            give_up: asked again and again while `work` hangs whether to leave it behind.
+            left: called once, if this call is left behind, when it has ended after all; on its thread, with its error.
+            give_up: asked again and again while `work` hangs what to raise and so to leave it behind; None: nothing.
 
         Raises:
             StorageStalledError: `work` did not get on for `STALL_SECONDS` and still runs, or an earlier call does.
@@ -193,7 +192,7 @@ class Lane:
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, call: _Call, give_up: Callable[[StorageStalledError], bool]) -> None:
+    def _wait(self, call: _Call, give_up: Callable[[StorageStalledError], Exception | None]) -> None:
         while True:
             with self._changed:
                 if call.done:
@@ -206,8 +205,8 @@ class Lane:
                     if late > _LOOK_SECONDS:
                         self.progress.stopped(late)
                     continue
-            error = self._error(call)
-            if give_up(error):  # without the lock: it may emit events
+            error = give_up(self._error(call))  # without the lock: it may emit events
+            if error is not None:
                 if self._leave(call):
                     raise error
                 return

@@ -250,7 +250,7 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     them answer: it outlives a folder that was removed to start again.
 
     Args:
-        answers: to a question that has `look_up_run` among it: nothing is asked here any more.
+        answers: to a question that has `run_of` among it: nothing is asked here any more.
     """
     if len(answers) == 1:
         return answers
@@ -259,7 +259,7 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     for answer in answers:
         if not answer.value:
             continue  # away, or a record that was never used: such a place joins the run
-        found = _run_of(answer.place)
+        found = run_of(answer.place)
         if found is not None and ours is not None and found != ours:
             answer.value = None
             answer.error = ForeignError(
@@ -272,23 +272,18 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
 
 def _without_memory_of_other_runs(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     others = [answer for answer in answers if not _in_memory(answer)]
-    known = {_run_of(answer.place) for answer in others if answer.error is None}
+    known = {run_of(answer.place) for answer in others if answer.error is None}
     if known <= {None} and any(answer.error is not None for answer in others):
         return answers  # a place that is away may know it
-    return [answer for answer in answers if not _in_memory(answer) or not others or _run_of(answer.place) in known]
+    return [answer for answer in answers if not _in_memory(answer) or not others or run_of(answer.place) in known]
 
 
 def _in_memory(answer: PlaceAnswer[T]) -> bool:
     return answer.place.storage.capabilities.view is not None
 
 
-def look_up_run(place: Repository) -> None:
-    """Have the run's record read. Where it is missing or damaged the snapshots may be good all the same."""
-    with suppress(CkptError):
-        place.record()
-
-
-def _run_of(place: Repository) -> str | None:
+def run_of(place: Repository) -> str | None:
+    """The run that a place's record names. Where it is missing or damaged the snapshots may be good all the same."""
     try:
         record = place.record()
     except CkptError:
@@ -310,12 +305,12 @@ def infos(place: Repository) -> list[SnapshotInfo]:
 
 @contextmanager
 def _run_looked_up(place: Repository) -> Iterator[None]:
-    """`look_up_run`, of an object store side by side with what is asked meanwhile: each answer may take a second."""
+    """The record is read, of an object store side by side with what is asked meanwhile: an answer may take a second."""
     if not place.storage.capabilities.slow_answers:
-        look_up_run(place)
+        run_of(place)
         yield
         return
-    looked = ask_apart(partial(look_up_run, place), "ckpt-places-run")
+    looked = ask_apart(partial(run_of, place), "ckpt-places-run")
     try:
         yield
     finally:

@@ -265,20 +265,11 @@ class _WrappedFolder(WrapperStorage):
 
     def __init__(self, inner: Storage, folder: Folder) -> None:
         super().__init__(inner)
-        self._folder = folder
         self.root = folder.root
-
-    def path(self, name: str) -> str:
-        return self._folder.path(name)
-
-    def make_folder(self, folder: str) -> None:
-        self._folder.make_folder(folder)
-
-    def settle(self, prefix: str) -> None:
-        self._folder.settle(prefix)
-
-    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[PartialFile], None]) -> None:
-        self._folder.receive(name, nbytes, token, fill)
+        self.path = folder.path
+        self.make_folder = folder.make_folder
+        self.settle = folder.settle
+        self.receive = folder.receive
 
 
 class MeteredStorage(WrapperStorage):
@@ -293,9 +284,7 @@ class MeteredStorage(WrapperStorage):
         return replace(super().capabilities, metered=lambda wrap: MeteredStorage(self.inner, wrap(self._meter)))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        seconds = self._meter.wait(sum(block.nbytes for block in blocks))
-        if seconds > 0:
-            self._meter.pause(seconds)
+        self._meter.take_turn(sum(block.nbytes for block in blocks))
         self.inner.put(name, blocks, exclusive=exclusive)
 
 

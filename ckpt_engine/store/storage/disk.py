@@ -103,12 +103,6 @@ class Meter:
         """Wait that long, where the storage has no way of its own. Raises to stop."""
         time.sleep(seconds)
 
-    def take_turn(self, nbytes: int) -> None:
-        """Wait until so many bytes may be sent. Raises to stop."""
-        seconds = self.wait(nbytes)
-        if seconds > 0:
-            self.pause(seconds)
-
     def moved(self) -> None:
         """A call to the operating system begins: the one before has ended."""
 
@@ -159,7 +153,9 @@ class MeteredDisk(Disk):
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         part = data[: self._meter.slice_bytes]
-        self._meter.take_turn(part.nbytes)
+        seconds = self._meter.wait(part.nbytes)
+        if seconds > 0:
+            self._meter.pause(seconds)
         self._moved()
         done = self._inner.write(fd, part, offset)
         if fd in self._cached:

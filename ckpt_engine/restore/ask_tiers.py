@@ -7,11 +7,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
@@ -21,9 +23,10 @@ from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import by_age
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
-from ckpt_engine.store.storage.object_requests import asking, split_url
+from ckpt_engine.store.storage.object_requests import ask_apart, split_url
 from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
 
 ANSWER_SECONDS = 20.0
@@ -138,7 +141,7 @@ def storage_of(tier: Tier) -> Storage:
     return open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options)
 
 
-_left: dict[str, tuple[threading.Thread, str]] = {}
+_left: dict[str, tuple[Future[Any], str]] = {}
 """By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
 that."""
 
@@ -177,9 +180,7 @@ class _Round(Generic[T]):
     _patience: Patience[T]
     _say: Callable[[str], object]
     _silence: float
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _open: dict[int, threading.Thread] = field(default_factory=dict)
-    _broken: BaseException | None = None
+    _open: dict[int, Future[T]] = field(default_factory=dict)
 
     def wait(self) -> None:
         """Ask, and wait for as long as it makes sense. Afterwards each answer has a value or an error.
@@ -191,44 +192,44 @@ class _Round(Generic[T]):
         for number, answer in enumerate(self._answers):
             url = answer.place.storage.url
             before = _left.get(url)
-            if before is not None and before[0].is_alive():
+            if before is not None and not before[0].done():
                 answer.error = StorageError(before[1])
                 continue
             _left.pop(url, None)
-            self._open[number] = threading.Thread(target=self._ask, args=(number,), name="ckpt-places", daemon=True)
-        for thread in list(self._open.values()):
-            thread.start()
+            self._open[number] = ask_apart(partial(self._question, answer.place), "ckpt-places")
         while True:
             waited = time.monotonic() - began
-            with self._changed:
-                limit = self._patience(self._answers)
-                self._leave(self._silent(waited, self._silence), self._silence)
-                if waited >= limit:
-                    self._leave(self._open, limit)
-                if not self._open:
-                    break
-                late = set[int]()
-                if waited >= TELL_SECONDS and said != limit:  # what is about to be left out is said then
-                    late = set(self._open) - set(self._silent(waited, min(self._silence, RECENT_SECONDS)))
-                if not late:
-                    left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
-                    self._changed.wait(min(left, _LOOK_SECONDS) if self._silence < math.inf else left)
-                    continue
-                urls = ", ".join(self._answers[number].place.storage.url for number in sorted(late))
-                others = any(answer.value is not None for answer in self._answers)
+            for number, come in list(self._open.items()):
+                if come.done():
+                    del self._open[number]
+                    try:
+                        self._answers[number].value = come.result()
+                    except CkptError as err:
+                        self._answers[number].error = err
+            if not self._open:
+                return
+            limit = self._patience(self._answers)
+            overdue = dict.fromkeys(self._silent(waited, self._silence), self._silence)
+            if waited >= limit:
+                overdue = dict.fromkeys(self._open, limit) | overdue
+            for number, seconds in overdue.items():
+                url = self._answers[number].place.storage.url
+                why = f"{url} did not answer within {seconds:.0f} s"
+                self._answers[number].error = StorageError(why)
+                _left[url] = self._open.pop(number), why
+            late = set[int]()
+            if waited >= TELL_SECONDS and said != limit:  # what is about to be left out is said then
+                late = set(self._open) - set(self._silent(waited, min(self._silence, RECENT_SECONDS)))
+            if not late:
+                left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
+                most = _LOOK_SECONDS if self._silence < math.inf else math.inf
+                futures.wait(self._open.values(), min(left, most), futures.FIRST_COMPLETED)
+                continue
             said = limit
+            urls = ", ".join(self._answers[number].place.storage.url for number in sorted(late))
+            others = any(answer.value is not None for answer in self._answers)
             why = ": no other place has a snapshot" if others and limit > ANSWER_SECONDS else ""
             self._say(f"waiting for {urls}, up to {limit:.0f} s{why}")
-        if self._broken is not None:
-            raise self._broken
-
-    def _leave(self, numbers: Iterable[int], seconds: float) -> None:
-        """Wait for these no more. With the lock."""
-        for number in list(numbers):
-            url = self._answers[number].place.storage.url
-            why = f"{url} did not answer within {seconds:.0f} s"
-            self._answers[number].error = StorageError(why)
-            _left[url] = self._open.pop(number), why
 
     def _silent(self, waited: float, seconds: float) -> list[int]:
         """Those that have given no sign for so long, behind one that has something."""
@@ -241,21 +242,6 @@ class _Round(Generic[T]):
             behind = behind or bool(answer.value)
         return found
 
-    def _ask(self, number: int) -> None:
-        value, error, broken = None, None, None
-        try:
-            with asking():
-                value = self._question(self._answers[number].place)
-        except CkptError as err:
-            error = err
-        except BaseException as err:  # noqa: BLE001 - raised where it was asked
-            broken = err
-        with self._changed:
-            if self._open.pop(number, None) is not None:  # else it comes too late
-                self._answers[number].value, self._answers[number].error = value, error
-                self._broken = self._broken or broken
-            self._changed.notify_all()
-
 
 def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
@@ -264,7 +250,7 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     them answer: it outlives a folder that was removed to start again.
 
     Args:
-        answers: to a question that has `look_up_run` among it: nothing is asked here any more.
+        answers: to a question that has `run_of` among it: nothing is asked here any more.
     """
     if len(answers) == 1:
         return answers
@@ -273,7 +259,7 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     for answer in answers:
         if not answer.value:
             continue  # away, or a record that was never used: such a place joins the run
-        found = _run_of(answer.place)
+        found = run_of(answer.place)
         if found is not None and ours is not None and found != ours:
             answer.value = None
             answer.error = ForeignError(
@@ -286,23 +272,18 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
 
 def _without_memory_of_other_runs(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     others = [answer for answer in answers if not _in_memory(answer)]
-    known = {_run_of(answer.place) for answer in others if answer.error is None}
+    known = {run_of(answer.place) for answer in others if answer.error is None}
     if known <= {None} and any(answer.error is not None for answer in others):
         return answers  # a place that is away may know it
-    return [answer for answer in answers if not _in_memory(answer) or not others or _run_of(answer.place) in known]
+    return [answer for answer in answers if not _in_memory(answer) or not others or run_of(answer.place) in known]
 
 
 def _in_memory(answer: PlaceAnswer[T]) -> bool:
     return answer.place.storage.capabilities.view is not None
 
 
-def look_up_run(place: Repository) -> None:
-    """Have the run's record read. Where it is missing or damaged the snapshots may be good all the same."""
-    with suppress(CkptError):
-        place.record()
-
-
-def _run_of(place: Repository) -> str | None:
+def run_of(place: Repository) -> str | None:
+    """The run that a place's record names. Where it is missing or damaged the snapshots may be good all the same."""
     try:
         record = place.record()
     except CkptError:
@@ -324,28 +305,18 @@ def infos(place: Repository) -> list[SnapshotInfo]:
 
 @contextmanager
 def _run_looked_up(place: Repository) -> Iterator[None]:
-    """`look_up_run`, of an object store side by side with what is asked meanwhile: each answer may take a second."""
+    """The record is read, of an object store side by side with what is asked meanwhile: an answer may take a second."""
     if not place.storage.capabilities.slow_answers:
-        look_up_run(place)
+        run_of(place)
         yield
         return
-    broken: list[BaseException] = []
-
-    def look_up() -> None:
-        try:
-            with asking():
-                look_up_run(place)
-        except BaseException as err:  # noqa: BLE001 - raised where it was asked
-            broken.append(err)
-
-    thread = threading.Thread(target=look_up, name="ckpt-places-run", daemon=True)
-    thread.start()
+    looked = ask_apart(partial(run_of, place), "ckpt-places-run")
     try:
         yield
     finally:
-        thread.join(LONGER_SECONDS)
-    if broken:
-        raise broken[0]
+        futures.wait([looked], LONGER_SECONDS)
+    if looked.done():
+        looked.result()
 
 
 def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
@@ -358,7 +329,7 @@ def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
     for answer in of_one_run(ask(places, infos)):
         for info in answer.value or ():
             found.setdefault(info.id, info)
-    return sorted(found.values(), key=lambda info: (info.seq, info.id))
+    return sorted(found.values(), key=by_age)
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,21 +321,19 @@ def _gather(
 ) -> None:
     """Put the shares of all ranks into `shares`; the caller owns what is in there, also if this raises."""
 
-    def parity_of(keeper: int) -> Received:
-        request = {"what": control.PARITY, "snapshot": wanted.snapshot}
-        local = any(one.writer == keeper and wanted.snapshot in one.parity for one in here)
-        reply = _ask(root_url, request, keeper, deadline - time.monotonic()) if local else None
-        return reply or _fetch(wanted.parity[str(keeper)], request, beside, deadline)
+    def asked(writer: int, what: str, has_it: bool, elsewhere: Mapping[str, ShareSource]) -> Received:
+        request = {"what": what, "snapshot": wanted.snapshot}
+        reply = _ask(root_url, request, writer, deadline - time.monotonic()) if has_it else None
+        return reply or _fetch(elsewhere[str(writer)], request, beside, deadline)
 
-    def share_of(rank: int) -> Received:
-        request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot}
-        local = any(one.writer == rank and wanted.snapshot in one.held for one in here)
-        reply = _ask(root_url, request, rank, deadline - time.monotonic()) if local else None
-        return reply or _fetch(wanted.remote[str(rank)], request, beside, deadline)
+    def parity_of(keeper: int) -> Received:
+        local = any(one.writer == keeper and wanted.snapshot in one.parity for one in here)
+        return asked(keeper, control.PARITY, local, wanted.parity)
 
     for rank in range(size):
         if str(rank) not in wanted.lost:
-            shares[rank] = share_of(rank)
+            local = any(one.writer == rank and wanted.snapshot in one.held for one in here)
+            shares[rank] = asked(rank, control.SNAPSHOT, local, wanted.remote)
     for lost, group in wanted.lost.items():
         shares[int(lost)] = rebuild_share(int(lost), group, shares, parity_of, beside)
 

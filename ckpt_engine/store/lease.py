@@ -20,8 +20,9 @@ import socket
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +42,7 @@ _TEXT_BYTES = 1023
 _COMMAND_CHARACTERS = 10_000
 
 
-class Lease(ABC):
+class Lease(AbstractContextManager["Lease"]):
     """The right to write and to collect, until `release` or the end of the process.
 
     `check` MUST be called before something is deleted: a lease that has to be renewed may be lost meanwhile.
@@ -54,9 +55,6 @@ class Lease(ABC):
     @abstractmethod
     def release(self) -> None:
         """Give it back; twice is fine."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -231,12 +229,6 @@ class LocalLease(Lease):
                 os.close(fd)
                 _held.discard(self)
 
-    def _drop_in_child(self) -> None:
-        """A forked child shares the lock: close its copy (without unlocking), or the lease outlives its holder."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
 
 def _write_text(fd: int, text: bytes) -> None:
     """Replace what the lease file says. On a full disk the lock alone must do, or nothing could be pruned."""
@@ -258,12 +250,15 @@ _REMOVED = (errno.ENOENT, errno.ESTALE)
 _held: set[LocalLease] = set()
 
 
-def _drop_all_in_child() -> None:
+def _drop_in_child() -> None:
+    """A forked child shares the locks: close its copies (without unlocking), or leases outlive their holder."""
     for lease in list(_held):
-        lease._drop_in_child()
+        fd, lease._fd = lease._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
-os.register_at_fork(after_in_child=_drop_all_in_child)
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -491,11 +486,7 @@ class ObjectLease(Lease):
             LeaseHeldError: it was given back, or somebody else took it.
             StorageError: the store does not say.
         """
-        self._renew(due_seconds=self._timing.ttl_seconds / BEATS)
-
-    def renew(self) -> None:
-        """Write the next beat now. Raises as `check` does."""
-        self._renew(due_seconds=0.0)
+        self.renew(due_seconds=self._timing.ttl_seconds / BEATS)
 
     def release(self) -> None:
         self._stop.set()
@@ -509,7 +500,8 @@ class ObjectLease(Lease):
             if there is not None:
                 self._slot.write(_FREE, there)
 
-    def _renew(self, *, due_seconds: float) -> None:
+    def renew(self, *, due_seconds: float = 0.0) -> None:
+        """Write the next beat, unless the last one is younger than that. Raises as `check` does."""
         with self._lock:
             if self._lost is not None:
                 raise LeaseHeldError(f"the lease of {self._slot.url} was {self._lost}")

@@ -456,7 +456,7 @@ def plan_before_write(
         need_bytes = max(int(full), short_bytes)
         reserve_bytes = 0
         if free_bytes is not None and retention.limits.min_free_bytes is None:
-            reserve_bytes = min(RESERVE_BYTES, int(_RESERVE * (shed.used_bytes + free_bytes)))
+            reserve_bytes = min(RESERVE_BYTES, int(_RESERVE * (shed.usage.used_bytes + free_bytes)))
         why = f"room for {units.size(incoming_bytes)}" + (
             "" if free_bytes is None else f", {units.size(free_bytes)} are free"
         )
@@ -480,8 +480,8 @@ class _Shedding:
     ) -> None:
         self._in_order = in_order
         self._retention = retention
-        self._usage = usage or Usage({info.id: {info.id: info.nbytes} for info in in_order})
-        self._needed_by = Counter(chain.from_iterable(self._usage.files.values()))
+        self.usage = usage or Usage({info.id: {info.id: info.nbytes} for info in in_order})
+        self._needed_by = Counter(chain.from_iterable(self.usage.files.values()))
         self._immune = immune
         self.why: dict[str, str] = {}
         self.freed_bytes = 0
@@ -491,16 +491,12 @@ class _Shedding:
     def left(self) -> list[SnapshotInfo]:
         return [info for info in self._in_order if info.id not in self.why]
 
-    @property
-    def used_bytes(self) -> int:
-        return self._usage.used_bytes
-
     def removed_in_order(self) -> tuple[str, ...]:
         return tuple([info.id for info in self._in_order if info.id in self.why])
 
     def remove(self, snapshot: str, why: str) -> None:
         self.why[snapshot] = why
-        for name, nbytes in self._usage.files.get(snapshot, {}).items():
+        for name, nbytes in self.usage.files.get(snapshot, {}).items():
             self._needed_by[name] -= 1
             if self._needed_by[name] == 0:
                 self.freed_bytes += nbytes
@@ -515,7 +511,7 @@ class _Shedding:
         short_bytes = [0]
         if limits.quota_bytes is not None:
             slack = SLACK_BYTES if incoming_bytes else 0
-            need_bytes = self._usage.used_bytes - self.freed_bytes + incoming_bytes + slack - limits.quota_bytes
+            need_bytes = self.usage.used_bytes - self.freed_bytes + incoming_bytes + slack - limits.quota_bytes
             short_bytes.append(self.to_free(need_bytes, order, f"over the quota of {units.size(limits.quota_bytes)}"))
         if limits.min_free_bytes is not None and free_bytes is not None:
             need_bytes = limits.min_free_bytes + incoming_bytes - free_bytes - self.freed_bytes
@@ -531,7 +527,7 @@ class _Shedding:
         """
         candidates = [snapshot for snapshot in order if snapshot not in self._immune and snapshot not in self.why]
         gone = set(self.why)
-        possible_bytes = self._usage.exclusive_bytes({*gone, *candidates}) - self._usage.exclusive_bytes(gone)
+        possible_bytes = self.usage.exclusive_bytes({*gone, *candidates}) - self.usage.exclusive_bytes(gone)
         if need_bytes > possible_bytes:
             return need_bytes - possible_bytes
         until_bytes = self.freed_bytes + need_bytes

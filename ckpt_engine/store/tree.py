@@ -81,16 +81,24 @@ def keyed(node: Any) -> Iterable[tuple[Any, Any]]:
 
 def entries_in(tree: Any) -> Iterator[str]:
     """The entries that a tree refers to, in its order; one that several leaves share as often."""
+    for node in _kinds_in(tree):
+        if isinstance(node.get("entry"), str):
+            yield node["entry"]
+            if node["$"] == PACKED:
+                yield from node["entries"]
+
+
+def _kinds_in(tree: Any) -> Iterator[Mapping[str, Any]]:
+    """The nodes of a tree that have a kind, in its order; of one that is packed there are none below."""
     left = [tree]
     while left:
         node = left.pop()
         if isinstance(node, Mapping):
-            if "$" in node and isinstance(node.get("entry"), str):
-                yield node["entry"]
-                if node["$"] == PACKED:
-                    yield from node["entries"]
-                    continue
-            left += reversed(list(node.values()))
+            kind = node.get("$")
+            if kind is not None:
+                yield node
+            if kind != PACKED:
+                left += reversed(list(node.values()))
         elif isinstance(node, list | tuple):
             left += reversed(node)
 
@@ -101,22 +109,16 @@ def require_written_out(tree: Any, entries: Mapping[str, Entry]) -> None:
     Raises:
         MismatchError: names the entry.
     """
-    left = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, list):
-            left += node
-        elif isinstance(node, dict):
-            left += node.values()
-            view = node.get("view") if node.get("$") == "tensor" else None
-            if view:
-                written = prod(view["shape"]) * (item_bytes(view["dtype"]) or 1)
-                nbytes = entries[node["entry"]].nbytes
-                if written > REPEATED * nbytes + FREE_BYTES:
-                    raise MismatchError(
-                        f"a view of {node['entry']!r} repeats {nbytes:,} bytes until they are {written:,}",
-                        hint="`ckpt export --to torch` writes it as what it is",
-                    )
+    for node in _kinds_in(tree):
+        view = node.get("view") if node["$"] == "tensor" else None
+        if view:
+            written = prod(view["shape"]) * (item_bytes(view["dtype"]) or 1)
+            nbytes = entries[node["entry"]].nbytes
+            if written > REPEATED * nbytes + FREE_BYTES:
+                raise MismatchError(
+                    f"a view of {node['entry']!r} repeats {nbytes:,} bytes until they are {written:,}",
+                    hint="`ckpt export --to torch` writes it as what it is",
+                )
 
 
 def _children(node: Any) -> Iterator[tuple[Any, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from enum import Enum, auto
 
 from ckpt_engine.copy.transfer import CopySourceError
 from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
@@ -23,6 +24,10 @@ class CopyStoppedError(Exception):
     """The copy under way is not wanted any more."""
 
 
+class SourceLeftError(CopySourceError):
+    """The attempt hung in a nearer tier and was left behind there: others may do."""
+
+
 class Gate(Meter):
     """Where the bytes of one tier pass: at its bandwidth, and not after `stop` or `drop`.
 
@@ -35,7 +40,8 @@ class Gate(Meter):
     def __init__(self, throttle: Throttle | None) -> None:
         self._throttle = throttle
         self._shut = threading.Event()
-        self._stopped = False
+        self.is_stopped = False
+        """Whether `stop` was called."""
 
     @property
     def is_shut(self) -> bool:
@@ -66,13 +72,13 @@ class Gate(Meter):
 
     def stop(self) -> None:
         """Stop all copies, now and later."""
-        self._stopped = True
+        self.is_stopped = True
         self._shut.set()
 
     def reopen(self) -> None:
         """Before a new copy: forget `drop`."""
         self._shut.clear()
-        if self._stopped:
+        if self.is_stopped:
             self._shut.set()
 
 
@@ -84,6 +90,33 @@ RECENT_SECONDS = 1.0
 """Of a tier that has given a sign since then it is said that it is waited for."""
 PATIENCE_SECONDS = 60.0
 """How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
+
+
+class TierState(Enum):
+    """What is done about one further tier; docs/tiers.md has a picture of it."""
+
+    COPYING = auto()
+    """An attempt is under way, or about to be."""
+    RESTING = auto()
+    """The last attempt did what there was to do; the next one needs a reason, or a time to look again."""
+    FAILED = auto()
+    """The last attempt failed; the next one comes after a pause."""
+    HUNG = auto()
+    """The attempt under way gives no sign; it is waited for."""
+    LEFT = auto()
+    """All has ended but an attempt that hung: if it ends, it gives back the lease."""
+    ENDED = auto()
+
+
+NEXT: Mapping[TierState, frozenset[TierState]] = {
+    TierState.COPYING: frozenset(TierState),
+    TierState.RESTING: frozenset({TierState.COPYING, TierState.ENDED}),
+    TierState.FAILED: frozenset({TierState.COPYING, TierState.ENDED}),
+    TierState.HUNG: frozenset(TierState),
+    TierState.LEFT: frozenset(),
+    TierState.ENDED: frozenset(),
+}
+"""The states that may follow each."""
 
 
 class Replicator:
@@ -110,22 +143,16 @@ class Replicator:
         self._tell = changed
         # Never the program's own random stream: this may run in the trainer's process.
         self._random = random.SystemRandom()
-        self._state = threading.Condition()
-        self._woken = self._hurried = self._finishing = self._stopping = False
+        self._changed = threading.Condition()
+        self._woken = self._hurried = self._finishing = False
         self._finishing_at = 0.0
-        self._rests = False
-        """The last attempt has not failed, and there is no next one without a reason."""
         self._failures = 0
         self._health = TierHealth(tier.url, emit, fatal=tier.config.fatal)
-        self._hung_in: str | None = None
-        """The nearer tier in which the last attempt hung."""
-        self._lingers = False
-        """An attempt was left behind at the end."""
+        self.state = TierState.COPYING
         self.idle = False
-        """Nothing is wanted."""
+        """Nothing was wanted when it was looked at last, and nothing new has come since."""
         self.settled = False
         """Since `finish`: nothing is wanted, or an attempt has failed."""
-        self.ended = False
         self._thread = threading.Thread(target=self._run, name="ckpt-replicate", daemon=True)
 
     def start(self) -> None:
@@ -134,25 +161,25 @@ class Replicator:
 
     def wake(self) -> None:
         """A nearer tier has something new."""
-        with self._state:
+        with self._changed:
             self._woken = True
             self.idle = False
-            self._state.notify_all()
+            self._changed.notify_all()
 
     def finish(self) -> None:
         """Nothing new will come: try at once what is still wanted."""
-        with self._state:
+        with self._changed:
             self._finishing_at = time.monotonic()
             self._finishing = self._hurried = True
-            self._state.notify_all()
+            self._changed.notify_all()
         self.tier.copies.look()
 
     def stop(self) -> None:
         """End, leaving a copy under way unfinished."""
-        with self._state:
-            self._stopping = self._hurried = True
-            self._state.notify_all()
         self._gate.stop()
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
         self.tier.copies.look()
 
     def drop(self, snapshots: Collection[str]) -> None:
@@ -165,6 +192,11 @@ class Replicator:
         """Wait at most `timeout` seconds for the end of the thread; whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is begun."""
+        return not NEXT[self.state]
 
     @property
     def works(self) -> bool:
@@ -194,7 +226,7 @@ class Replicator:
 
     def failed(self, error: BaseException) -> None:
         """Note that the tier failed."""
-        with self._state:
+        with self._changed:
             self._failures += 1
         silent = self._finishing and not self.tier.config.fatal  # the end says it
         self._health.failed(error, silent=silent)
@@ -226,109 +258,90 @@ class Replicator:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._gate.is_stopped:
                 self._sleep(self._turn())
         finally:
-            self._release()
-            with self._state:
-                self.ended = self.settled = True
-            self._tell()
+            if self.state is not TierState.LEFT:
+                self._release()
+                self._go(TierState.ENDED, settled=True)
+
+    def _go(self, state: TierState, *, settled: bool) -> None:
+        with self._changed:
+            assert state in NEXT[self.state], f"{state} after {self.state}"
+            self.state = state
+            if state in (TierState.RESTING, TierState.FAILED):
+                self.idle = state is TierState.RESTING and not self.tier.waiting and not self._woken
+            self.settled = self.settled or settled
+        self._tell()
 
     def _turn(self) -> float | None:
         """One attempt. Seconds to the next one; None: when there is something new."""
         finishing = self._finishing
-        self._rests = False
-        self._hung_in = None
         self._gate.reopen()
+        advance = asking()(self.tier.advance)  # it is tried again anyway
         try:
-            more = self.tier.copies.call(self._advance, left=self._came_back, give_up=self._give_up)
+            more = self.tier.copies.call(advance, left=self._came_back, give_up=self._give_up)
         except (CopyStoppedError, AbandonedError):
             return 0.0
-        except StorageStalledError as err:
-            if self._left_a_source(err):
-                return 0.0  # other nearer tiers may do
-            self.failed(err)
-            delay: float | None = self._pause()
         except CopySourceError as err:
             self._source_failed(err)
-            delay = self._pause()
+            if isinstance(err, SourceLeftError):
+                return 0.0
         except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and reported
             if self._gate.is_shut:
                 return 0.0  # libraries wrap what they were stopped with
             self.failed(err)
             if isinstance(err, LeaseHeldError):
                 self._release()
-            delay = self._pause()
         else:
             self._failures = 0
             self._health.worked()
             if more:
                 self._tell()
                 return 0.0
-            delay, self._rests = self.tier.next_look_seconds, True
+            delay = self.tier.next_look_seconds
             if delay is not None and self.tier.waiting:  # for what others have to do first
                 finishing = finishing and time.monotonic() > self._finishing_at + PATIENCE_SECONDS
-        with self._state:
-            self.idle = self._rests and not self.tier.waiting and not self._woken
-            self.settled = self.settled or finishing
-        self._tell()
-        return delay
-
-    def _pause(self) -> float:
-        """Before the next attempt after those that have failed in a row."""
+            self._go(TierState.RESTING, settled=finishing)
+            return delay
+        self._go(TierState.FAILED, settled=finishing)
         return PAUSES.seconds(self._failures - 1) * (0.5 + 0.5 * self._random.random())
 
-    def _advance(self) -> bool:
-        with asking():  # it is tried again anyway
-            return self.tier.advance()
-
-    def _give_up(self, error: StorageStalledError) -> bool:
-        """The attempt hangs: whether to leave it behind."""
-        self._hung_in = self.tier.leave_source()
-        if self._hung_in is not None:
-            return True
-        finishing = self._finishing
+    def _give_up(self, error: StorageStalledError) -> Exception | None:
+        """The attempt hangs: whether to leave it behind, and as what that counts."""
+        source, finishing = self.tier.leave_source(), self._finishing
+        if source is not None:
+            return SourceLeftError(StorageStalledError(f"{source} hangs", hint=error.hint))
         if not self.hangs:
             self.failed(error)
-        with self._state:
-            self._lingers = self._stopping
-            self.settled = self.settled or finishing
-        self._tell()
-        return self._lingers
-
-    def _left_a_source(self, err: StorageStalledError) -> bool:
-        """Whether it was a nearer tier in which the attempt hung; says so."""
-        if self._hung_in is None:
-            return False
-        self._source_failed(CopySourceError(StorageStalledError(f"{self._hung_in} hangs", hint=err.hint)))
-        return True
+        stopped = self._gate.is_stopped
+        self._go(TierState.LEFT if stopped else TierState.HUNG, settled=finishing or stopped)
+        return error if stopped else None
 
     def _came_back(self, _: BaseException | None) -> None:
         """An attempt that was left behind has ended."""
-        if self._lingers:
+        if self.state is TierState.LEFT:
             self.tier.release()
         else:
             self.wake()
 
     def _release(self) -> None:
-        """Give back the lease, unless the tier hangs: then that is done when it has ended."""
-        if not self._lingers:
-            with suppress(StorageStalledError):  # reported as hanging, or in no hurry
-                self.tier.copies.call(self._give_back, give_up=lambda _: True)
-
-    def _give_back(self) -> None:
-        with asking():
-            self.tier.release()
+        """Give back the lease; a tier that hangs does so when it has ended."""
+        with suppress(StorageStalledError):  # reported as hanging, or in no hurry
+            self.tier.copies.call(asking()(self.tier.release))
 
     def _sleep(self, seconds: float | None) -> None:
-        with self._state:
+        with self._changed:
             # What is new does not shorten the pause after a failure.
-            self._state.wait_for(lambda: self._hurried or (self._rests and self._woken), seconds)
+            rests = self.state is TierState.RESTING
+            self._changed.wait_for(lambda: self._hurried or (rests and self._woken), seconds)
             self._woken = self._hurried = False
+            if not self._gate.is_stopped:
+                self.state = TierState.COPYING
 
     def _source_failed(self, err: CopySourceError) -> None:
         """No nearer tier can be read: not this tier's fault."""
-        with self._state:
+        with self._changed:
             self._failures += 1
             first = self._failures == 1
         if first:

@@ -43,7 +43,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
 from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy, branch_id, policy_from
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy, branch_id, by_age, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
 from ckpt_engine.writer.commit_of_ranks import Gather
@@ -484,20 +484,20 @@ class Rhythm:
         """
         # By number, not by id: retention may have made another form of it, without some components, here or there.
         there = {info.seq for info in far}
-        due = self._due([info for info in sorted(near, key=_age, reverse=True) if info.seq not in there], far)
-        newest_there = max(map(_age, far), default=(-1, ""))
+        due = self._due([info for info in sorted(near, key=by_age, reverse=True) if info.seq not in there], far)
+        newest_there = max(map(by_age, far), default=(-1, ""))
         stays = self.policy.keep([*far, *due])
-        return [info for i, info in enumerate(due) if info.id in stays or (i == 0 and _age(info) > newest_there)]
+        return [info for i, info in enumerate(due) if info.id in stays or (i == 0 and by_age(info) > newest_there)]
 
     def _due(self, candidates: Sequence[SnapshotInfo], far: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
         """Those of `candidates`, newest first, that are not too close to one of `far` or before them."""
         if self.every_n_steps is None and self.every_seconds is None:
             return list(candidates)
         due = []
-        taken = sorted(far, key=_age)
+        taken = sorted(far, key=by_age)
         for info in candidates:
             # Only neighbours count: a run that resumed from an older snapshot has the same steps once more.
-            place = bisect.bisect(taken, _age(info), key=_age)
+            place = bisect.bisect(taken, by_age(info), key=by_age)
             before = taken[place - 1] if place > 0 else None
             after = taken[place] if place < len(taken) else None
             if info.reason in ALWAYS_DUE or not (self._close(before, info) or self._close(info, after)):
@@ -513,7 +513,3 @@ class Rhythm:
         if self.every_seconds is not None:
             return 0 <= later.created - earlier.created < self.every_seconds  # below 0: the clock was set back
         return False
-
-
-def _age(info: SnapshotInfo) -> tuple[int, str]:
-    return info.seq, info.id

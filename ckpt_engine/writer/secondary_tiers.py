@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +29,14 @@ from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
-from ckpt_engine.store.storage.object_requests import asking
-from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
+from ckpt_engine.store.storage.object_requests import ask_apart
+from ckpt_engine.store.storage.watchdog import (
+    CallProgress,
+    Lane,
+    Signs,
+    WatchedSource,
+    WatchedStorage,
+)
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
 from ckpt_engine.writer.replicate import Gate, Replicator
@@ -83,7 +90,7 @@ class SecondaryTiers:
         self._primary_lacks: list[str] = []
         self._status = StatusWriter(nearest, holder, self.status, emit)
         self._started = self._stopping = self._finishing = False
-        self._surveys: list[Survey] | None = None
+        self._surveys: list[Future[Survey | None]] = []
         self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
 
     def _replicator(self, number: int) -> Replicator:
@@ -119,7 +126,7 @@ class SecondaryTiers:
             signs,
             gather,
         )
-        replicator = Replicator(tier, gate, self._emit, self._note)
+        replicator = Replicator(tier, gate, self._emit, self._note)  # `direct` refers to it
         return replicator
 
     def _gather(self, gate: Gate, progress: CallProgress) -> Gather | None:
@@ -144,30 +151,30 @@ class SecondaryTiers:
             say: the trainer waits, too: say so if it takes long.
             needed: the run is not known yet. Otherwise, and after `finish`, tiers that give no sign are left out.
         """
-        if self._surveys is not None or self._follows:
+        if self._surveys or self._follows:
             return
-        found = [Survey(replicator.tier.places.plain) for replicator in self._replicators]
-        for one in found:
-            threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
+        places = [replicator.tier.places.plain for replicator in self._replicators]
+        self._surveys = [ask_apart(partial(surveyed, place), "ckpt-survey") for place in places]
+        for survey in self._surveys:
+            survey.add_done_callback(lambda _: self._look())
+
+        def late() -> list[Replicator]:
+            return [of for one, of in zip(self._surveys, self._replicators, strict=True) if not one.done()]
 
         def enough() -> bool:
-            late = [of.silent for one, of in zip(found, self._replicators, strict=True) if not one.over]
-            return not late or ((self._finishing or not needed) and all(late))
+            return not late() or ((self._finishing or not needed) and all(one.silent for one in late()))
 
         began = time.monotonic()
         self._wait(enough, began + TELL_SECONDS)
         if say and not enough():
-            urls = ", ".join(one.storage.url for one in found if not one.over)
+            urls = ", ".join(one.tier.places.plain.url for one in late())
             text = f"waiting for {urls} to say which run this is, up to {SURVEY_SECONDS:.0f} s"
             self._emit(Notice("WARNING", f"{text}: {self._nearest.url} is empty"))
         self._wait(enough, began + SURVEY_SECONDS)
-        self._surveys = found
 
-    def _ask(self, one: Survey) -> None:
-        one.ask()
-        with self._changed:
-            one.over = True
-            self._changed.notify_all()
+    def _heard(self) -> list[Survey]:
+        """What the tiers have said by now that have answered the survey."""
+        return [found for one in self._surveys if one.done() and (found := one.result()) is not None]
 
     def join_run(self, repository: Repository, *, say: bool = False) -> Repository:
         """Before anything is written: make the nearest tier a place of the run that further tiers hold.
@@ -183,7 +190,7 @@ class SecondaryTiers:
         """
         if not self._follows and not repository.ids():
             self.survey(say=say)
-            known = [one.run for one in self._surveys or () if one.next_seq > 1 and one.run is not None]
+            known = [one.run for one in self._heard() if one.next_seq > 1 and one.run is not None]
             if known:
                 repository = adopt_run(known[0], repository.storage)
         repository.create_if_absent()
@@ -197,15 +204,14 @@ class SecondaryTiers:
         if self._follows:
             return 1
         self.survey(needed=False)
-        found = self._surveys or []
-        seq = max(one.next_seq for one in found)
-        return seq if all(one.answered for one in found) else seq + UNKNOWN_SEQ_GAP
+        found = self._heard()
+        seq = max((one.next_seq for one in found), default=1)
+        return seq if len(found) == len(self._surveys) else seq + UNKNOWN_SEQ_GAP
 
     def finish(self) -> None:
         """The trainer is about to end."""
-        with self._changed:
-            self._finishing = True
-            self._changed.notify_all()
+        self._finishing = True
+        self._look()
 
     def start(self) -> None:
         """Begin to copy; after `join_run`."""
@@ -319,8 +325,7 @@ class SecondaryTiers:
         self._stopping = True
         for replicator in self._replicators:
             replicator.stop()
-        with self._changed:
-            self._changed.notify_all()
+        self._look()
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> None:
         with self._changed:
@@ -331,31 +336,33 @@ class SecondaryTiers:
         """All tiers, nearest first."""
         return [self._primary.status(newest=self._newest), *(replicator.status() for replicator in self._replicators)]
 
-    def _note(self) -> None:
+    def _look(self) -> None:
+        """Have those who wait look whether they still have to."""
         with self._changed:
             self._changed.notify_all()
+
+    def _note(self) -> None:
+        self._look()
         self._status.note()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Survey:
-    """What a tier had to say at the start; all of it if `answered`, and nothing more comes once it is `over`."""
+    """What a tier has at the start: its run, if there is one, and a number that no snapshot reaches."""
 
-    storage: Storage
+    run: RunText | None
+    next_seq: int
+
+
+def surveyed(storage: Storage) -> Survey | None:
+    """Ask a tier. None: it fails, which is complained about when it is opened."""
+    repository = Repository(storage)
     run: RunText | None = None
-    next_seq: int = 1
-    answered: bool = False
-    over: bool = False
-
-    def ask(self) -> None:
-        """Ask it. A tier that fails is complained about when it is opened."""
-        repository = Repository(self.storage)
-        run: RunText | None = None
-        with suppress(CkptError), asking():
-            with suppress(FormatError, StorageMissingError):
-                run = RunText.of(repository)
-            next_seq = repository.next_seq()
-            self.run, self.next_seq, self.answered = run, next_seq, True
+    with suppress(CkptError):
+        with suppress(FormatError, StorageMissingError):
+            run = RunText.of(repository)
+        return Survey(run, repository.next_seq())
+    return None
 
 
 _DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)

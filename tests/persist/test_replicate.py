@@ -1,7 +1,8 @@
-"""The parts of a replicator: when it tries again, and the gate that bytes pass."""
+"""The parts of a replicator: the life of a tier, when it tries again, and the gate that bytes pass."""
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -9,7 +10,95 @@ import pytest
 
 from ckpt_engine.store.storage.base import Throttle, metered
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.replicate import PAUSES, CopyStoppedError, Gate
+from ckpt_engine.writer.replicate import NEXT, PAUSES, CopyStoppedError, Gate, Replicator, TierState
+from tests.persist.passing import let_time_pass_where_calls_hang
+from tests.persist.staged import WAIT_SECONDS
+from tests.persist.tiered import Run
+
+ROOT = Path(__file__).parents[2]
+Life = list[tuple[TierState, TierState]]
+
+
+@pytest.fixture
+def life(monkeypatch: pytest.MonkeyPatch) -> Life:
+    """All changes of state of all further tiers."""
+    seen: Life = []
+    change = Replicator.__setattr__
+
+    def noted(one: Replicator, name: str, value: object) -> None:
+        if name == "state" and "state" in vars(one):
+            assert isinstance(value, TierState)
+            seen.append((one.state, value))
+        change(one, name, value)
+
+    monkeypatch.setattr(Replicator, "__setattr__", noted)
+    return seen
+
+
+def test_the_page_has_the_table_of_states() -> None:
+    """Each state with those that may follow it; two of them are final, and every other one leads to an end."""
+    page = (ROOT / "docs/tiers.md").read_text()
+    rows = re.findall(r"^\| `([A-Z]+)` \|(.*)\|$", page, re.MULTILINE)
+    shown = {TierState[name]: {TierState[one] for one in re.findall(r"[A-Z]+", rest)} for name, rest in rows}
+    assert shown == NEXT
+    final = {state for state, following in NEXT.items() if not following}
+    assert final == {TierState.LEFT, TierState.ENDED}
+    assert all(TierState.ENDED in following for state, following in NEXT.items() if state not in final)
+
+
+def test_a_tier_rests_fails_and_copies_again(run: Run, life: Life) -> None:
+    """What it goes through is in the table, and it ends once."""
+    run.start()
+    run.save(1)
+    run.until_copied(1)
+    run.until_rest()
+    run.weather[run.far].down("put")
+    run.save(2)
+    run.state_of(run.far, "away")
+    run.weather[run.far].up()
+    run.until_copied(2)
+    run.close()
+    assert all(after in NEXT[before] for before, after in life)
+    for before, after in (("COPYING", "RESTING"), ("RESTING", "COPYING"), ("COPYING", "FAILED"), ("FAILED", "COPYING")):
+        assert (TierState[before], TierState[after]) in life
+    assert [after for _, after in life].count(TierState.ENDED) == 1
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_tier_that_hangs_goes_on_or_is_left(
+    run: Run, life: Life, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    """It is left only by a writer that ends."""
+    let_time_pass_where_calls_hang(monkeypatch)
+    run.start(drain_seconds=0.1)
+    run.save(1)
+    run.until_copied(1)
+    end = run.weather[run.far].hang("put")
+    run.save(2)
+    run.state_of(run.far, "hangs")
+    if comes_back:
+        end.set()
+        run.until_copied(2)
+        run.until_rest()
+    run.close()
+    end.set()
+    assert all(after in NEXT[before] for before, after in life)
+    assert (TierState.COPYING, TierState.HUNG) in life
+    assert life[-1][1] is (TierState.ENDED if comes_back else TierState.LEFT)
+
+
+@pytest.mark.parametrize("state", [TierState.LEFT, TierState.ENDED])
+def test_nothing_follows_an_end(run: Run, state: TierState) -> None:
+    """A change that the table does not have is a fault of the program."""
+    run.start()
+    assert run.client is not None
+    run.save(1)
+    (one,) = run.client._queue._persister._secondary._replicators  # type: ignore[union-attr]
+    run.close()
+    assert one.join(WAIT_SECONDS)
+    one.state = state
+    with pytest.raises(AssertionError, match="COPYING"):
+        one._go(TierState.COPYING, settled=False)
 
 
 def test_attempts_become_rarer_up_to_a_limit() -> None:

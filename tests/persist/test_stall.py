@@ -161,11 +161,10 @@ def test_a_caller_may_go_on_waiting() -> None:
     """`give_up` decides, and is asked again; a call that comes back is then like any other."""
     lane, end, asked = Lane("file:///x"), threading.Event(), []
 
-    def no(error: StorageStalledError) -> bool:
+    def no(error: StorageStalledError) -> None:
         asked.append(error)
         if len(asked) == 2:
             end.set()
-        return False
 
     with short():
         assert lane.call(hanging(end), give_up=no) == "late"

@@ -343,18 +343,21 @@ def test_signs_of_a_place_count_only_while_it_is_asked() -> None:
     signs = Signs(lambda: now[0])
     now[0] = 100.0
     assert signs.silent_seconds == 0.0
-    signs.asked()
-    now[0] = 105.0
-    signs.asked()
-    signs.tried()
-    assert signs.silent_seconds == 5.0
-    signs.answered()
-    assert signs.silent_seconds == 0.0
-    now[0] = 107.0
-    assert signs.silent_seconds == 2.0
-    signs.moved(10.0)
-    now[0] = 110.0
-    assert signs.silent_seconds == 0.0
-    signs.answered()
+
+    def another() -> None:
+        signs.tried()
+        assert signs.silent_seconds == 5.0
+
+    def one() -> None:
+        now[0] = 105.0
+        signs.during(another)
+        assert signs.silent_seconds == 0.0
+        now[0] = 107.0
+        assert signs.silent_seconds == 2.0
+        signs.moved(10.0)
+        now[0] = 110.0
+        assert signs.silent_seconds == 0.0
+
+    signs.during(one)
     now[0] = 200.0
     assert signs.silent_seconds == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -241,7 +242,8 @@ def test_a_load_does_not_wait_for_a_writer_that_was_killed_too(tmp_path: Path) -
         save(ckpt, 1)
     lease = lease_of_the_dead(LocalStorage(tmp_path))
     assert isinstance(lease, LocalLease)
-    lease._drop_in_child()
+    os.close(lease._fd)
+    lease._fd = -1
     with job(tmp_path) as late:
         assert late.load()["step"] == 1  # type: ignore[index]
         save(late, 2)

@@ -265,20 +265,11 @@ class _WrappedFolder(WrapperStorage):
 
     def __init__(self, inner: Storage, folder: Folder) -> None:
         super().__init__(inner)
-        self._folder = folder
         self.root = folder.root
-
-    def path(self, name: str) -> str:
-        return self._folder.path(name)
-
-    def make_folder(self, folder: str) -> None:
-        self._folder.make_folder(folder)
-
-    def settle(self, prefix: str) -> None:
-        self._folder.settle(prefix)
-
-    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[PartialFile], None]) -> None:
-        self._folder.receive(name, nbytes, token, fill)
+        self.path = folder.path
+        self.make_folder = folder.make_folder
+        self.settle = folder.settle
+        self.receive = folder.receive
 
 
 class MeteredStorage(WrapperStorage):

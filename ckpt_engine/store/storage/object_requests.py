@@ -26,12 +26,14 @@ import random
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from ckpt_engine.errors import (
@@ -43,6 +45,8 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.store import names
+
+T = TypeVar("T")
 
 
 def checked(name: str) -> str:
@@ -221,6 +225,21 @@ def asking() -> Iterator[None]:
         yield
     finally:
         _asking.reset(token)
+
+
+def ask_apart(question: Callable[[], T], name: str) -> Future[T]:
+    """The answer to a question, asked at once within `asking` on a thread of that name, which may hang for ever."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            with asking():
+                answer.set_result(question())
+        except BaseException as err:  # noqa: BLE001 - raised where the answer is looked at
+            answer.set_exception(err)
+
+    threading.Thread(target=ask, name=name, daemon=True).start()
+    return answer
 
 
 def is_asking() -> bool:

@@ -252,9 +252,7 @@ class FsspecStorage:
     def _is_stale(self, path: str) -> bool:
         try:
             age = time.time() - self._fs.modified(path).timestamp()
-        except FileNotFoundError:
-            return False
-        except NotImplementedError:
+        except (FileNotFoundError, NotImplementedError):
             return False
         return bool(age >= self.options.stale_upload_seconds)
 

@@ -172,11 +172,8 @@ class ObstoreStorage:
         key = self._key(name)
 
         def read() -> tuple[bytes, str] | None:
-            try:
-                found = _genuine(self._store().get(key))
-            except _MISSING as err:
-                if _no_bucket(err):
-                    raise
+            found = _there(lambda: _genuine(self._store().get(key)))
+            if found is None:
                 return None
             require_size(f"{self.url}/{name}", found.meta["size"], names.most_bytes(name))
             return bytes(found.bytes()), _version(found.meta)
@@ -281,12 +278,7 @@ class ObstoreStorage:
 
     def _head(self, key: str, *, patient: bool = True) -> Any:
         """What the store says of an object; None: there is none."""
-        try:
-            return _genuine(self._store(patient=patient).get(key, options={"head": True}))
-        except _MISSING as err:
-            if _no_bucket(err):
-                raise
-            return None
+        return _there(lambda: _genuine(self._store(patient=patient).get(key, options={"head": True})))
 
     def _writer_of(self, key: str, *, patient: bool = True) -> str | None:
         """The token of the put that wrote an object, "" if it has none; None: there is no object."""
@@ -331,11 +323,7 @@ class ObstoreStorage:
         ]
 
     def _remove(self, key: str) -> None:
-        try:
-            self._store().delete(key)
-        except _MISSING as err:
-            if _no_bucket(err):
-                raise
+        _there(lambda: self._store().delete(key))
 
     def _store(self, *, writing: bool = False, patient: bool = True) -> Any:
         """The client for such requests. One that uploads does not know whether bytes move: it has a limit in all."""
@@ -420,6 +408,16 @@ def _condition(version: str) -> dict[str, str]:
 def _status(error: BaseException) -> int:
     found = _STATUS.search(str(error))
     return int(found[1]) if found else 0
+
+
+def _there(ask: Callable[[], _T]) -> _T | None:
+    """What `ask` answers of an object; None: there is no such object, although there is the bucket."""
+    try:
+        return ask()
+    except _MISSING as err:
+        if _no_bucket(err):
+            raise
+        return None
 
 
 def _no_bucket(error: BaseException) -> str | None:

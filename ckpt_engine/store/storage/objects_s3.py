@@ -89,7 +89,7 @@ class S3Storage:
             versions=self,
             prepare=self.prepare,
             server_seconds=self.server_seconds,
-            encrypted=self.encrypted,
+            encrypted=lambda: self._calls.encrypted,
         )
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
@@ -116,7 +116,8 @@ class S3Storage:
         if nbytes is not None and nbytes <= 0:
             return b""
         try:
-            return self._calls.run(self._get(name, start, nbytes), "read", name)
+            read = self._get_verified if self._calls.verifying else self._read
+            return self._calls.run(read(name, start, nbytes), "read", name)
         except StorageMissingError as err:
             raise StorageMissingError(f"no object {self.url}/{name}", hint=err.hint) from err
 
@@ -152,10 +153,6 @@ class S3Storage:
             return now.timestamp() if now else None
 
         return self._calls.run(ask(), "read", "")
-
-    def encrypted(self) -> bool:
-        """Whether the channel protects the bytes."""
-        return self._calls.encrypted
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
         """A small object and its version, None if there is none. For `replace`."""
@@ -301,11 +298,6 @@ class S3Storage:
                     raise
 
     # Reading
-
-    async def _get(self, name: str, start: int, nbytes: int | None) -> bytes:
-        if not self._calls.verifying:
-            return await self._read(name, start, nbytes)
-        return await self._get_verified(name, start, nbytes)
 
     async def _get_verified(self, name: str, start: int, nbytes: int | None) -> bytes:
         """Small objects steer what is kept and what is deleted: they have to match the store's own digest.

@@ -28,7 +28,7 @@ class AbandonedError(Exception):
 
 
 class CallProgress:
-    """When the call under way got on last. Any thread.
+    """When what was asked of a place has given a sign last. Any thread.
 
     Args:
         clock: monotonic seconds.
@@ -36,10 +36,13 @@ class CallProgress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._deadline = 0.0
+        self._lock = threading.Lock()
+        self._open = 0
+        """Requests without an answer."""
+        self._last = clock()
+        """The last sign, or the end of a rest that was announced with it."""
         self.abandoned = False
         """Whether the caller has stopped waiting."""
-        self.begin()
 
     def begin(self) -> None:
         """A new call begins."""
@@ -48,19 +51,24 @@ class CallProgress:
 
     def moved(self, rest_seconds: float = 0.0) -> None:
         """It got on, and may now rest for so long before its time begins to count."""
-        self._deadline = self._clock() + rest_seconds + STALL_SECONDS
+        self._last = self._clock() + rest_seconds
 
     def stopped(self, seconds: float) -> None:
         """The whole process stood still for so long, as by SIGSTOP or in a frozen container: that is no call's time."""
-        self._deadline += seconds
+        self._last += seconds
 
     def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
         """The answer to a request, which may take so long without a sign."""
-        self._deadline = self._clock() + rest_seconds + STALL_SECONDS
+        with self._lock:
+            if not self._open or rest_seconds:
+                self._last = self._clock() + rest_seconds
+            self._open += 1
         try:
             return request()
         finally:
-            self._deadline = self._clock() + STALL_SECONDS
+            with self._lock:
+                self._open -= 1
+                self._last = self._clock()
 
     def tried(self) -> None:
         """A request is tried again, without having moved anything."""
@@ -77,48 +85,19 @@ class CallProgress:
 
     def left(self) -> float:
         """Seconds until the call counts as hanging."""
-        return self._deadline - self._clock()
-
-
-class Signs(CallProgress):
-    """Whether a place has anything to say to what it is asked now. Any thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._open = 0
-        self._last = clock()
-        self._lock = threading.Lock()
-        super().__init__(clock)
-
-    def moved(self, rest_seconds: float = 0.0) -> None:
-        self._last = self._clock() + rest_seconds
-
-    def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
-        self.asked(rest_seconds)
-        try:
-            return request()
-        finally:
-            self.answered()
-
-    def asked(self, rest_seconds: float = 0.0) -> None:
-        """A request begins, which may take so long without a sign."""
-        with self._lock:
-            if not self._open or rest_seconds:
-                self.moved(rest_seconds)
-            self._open += 1
-
-    def answered(self) -> None:
-        """A request has ended."""
-        with self._lock:
-            self._open -= 1
-            self.moved()
-
-    def tried(self) -> None:
-        """That is no sign of the place."""
+        return self._last + STALL_SECONDS - self._clock()
 
     @property
     def silent_seconds(self) -> float:
         """How long it has left a request without a sign; 0: there is none."""
         return max(0.0, self._clock() - self._last) if self._open else 0.0
+
+
+class Signs(CallProgress):
+    """Whether a place has anything to say to what it is asked now: another try is no sign of it. Any thread."""
+
+    def tried(self) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -170,14 +149,13 @@ class Lane:
         work: Callable[[], T],
         *,
         left: Callable[[BaseException | None], object] | None = None,
-        give_up: Callable[[StorageStalledError], bool] = lambda _: True,
+        give_up: Callable[[StorageStalledError], Exception | None] = lambda error: error,
     ) -> T:
         """The result of `work`, which runs on a thread of its own.
 
         Args:
-            left: called once, if `StorageStalledError` is raised for this call, when it has ended after all; on its
-                thread, with its error.
-            give_up: asked again and again while `work` hangs whether to leave it behind.
+            left: called once, if this call is left behind, when it has ended after all; on its thread, with its error.
+            give_up: asked again and again while `work` hangs what to raise and so to leave it behind; None: nothing.
 
         Raises:
             StorageStalledError: `work` did not get on for `STALL_SECONDS` and still runs, or an earlier call does.
@@ -214,7 +192,7 @@ class Lane:
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, call: _Call, give_up: Callable[[StorageStalledError], bool]) -> None:
+    def _wait(self, call: _Call, give_up: Callable[[StorageStalledError], Exception | None]) -> None:
         while True:
             with self._changed:
                 if call.done:
@@ -227,8 +205,8 @@ class Lane:
                     if late > _LOOK_SECONDS:
                         self.progress.stopped(late)
                     continue
-            error = self._error(call)
-            if give_up(error):  # without the lock: it may emit events
+            error = give_up(self._error(call))  # without the lock: it may emit events
+            if error is not None:
                 if self._leave(call):
                     raise error
                 return
@@ -385,25 +363,22 @@ class WatchedSource(CallProgress):
 
     def __init__(self, storage: Storage, progress: CallProgress) -> None:
         super().__init__()
-        self._lock = threading.Lock()
-        self._age = 0
-        """Reads that began at an earlier age were left behind."""
-        self._reads = self._left_reads = 0
+        self._reads = set[object]()
+        self._left = set[object]()
+        """Those of the reads that were left behind."""
         self.storage: Storage = WatchedStorage(WatchedStorage(storage, progress), self)
         self.repository = Repository(self.storage)
 
     def leave(self) -> bool:
         """If reads are under way that were not left before: they end with `AbandonedError`; whether there are any."""
         with self._lock:
-            if self._reads == self._left_reads:
-                return False
-            self._left_reads = self._reads
-            self._age += 1
-            return True
+            hanging = self._reads - self._left
+            self._left |= hanging
+        return bool(hanging)
 
     def usable(self) -> bool:
         """Whether no read hangs that was left behind."""
-        return self._left_reads == 0
+        return not self._left
 
     def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:  # noqa: ARG002 - `progress` counts
         """The answer to a read.
@@ -411,16 +386,15 @@ class WatchedSource(CallProgress):
         Raises:
             AbandonedError: it was left behind meanwhile.
         """
-        with self._lock:
-            self._reads += 1
-            age = self._age
+        read = object()
+        self._reads.add(read)
         try:
             return request()
         finally:
             with self._lock:
-                left = age != self._age
-                self._reads -= 1
-                self._left_reads -= left
+                self._reads.remove(read)
+                left = read in self._left
+                self._left.discard(read)
             if left:
                 raise AbandonedError
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 import xxhash
 
+from ckpt_engine.probe.memory import MEMORY, elements, places, words
 from ckpt_engine.state.sharding import here, is_wrapper
 
 WHOLE_BYTES = 4096
-WORDS = 64
 _DEEPEST = 8
 _MOST_ITEMS = 256
+_MOST_KEPT = 512
+_STRIDED = torch.strided
+_NAMES, _SEQUENCES = (str, int), (list, tuple)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
@@ -26,49 +30,71 @@ def digest_of(batch: Any, before: int = 0) -> int:
         before: of the batches before it.
     """
     parts: list[Any] = []
-    _add(parts, batch, 0)
+    _adder(type(batch))(parts, batch, 0)
     return xxhash.xxh3_64_intdigest(b"".join(parts), before)
 
 
-def _add(parts: list[Any], value: Any, depth: int) -> None:
-    if isinstance(value, torch.Tensor):
-        parts.append(f"{value.dtype}{value.shape}".encode())
-        _add_tensor(parts, here(value))
-    elif isinstance(value, np.ndarray):
-        parts.append(f"{value.dtype}{value.shape}".encode())
-        if value.dtype.kind not in "OV":
-            whole = np.ascontiguousarray(value)
-            _add_memory(parts, whole.ctypes.data, whole.nbytes)
-    elif isinstance(value, _VALUES):
-        parts.append(repr(value).encode("utf-8", "surrogatepass"))
-    elif depth < _DEEPEST:
+@lru_cache(_MOST_KEPT)
+def _adder(kind: type) -> Callable[[list[Any], Any, int], None]:
+    if issubclass(kind, torch.Tensor):
+        return _add_tensor
+    if issubclass(kind, np.ndarray):
+        return _add_array
+    return _add_value if issubclass(kind, _VALUES) else _add_items
+
+
+def _add_value(parts: list[Any], value: Any, _: int) -> None:
+    parts.append(repr(value).encode("utf-8", "surrogatepass"))
+
+
+def _add_items(parts: list[Any], value: Any, depth: int) -> None:
+    if depth < _DEEPEST:
         parts.append(type(value).__qualname__.encode())
         for name, one in _items_of(value):
-            parts.append(repr(name).encode("utf-8", "surrogatepass"))
-            _add(parts, one, depth + 1)
+            parts.append(_text(name))
+            _adder(type(one))(parts, one, depth + 1)
 
 
-def _items_of(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, list | tuple):
-        items: Any = enumerate(value)
-    else:
-        # A mapping that is no dict has one within, such as the batch of a tokenizer.
-        items = dict.items(value if isinstance(value, dict) else getattr(value, "__dict__", {}))
-    return [(name if isinstance(name, str | int) else type(name), one) for name, one in islice(items, _MOST_ITEMS)]
+def _add_tensor(parts: list[Any], value: torch.Tensor, depth: int) -> None:
+    if value.is_nested:  # it has no shape
+        return _add_items(parts, value.unbind(), depth)
+    parts.append(_form(value.dtype, value.shape))
+    if type(value) is not torch.Tensor and is_wrapper(value := here(value)):
+        return None
+    if not value.is_cpu or value.layout is not _STRIDED:
+        return None
+    address, nbytes = value.data_ptr(), value.nbytes
+    if address and nbytes and not value.is_contiguous():
+        parts.append(_some(elements(value)))
+    elif address:
+        parts.append(MEMORY[address : address + nbytes] if nbytes <= WHOLE_BYTES else words(address, nbytes))
 
 
-def _add_tensor(parts: list[Any], tensor: torch.Tensor) -> None:
-    if is_wrapper(tensor) or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
-        return
-    whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-    if address := whole.data_ptr():
-        _add_memory(parts, address, whole.nbytes)
+def _add_array(parts: list[Any], value: np.ndarray[Any, Any], _: int) -> None:
+    parts.append(_form(value.dtype, value.shape))
+    if value.dtype.kind not in "OV":
+        parts.append(_some(np.asarray(value)))
 
 
-def _add_memory(parts: list[Any], address: int, nbytes: int) -> None:
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    if nbytes > WHOLE_BYTES:
-        apart = nbytes // WORDS // 8 * 8
-        parts.append(np.ndarray((WORDS,), np.uint64, memoryview(memory), 0, (apart,)).tobytes())
-    else:
-        parts.append(memory.raw)
+def _some(array: np.ndarray[Any, Any]) -> bytes:
+    if array.nbytes <= WHOLE_BYTES:
+        return array.tobytes()
+    return array.flat[places(array.nbytes, array.itemsize)].tobytes()
+
+
+@lru_cache(_MOST_KEPT)
+def _form(dtype: object, shape: tuple[int, ...]) -> bytes:
+    return f"{dtype}{shape}".encode()
+
+
+@lru_cache(_MOST_KEPT, typed=True)
+def _text(name: object) -> bytes:
+    return repr(name).encode("utf-8", "surrogatepass")
+
+
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, _SEQUENCES):
+        return enumerate(islice(value, _MOST_ITEMS))
+    # A mapping that is no dict has one within, such as the batch of a tokenizer.
+    items = dict.items(value if isinstance(value, dict) else getattr(value, "__dict__", {}))
+    return [(name if isinstance(name, _NAMES) else type(name), one) for name, one in islice(items, _MOST_ITEMS)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -11,13 +11,12 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt_engine.probe.memory import MEMORY, elements, places, words
+from ckpt_engine.probe.memory import MEMORY, PLAIN, WORDS, elements, words
 from ckpt_engine.state.sharding import here, is_wrapper
 
 WHOLE_BYTES = 4096
 _DEEPEST = 8
 _MOST_ITEMS = 256
-_MOST_KEPT = 512
 _STRIDED = torch.strided
 _NAMES, _SEQUENCES = (str, int), (list, tuple)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -30,66 +29,51 @@ def digest_of(batch: Any, before: int = 0) -> int:
         before: of the batches before it.
     """
     parts: list[Any] = []
-    _adder(type(batch))(parts, batch, 0)
+    _add(parts, batch, 0)
     return xxhash.xxh3_64_intdigest(b"".join(parts), before)
 
 
-@lru_cache(_MOST_KEPT)
-def _adder(kind: type) -> Callable[[list[Any], Any, int], None]:
-    if issubclass(kind, torch.Tensor):
-        return _add_tensor
-    if issubclass(kind, np.ndarray):
-        return _add_array
-    return _add_value if issubclass(kind, _VALUES) else _add_items
-
-
-def _add_value(parts: list[Any], value: Any, _: int) -> None:
-    parts.append(repr(value).encode("utf-8", "surrogatepass"))
-
-
-def _add_items(parts: list[Any], value: Any, depth: int) -> None:
-    if depth < _DEEPEST:
-        parts.append(type(value).__qualname__.encode())
+def _add(parts: list[Any], value: Any, depth: int) -> None:
+    kind = type(value)
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        if value.is_nested:  # it has no shape
+            value = value.unbind()
+        else:
+            parts.append(_form(value.dtype, value.shape))
+            _add_tensor(parts, value if kind is torch.Tensor else here(value))
+            return
+    if isinstance(value, np.ndarray):
+        parts.append(_form(value.dtype, value.shape))
+        if value.dtype.kind not in "OV":
+            parts.append(_some(np.asarray(value)))
+    elif isinstance(value, _VALUES):
+        parts.append(repr(value).encode("utf-8", "surrogatepass"))
+    elif depth < _DEEPEST:
+        parts.append(kind.__qualname__.encode())
         for name, one in _items_of(value):
-            parts.append(_text(name))
-            _adder(type(one))(parts, one, depth + 1)
+            parts.append(repr(name).encode("utf-8", "surrogatepass"))
+            _add(parts, one, depth + 1)
 
 
-def _add_tensor(parts: list[Any], value: torch.Tensor, depth: int) -> None:
-    if value.is_nested:  # it has no shape
-        return _add_items(parts, value.unbind(), depth)
-    parts.append(_form(value.dtype, value.shape))
-    if type(value) is not torch.Tensor and is_wrapper(value := here(value)):
-        return None
-    if not value.is_cpu or value.layout is not _STRIDED:
-        return None
-    address, nbytes = value.data_ptr(), value.nbytes
-    if address and nbytes and not value.is_contiguous():
-        parts.append(_some(elements(value)))
-    elif address:
-        parts.append(MEMORY[address : address + nbytes] if nbytes <= WHOLE_BYTES else words(address, nbytes))
-
-
-def _add_array(parts: list[Any], value: np.ndarray[Any, Any], _: int) -> None:
-    parts.append(_form(value.dtype, value.shape))
-    if value.dtype.kind not in "OV":
-        parts.append(_some(np.asarray(value)))
-
-
-def _some(array: np.ndarray[Any, Any]) -> bytes:
-    if array.nbytes <= WHOLE_BYTES:
-        return array.tobytes()
-    return array.flat[places(array.nbytes, array.itemsize)].tobytes()
-
-
-@lru_cache(_MOST_KEPT)
+@lru_cache(256)
 def _form(dtype: object, shape: tuple[int, ...]) -> bytes:
     return f"{dtype}{shape}".encode()
 
 
-@lru_cache(_MOST_KEPT, typed=True)
-def _text(name: object) -> bytes:
-    return repr(name).encode("utf-8", "surrogatepass")
+def _add_tensor(parts: list[Any], tensor: torch.Tensor) -> None:
+    if type(tensor) not in PLAIN and is_wrapper(tensor):
+        return
+    if tensor.is_cpu and tensor.layout is _STRIDED and (address := tensor.data_ptr()):
+        nbytes = tensor.nbytes
+        if not tensor.is_contiguous():
+            parts.append(_some(elements(tensor)))
+        else:
+            parts.append(MEMORY[address : address + nbytes] if nbytes <= WHOLE_BYTES else words(address, nbytes))
+
+
+def _some(array: np.ndarray[Any, Any]) -> bytes:
+    apart = array.nbytes // (WORDS * max(8, array.itemsize)) if array.nbytes > WHOLE_BYTES else 1
+    return array.flat[:: apart or 1].tobytes()
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:

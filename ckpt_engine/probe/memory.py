@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,15 @@ _ALL = ctypes.c_char * sys.maxsize
 MEMORY = _ALL.from_address(0)
 """All of it: a slice from one address to another is a copy of these bytes. Who reads keeps the memory alive."""
 WORDS = 64
-_WORD_BYTES = 8
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensors of these types, and of no other, have memory themselves."""
 _MT19937_BYTES = 624 * 4 + 4
 
 
 def words(address: int, nbytes: int) -> bytes:
     """`WORDS` words of memory, as far from each other as can be."""
     memory: Any = _ALL.from_address(address)
-    return np.ndarray((WORDS,), np.uint64, memory, 0, (_apart(nbytes),)).tobytes()
+    return np.ndarray((WORDS,), np.uint64, memory, 0, (nbytes // WORDS // 8 * 8,)).tobytes()
 
 
 def elements(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -41,14 +41,3 @@ def numpy_stream() -> bytes | None:
         return None
     address = generator.ctypes.state_address
     return MEMORY[address : address + _MT19937_BYTES]
-
-
-@lru_cache(64)
-def places(nbytes: int, itemsize: int) -> np.ndarray[Any, Any]:
-    """Which elements of an array `words` would read if it had all of them in order."""
-    first = np.arange(WORDS) * _apart(nbytes) // itemsize
-    return (first[:, None] + np.arange(max(1, _WORD_BYTES // itemsize))).ravel()
-
-
-def _apart(nbytes: int) -> int:
-    return nbytes // WORDS // _WORD_BYTES * _WORD_BYTES

@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -160,19 +161,20 @@ class FlightRecorder:
             return
         self._calls += 1
         self._number += 1
+        rates = [rate if type(rate := group.get("lr")) is float else _number(rate) for group in optimizer.param_groups]
         words = sampler.look(self._calls)  # which may make another plan
         row = Row(
-            number=self._number,
-            calls=self._calls,
-            step=self._step + 1,
-            optimizer=sampler.checksum,
-            plan=sampler.plan,
-            batch=self._batch,
-            stream=_torch_stream(),
-            streams=0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
-            rates=sampler.rates(),
-            time=time.time(),
-            words=words,
+            self._number,
+            self._calls,
+            self._step + 1,
+            sampler.checksum,
+            sampler.plan,
+            self._batch,
+            _torch_stream(),
+            0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
+            xxhash.xxh3_64_intdigest(array("d", rates)),
+            time.time(),
+            words,
         )
         self._batch = 0
         comparison = self._comparison
@@ -196,6 +198,13 @@ class FlightRecorder:
         sampler = next(one for one in self._samplers.values() if one.checksum == row.optimizer)
         named = {id(p): f"{key}.{name}" for key, m in self._modules().items() for name, p in m.named_parameters()}
         return sampler.names(row.calls, named)
+
+
+def _number(rate: Any) -> float:
+    """A learning rate; 0.0 where reading it would wait for a device."""
+    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+        return 0.0
+    return float(rate or 0.0)
 
 
 def _torch_stream() -> int:

@@ -17,15 +17,15 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
-from ckpt_engine.probe.memory import MEMORY, elements
+from ckpt_engine.probe.memory import MEMORY, PLAIN, elements
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.rows import CHUNK_BYTES
 
 EACH_WAY = 2
 """So many parameters are looked at in turn, and as many by size."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_APART = 32
+"""A chunk begins at a multiple of so many bytes."""
 _ONLY: Sequence[Any] = (None,)
-_MASK = (1 << 64) - 1
 
 
 class Sampler:
@@ -42,11 +42,9 @@ class Sampler:
         self.plan = 0
         """A digest of the sizes of all parameters: with another one the same step looks at other words."""
         self._counts: list[int] = []
-        self._where: list[tuple[int, int]] = []
+        self._begins: list[int] = []
         self._ends: list[int] = []
         self._keys: list[tuple[int, Sequence[Any]]] = []
-        self._rates: list[float] = []
-        self._rates_digest = 0
 
     def look(self, calls: int) -> bytes:
         """The words of this step, in chunks of `CHUNK_BYTES`.
@@ -71,13 +69,6 @@ class Sampler:
                 found.append((called, str(tensor.dtype).removeprefix("torch.")))
         return found
 
-    def rates(self) -> int:
-        """A digest of the learning rates."""
-        now = [_number(group.get("lr")) for group in self.optimizer.param_groups]
-        if now != self._rates:
-            self._rates, self._rates_digest = now, xxhash.xxh3_64_intdigest(repr(now).encode())
-        return self._rates_digest
-
     def _tensors(self, calls: int) -> Iterator[tuple[Any, Any, Any, int]]:
         """Those of this step: each with its parameter, its name in what is known of that, and a draw for its words."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
@@ -85,12 +76,11 @@ class Sampler:
             self._make_plan()
         ends, begin, count = self._ends, calls * EACH_WAY, len(self._ends)
         for slot in range(begin, begin + EACH_WAY) if ends else ():
-            draw = slot * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019 & _MASK
-            draw = (draw ^ draw >> 29) * 0xBF58476D1CE4E5B9 & _MASK
-            by_size = bisect.bisect_right(ends, (draw >> 20) % ends[-1])
-            for number, turn in ((slot % count, slot // count), (by_size, draw >> 10)):
-                group, index = self._where[number]
-                parameter = groups[group]["params"][index]
+            draw = xxhash.xxh3_64_intdigest(slot.to_bytes(8, "little"))
+            by_size = bisect.bisect_right(ends, draw % ends[-1])
+            for number, turn in ((slot % count, slot // count), (by_size, draw >> 40)):
+                group = bisect.bisect_right(self._begins, number) - 1
+                parameter = groups[group]["params"][number - self._begins[group]]
                 known = state.get(parameter)
                 if not isinstance(known, dict):
                     known = {}
@@ -104,7 +94,7 @@ class Sampler:
     def _make_plan(self) -> None:
         groups = self.optimizer.param_groups
         self._counts = [len(group["params"]) for group in groups]
-        self._where = [(g, i) for g, group in enumerate(groups) for i in range(len(group["params"]))]
+        self._begins = [0, *itertools.accumulate(self._counts)]
         sizes = [_size_of(here(one)) for group in groups for one in group["params"]]
         self._ends, self._keys = list(itertools.accumulate(sizes)), [(0, _ONLY)] * len(sizes)
         self.plan = xxhash.xxh3_64_intdigest(repr((self.name, self._counts, sizes)).encode())
@@ -122,15 +112,6 @@ def _moments(parameter: Any, known: Mapping[Any, Any]) -> Sequence[Any]:
     return [None, *sorted(found, key=str)]
 
 
-def _number(rate: Any) -> float:
-    """A learning rate; 0.0 where reading it would wait for a device."""
-    if type(rate) is float:
-        return rate
-    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
-        return 0.0
-    return float(rate or 0.0)
-
-
 def chunk_of(tensor: Any, draw: int) -> bytes | None:
     """Neighbouring elements of `CHUNK_BYTES` bytes in all, filled up with zeros; None: they cannot be read here.
 
@@ -139,14 +120,13 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
     Args:
         draw: which ones, any number.
     """
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor = here(tensor)
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    count = nbytes // CHUNK_BYTES
-    start = draw % count * CHUNK_BYTES if count else 0
-    end = start + CHUNK_BYTES if count else nbytes
+    start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0
+    end = min(nbytes, start + CHUNK_BYTES)
     if not address:
         words = b""
     elif tensor.is_contiguous():

@@ -25,7 +25,6 @@ EACH_WAY = 2
 """So many parameters are looked at in turn, and as many by size."""
 _APART = 32
 """A chunk begins at a multiple of so many bytes."""
-_ONLY: Sequence[Any] = (None,)
 
 
 class Sampler:
@@ -96,7 +95,7 @@ class Sampler:
         self._counts = [len(group["params"]) for group in groups]
         self._begins = [0, *itertools.accumulate(self._counts)]
         sizes = [_size_of(here(one)) for group in groups for one in group["params"]]
-        self._ends, self._keys = list(itertools.accumulate(sizes)), [(0, _ONLY)] * len(sizes)
+        self._ends, self._keys = list(itertools.accumulate(sizes)), [(0, [None])] * len(sizes)
         self.plan = xxhash.xxh3_64_intdigest(repr((self.name, self._counts, sizes)).encode())
 
 

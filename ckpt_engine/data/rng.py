@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from ckpt_engine.probe.memory import numpy_stream
+from ckpt_engine.probe.raw_memory import numpy_stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt_engine.probe.memory import MEMORY, PLAIN, WORDS, elements, words
+from ckpt_engine.probe.raw_memory import MEMORY, PLAIN, WORDS, elements, words
 from ckpt_engine.state.sharding import here, is_wrapper
 
 WHOLE_BYTES = 4096

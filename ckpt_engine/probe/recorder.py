@@ -24,7 +24,7 @@ from ckpt_engine.copy.host_memory import shared_memory
 from ckpt_engine.errors import ReplayError
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.batch import digest_of
-from ckpt_engine.probe.memory import MEMORY, numpy_stream
+from ckpt_engine.probe.raw_memory import MEMORY, numpy_stream
 from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.store import names

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
-from ckpt_engine.probe.memory import MEMORY, PLAIN, elements
+from ckpt_engine.probe.raw_memory import MEMORY, PLAIN, elements
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.rows import CHUNK_BYTES
 

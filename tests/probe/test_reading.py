@@ -123,7 +123,7 @@ def test_a_tensor_that_is_exchanged_is_followed(change: Callable[[Any, dict[str,
         for parameter in group["params"]:
             change(parameter, optimizer.state[parameter])
     after = [sampler.look(step) for step in STEPS]
-    if change not in (_smaller, _none):  # which words are looked at is chosen anew with the parameters only
+    if change not in (_smaller, _none):  # other words are chosen with other parameters only
         fresh = Sampler(optimizer, "optimizer")
         assert after == [fresh.look(step) for step in STEPS]
     assert after != before

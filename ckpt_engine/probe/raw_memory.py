@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 _ALL = ctypes.c_char * sys.maxsize
-MEMORY = _ALL.from_address(0)
+MEMORY: Any = _ALL.from_address(0)
 """All of it: a slice from one address to another is a copy of these bytes. Who reads keeps the memory alive."""
 WORDS = 64
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -40,4 +40,4 @@ def numpy_stream() -> bytes | None:
     if not isinstance(generator, np.random.MT19937):
         return None
     address = generator.ctypes.state_address
-    return MEMORY[address : address + _MT19937_BYTES]
+    return bytes(MEMORY[address : address + _MT19937_BYTES])

@@ -29,6 +29,7 @@ NAMES = (
     "ranks",
     "incremental",
     "listing",
+    "recorder",
     "cuda",
     "codecs",
 )

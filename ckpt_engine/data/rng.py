@@ -8,7 +8,6 @@ The random streams of a rank that did not exist, made from those that were saved
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import struct
@@ -18,6 +17,8 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+
+from ckpt_engine.probe.raw_memory import numpy_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,6 @@ RngState = dict[str, Any]
 
 _ACCELERATORS = ("cuda", "xpu")
 _MT19937 = "MT19937"
-_MT19937_STRUCT_BYTES = 624 * 4 + 4
 _numpy_memo: tuple[bytes, dict[str, Any]] | None = None
 
 
@@ -164,7 +164,7 @@ def probe() -> tuple[object, ...]:
 
     Drawing the second of a pair of legacy numpy normals goes unseen: it moves nothing but a cached number.
     """
-    numpy = _numpy_memory()
+    numpy = numpy_stream()
     return (
         random.getstate(),
         _capture_numpy() if numpy is None else numpy,
@@ -243,20 +243,12 @@ def _capture_numpy() -> dict[str, Any]:
     # half a microsecond and mostly shows that numpy was not used. With a cached normal the words alone would not do:
     # it can be consumed without moving them, so such a state is never remembered.
     global _numpy_memo
-    memory, memo = _numpy_memory(), _numpy_memo
+    memory, memo = numpy_stream(), _numpy_memo
     if memo is not None and memory == memo[0]:
         return memo[1]
     encoded = encode_numpy(np.random.get_state(legacy=False))
     _numpy_memo = None if memory is None or encoded.get("has_gauss") else (memory, encoded)
     return encoded
-
-
-def _numpy_memory() -> bytes | None:
-    """The raw state of numpy's global generator, or None if it is not the usual one."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_STRUCT_BYTES)
 
 
 def _encode_value(value: Any) -> Any:

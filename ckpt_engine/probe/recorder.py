@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckpt_engine.copy.host_memory import shared_memory
 from ckpt_engine.errors import ReplayError
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.batch import digest_of
+from ckpt_engine.probe.raw_memory import MEMORY, numpy_stream
 from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.store import names
@@ -31,7 +33,9 @@ from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring, Row
 NOTE = "replay"
 """The note of a snapshot that says how many steps were recorded."""
 _OTHER_STREAMS_EACH = 16
-"""Python's and numpy's streams take longer to read than torch's."""
+"""Python's stream takes longer to read than torch's."""
+VERSION = 2
+"""What a row has: rows of another version cannot be compared."""
 
 
 class FlightRecorder:
@@ -63,7 +67,7 @@ class FlightRecorder:
         self.rank = rank
         self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), rank)
         self.about = {
-            "version": 1,
+            "version": VERSION,
             "world": size,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -135,6 +139,7 @@ class FlightRecorder:
         if saved["world"] != self.about["world"]:
             self._why = f"{self.about['world']} processes go on where {saved['world']} were"
             return
+        earlier = [life for life in earlier if life.about.get("version") == VERSION]
         self._why = "no step was repeated" if earlier else "no earlier process has left a record"
         expected = steps_behind(earlier, self._calls)
         if expected:
@@ -156,20 +161,20 @@ class FlightRecorder:
             return
         self._calls += 1
         self._number += 1
-        rates = [_number(group.get("lr")) for group in optimizer.param_groups]
+        rates = [rate if type(rate := group.get("lr")) is float else _number(rate) for group in optimizer.param_groups]
         words = sampler.look(self._calls)  # which may make another plan
         row = Row(
-            number=self._number,
-            calls=self._calls,
-            step=self._step + 1,
-            optimizer=sampler.checksum,
-            plan=sampler.plan,
-            batch=self._batch,
-            stream=_torch_stream(),
-            streams=0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
-            rates=xxhash.xxh3_64_intdigest(repr(rates).encode()),
-            time=time.time(),
-            words=words,
+            self._number,
+            self._calls,
+            self._step + 1,
+            sampler.checksum,
+            sampler.plan,
+            self._batch,
+            _torch_stream(),
+            0 if self._calls % _OTHER_STREAMS_EACH else _other_streams(),
+            xxhash.xxh3_64_intdigest(array("d", rates)),
+            time.time(),
+            words,
         )
         self._batch = 0
         comparison = self._comparison
@@ -203,12 +208,11 @@ def _number(rate: Any) -> float:
 
 
 def _torch_stream() -> int:
-    state: Any = torch.get_rng_state().numpy()
-    return xxhash.xxh3_64_intdigest(state)
+    state = torch.get_rng_state()
+    address = state.data_ptr()
+    return xxhash.xxh3_64_intdigest(MEMORY[address : address + state.nbytes])
 
 
 def _other_streams() -> int:
-    legacy: Any = np.random.get_state()
-    hasher = xxhash.xxh3_64(legacy[1].tobytes())
-    hasher.update(repr((legacy[0], legacy[2:], hash(random.getstate()[1]))).encode())
-    return hasher.intdigest()
+    numpy = numpy_stream() or repr(np.random.get_state()).encode()
+    return xxhash.xxh3_64_intdigest(numpy, hash(random.getstate()[1]) % 2**64)

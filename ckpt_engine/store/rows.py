@@ -15,8 +15,8 @@ from ckpt_engine.store import container, names
 from ckpt_engine.store.storage.base import Storage
 
 ROW_BYTES = 512
-CHUNK_BYTES = 32
-MOST_CHUNKS = 12
+CHUNK_BYTES = 96
+MOST_CHUNKS = 4
 ROWS = 4096
 """So many of the newest rows are in memory; a file has at least these."""
 KEPT_FILES = 4

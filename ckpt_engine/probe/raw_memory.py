@@ -1,0 +1,43 @@
+"""Reads the memory of this process where it is: a few bytes of a tensor without a call of torch for each of them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALL = ctypes.c_char * sys.maxsize
+MEMORY: Any = _ALL.from_address(0)
+"""All of it: a slice from one address to another is a copy of these bytes. Who reads keeps the memory alive."""
+WORDS = 64
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensors of these types, and of no other, have memory themselves."""
+_MT19937_BYTES = 624 * 4 + 4
+
+
+def words(address: int, nbytes: int) -> bytes:
+    """`WORDS` words of memory, as far from each other as can be."""
+    memory: Any = _ALL.from_address(address)
+    return np.ndarray((WORDS,), np.uint64, memory, 0, (nbytes // WORDS // 8 * 8,)).tobytes()
+
+
+def elements(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A strided tensor as an array over the same memory, whatever its dtype is; `flat` has its elements in order."""
+    size = tensor.itemsize
+    memory: Any = _ALL.from_address(tensor.data_ptr())
+    return np.ndarray(tuple(tensor.shape), f"V{size}", memory, 0, [size * stride for stride in tensor.stride()])
+
+
+def numpy_stream() -> bytes | None:
+    """The raw state of numpy's global generator, or None if it is not the usual one.
+
+    The second of a pair of legacy normals is not in it.
+    """
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return None
+    address = generator.ctypes.state_address
+    return bytes(MEMORY[address : address + _MT19937_BYTES])

@@ -81,7 +81,7 @@ class Encoder:
         """The parts of the plan, encoded; while one is in use the next one is worked on.
 
         Raises:
-            SourceError: what is copied is damaged or cannot be read.
+            CopySourceError: what is copied is damaged or cannot be read.
         """
         threads = THREADS if self._planned.bounds.part_bytes is not None else 0
         begun: SideBySide[Job, list[EncodedPiece]] | None = None
@@ -321,7 +321,7 @@ class Files:
         """The data files, one after another: name, blocks and pieces. While one is in use the next one is encoded.
 
         Raises:
-            SourceError: what is copied cannot be read.
+            CopySourceError: what is copied cannot be read.
         """
         for part in encoder.ahead():
             kinds = {kind: [one for one in part if one.kind_of_file == kind] for kind in (CHANGED, SETTLED, DELTAS)}

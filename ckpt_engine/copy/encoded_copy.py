@@ -63,7 +63,7 @@ def put_encoded(
         tally: takes what it took.
 
     Raises:
-        SourceError: what is copied cannot be read.
+        CopySourceError: what is copied cannot be read.
         StorageError: from the target.
     """
     if manifest.info.partial is None:

@@ -80,7 +80,8 @@ def copy_snapshot(
         committing: entered while the manifest is written: no snapshot may be forgotten at the target meanwhile.
 
     Raises:
-        SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
+        CopySourceError: the snapshot is missing or damaged at the source, or the source has only a part of it or cannot
+            be read.
         StorageError: from the target.
     """
     with reading_source():
@@ -106,7 +107,7 @@ def copy_data(
         scratch: a folder for what is not local on its way; default: the system's temporary one.
 
     Raises:
-        SourceError: a file is missing or damaged at the source, or that cannot be read.
+        CopySourceError: a file is missing or damaged at the source, or that cannot be read.
         StorageError: from the target.
     """
     sent = present = 0

@@ -75,9 +75,9 @@ class Cadence:
     """
 
     policy_of: Callable[[FrequencySettings], FrequencyPolicy] = AdaptivePolicy
-    # What decides from costs and failure rates; asked again where the settings change.
+    """What decides from costs and failure rates; asked again where the settings change."""
     idle_seconds = 0.0
-    # That ranks have waited for each other: `rank_decisions.Waits`.
+    """Time that ranks have waited for each other: `ranks.world.Waits`."""
 
     def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, ranks: int = 1) -> None:
         self._settings = settings

@@ -279,7 +279,7 @@ class Gather:
             put: stores the part of this node.
 
         Raises:
-            SourceError: this node's part is missing or damaged, or cannot be read.
+            CopySourceError: this node's part is missing or damaged, or cannot be read.
             SnapshotSkippedError: another node has no part in it.
             SnapshotFailedError: the parts do not fit together.
             WaitTimeoutError: the part of another node does not come.
@@ -327,7 +327,7 @@ def give(source: Repository, target: Repository, snapshot: str, put: Put) -> tup
     """Copy what this node has of a snapshot to a further tier, and say so there; its manifest there.
 
     Raises:
-        SourceError: it is missing or damaged at the source, or that cannot be read.
+        CopySourceError: it is missing or damaged at the source, or that cannot be read.
         StorageError: from the target. Calling again continues.
     """
     with reading_source():

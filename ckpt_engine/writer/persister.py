@@ -1,7 +1,7 @@
 """Opens the nearest tier, and says who waits for what further tiers know of the run; then makes staged snapshots
 durable one after another, and applies retention.
 
-It knows nothing of processes, threads or sockets: orders come in, messages go out through `emit`.
+It knows nothing of processes and sockets: orders come in, messages go out through `emit`.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ class Persister:
         return self._recovery.is_committed(order)
 
     def look(self) -> There:
-        """See `commit.ShareBoard`, as of the three that follow."""
+        """See `commit_of_ranks.ShareBoard`, as of the three that follow."""
         return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:

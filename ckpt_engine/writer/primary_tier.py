@@ -84,7 +84,7 @@ class PrimaryTier:
         aside: reads what is there where a read that hangs must not be in the way; waits in the lane of the methods.
         emit: takes events.
         made_room: takes the snapshots that had to go for the next one.
-        in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
+        in_flight, alone: where this is the coordinator of several ranks, see `commit_of_ranks.Gathering`.
 
     Raises:
         ForeignError, CorruptError, NewerFormatError, StorageError: this place is not the coordinator's.

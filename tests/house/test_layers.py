@@ -43,7 +43,17 @@ TOP = {
         "mkdocs.yml",
         "pyproject.toml",
     ),
-    *("accelerate_ckpt", "benchmarks", "ckpt_engine", "docs", "examples", "lightning_ckpt", "requirements", "tests"),
+    *(
+        "accelerate_ckpt",
+        "benchmarks",
+        "changes",
+        "ckpt_engine",
+        "docs",
+        "examples",
+        "lightning_ckpt",
+        "requirements",
+        "tests",
+    ),
 }
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

@@ -361,7 +361,7 @@ class LoaderPosition:
         if loader is not None and followed_by(loader) is self:
             swap_back(loader)
 
-    # -- swap.Iterations
+    # -- Iterations
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Called in place of the loader's `__iter__`."""
         if self.aside is not None and (instead := self.aside(make)) is not None:

@@ -5,7 +5,7 @@ Every rule here is a pure function of values. All bounds are in training steps:
     k_budget        ceil(o / (p Ti))                 o: stall + slowdown per snapshot, p: budget, Ti: clean step time
     k_backpressure  ceil(max(L / slots, B) / Ti)     L: snapshot instant to durable, B: time the writer needs for one
     k_io            ceil(written bytes / (bandwidth Ti))
-    k_failure       round(τ*(λ, o) / Ti)             τ*: `failures.best_intervals`
+    k_failure       round(τ*(λ, o) / Ti)             τ*: `intervals.best_intervals`
     k_rpo           floor((RPO - L) / Ti)
     k               clip(k_failure, max(1, k_budget, k_backpressure, k_io), k_rpo)
 

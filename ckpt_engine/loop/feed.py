@@ -308,7 +308,7 @@ class Feed:
         if position.followed_by(outer) is self:
             position.swap_back(outer)
 
-    # -- swap.Iterations, for wrappers
+    # -- position.Iterations, for wrappers
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Called in place of the wrapper's `__iter__`."""
         instead = self._before_pass()

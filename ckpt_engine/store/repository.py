@@ -92,7 +92,7 @@ class Repository:
     """Snapshots in a storage. Reading needs no lease; every method that writes does.
 
     What has been read of a manifest is remembered: manifests never change. Where many are new to it the catalog is
-    asked first (see `catalog`), so that requests grow with the pages of the listing and not with the snapshots.
+    asked first (`catalog.json`), so that requests grow with the pages of the listing and not with the snapshots.
     """
 
     def __init__(self, storage: Storage) -> None:

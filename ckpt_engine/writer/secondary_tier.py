@@ -154,7 +154,7 @@ class SecondaryTier:
 
         Raises:
             CkptError: of the tier. What was begun is not visible there; calling again continues.
-            SourceError: no nearer tier can be read now.
+            CopySourceError: no nearer tier can be read now.
         """
         more = self._copy_newest()
         if not self._swept and self._repository is not None and self._lease is not None:

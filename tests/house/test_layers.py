@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -38,10 +39,21 @@ TOP = {
         "SECURITY.md",
         "Makefile",
         "README.md",
+        "STYLE.md",
         "mkdocs.yml",
         "pyproject.toml",
     ),
-    *("accelerate_ckpt", "benchmarks", "ckpt_engine", "docs", "examples", "lightning_ckpt", "requirements", "tests"),
+    *(
+        "accelerate_ckpt",
+        "benchmarks",
+        "changes",
+        "ckpt_engine",
+        "docs",
+        "examples",
+        "lightning_ckpt",
+        "requirements",
+        "tests",
+    ),
 }
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
@@ -142,6 +154,15 @@ def test_pages_for_users_use_plain_words() -> None:
     ]
     assert len(pages) > 20
     assert found == []
+
+
+def test_the_page_for_contributors_has_the_layers_that_are_checked() -> None:
+    """In the order and with the groups of `pyproject.toml`."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    checked = [layer.replace("ckpt_engine.", "") for one in contracts for layer in one.get("layers", ())]
+    page = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    assert len(checked) > 10, "the search finds nothing"
+    assert f": {' → '.join(checked)}. " in page
 
 
 def test_the_top_level_holds_only_what_belongs_there() -> None:

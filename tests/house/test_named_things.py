@@ -157,7 +157,8 @@ def test_every_named_page_exists() -> None:
     problems = []
     for place, text in texts():
         problems += [f"{place}: {one}" for one in re.findall(r"docs/[\w/-]+\.md", text) if not (ROOT / one).exists()]
-    for page in PAGES:
+    folders = (ROOT, ROOT / "changes", ROOT / "docs" / "decisions")
+    for page in (*PAGES, *(one for folder in folders for one in sorted(folder.glob("*.md")))):
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             if not (page.parent / link).exists():
                 problems.append(f"{page.name}: {link}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers.trainer
+from ckpt_engine.adapter import Curve, PrivateName, Replaced, TrackedRun, WriterCurve, require_names
 from transformers import Trainer
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -21,9 +22,6 @@ from transformers.integrations.integration_utils import (
 )
 
 from accelerate_ckpt.private import is_known
-from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName, Replaced
-from ckpt_engine.observe.curves import Curve, TrackedRun, WriterCurve
 
 TRANSFORMERS_VERSION: str = version("transformers")
 
@@ -102,7 +100,7 @@ class TrainerInternals:
 
     def probe(self) -> None:
         """Raises `CkptError` where this version lacks a name."""
-        undocumented.require(TRANSFORMERS_NAMES, self.owners(), "transformers", TRANSFORMERS_VERSION, "accelerate_ckpt")
+        require_names(TRANSFORMERS_NAMES, self.owners(), "transformers", TRANSFORMERS_VERSION, "accelerate_ckpt")
 
     # ---- what the trainer does when it resumes, and we do instead
 

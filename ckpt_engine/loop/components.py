@@ -252,6 +252,11 @@ class Counters:
 class Surroundings:
     """What runs the loop, as far as a snapshot has to know it; as it is here: nothing does."""
 
+    IMPORTED = "imported"
+    """The note of a snapshot that was made of a checkpoint of another program."""
+    COUNTERS, FILES, STREAMS = "trainer_state", "files", "rng"
+    """Components of an imported checkpoint: what its trainer has counted, files of the model, and random streams."""
+
     def accumulating(self) -> bool:
         """Gradients of the last batch wait for those of the next one."""
         return False

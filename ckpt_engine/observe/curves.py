@@ -268,25 +268,3 @@ def cut_files(folder: Path, marks: Mapping[str, int], files: Collection[str]) ->
         elif now < nbytes:
             short.append(name)
     return f"the end of {short[0]} is missing" if short else ""
-
-
-def rows(path: Path) -> int:
-    """Whole lines of a table below its header."""
-    return max(0, path.read_bytes().count(b"\n") - 1) if path.is_file() else 0
-
-
-def cut_rows(path: Path, count: int) -> str:
-    """The table keeps so many rows; its header may have become wider since. As `Curve.cut`."""
-    if not path.is_file():
-        return f"{path} is not there any more" if count else ""
-    if not count:
-        path.unlink()
-        return ""
-    end, found = 0, -1
-    with path.open("rb") as file:
-        for line in file:
-            if found == count or not line.endswith(b"\n"):
-                break
-            end, found = end + len(line), found + 1
-    os.truncate(path, end)
-    return "" if found == count else f"{count - found} rows at the end of {path} are missing"

@@ -17,11 +17,10 @@ from ckpt_engine.observe.curves import (
     TrackedRun,
     _is_of_this_process,
     cut_files,
-    cut_rows,
-    rows,
     runs_of,
     sizes,
 )
+from lightning_ckpt.compat_data import cut_rows, rows
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -237,8 +237,19 @@ def test_an_adapter_imports_few_names_of_the_engine(package: str) -> None:
         _ = adapter.nothing  # type: ignore[attr-defined]
 
 
+def test_the_page_for_authors_of_adapters_has_all_names_and_the_example() -> None:
+    """And the example imports nothing else of the engine."""
+    from ckpt_engine import adapter
+
+    page, example = (ROOT / "docs" / "adapters.md").read_text(), ROOT / "examples" / "plugins" / "ignite_adapter"
+    assert (example / "ignite_ckpt.py").read_text().rstrip() in page
+    assert [name for name in adapter.__all__ if f"`{name}`" not in page] == []
+    assert _names_of_the_engine(example) <= set(adapter.__all__)
+
+
 def _names_of_the_engine(package: Path) -> set[str]:
-    imports = (node for path in package.rglob("*.py") for node in nodes_of(path) if isinstance(node, ast.ImportFrom))
+    paths = list(package.rglob("*.py"))
+    imports = (node for path in paths for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
     return {one.name for node in imports if (node.module or "").split(".")[0] == "ckpt_engine" for one in node.names}
 
 

@@ -19,15 +19,7 @@ from accelerate.tracking import TensorBoardTracker
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from ckpt_engine.adapter import (
-    CkptError,
-    Curve,
-    LoaderSource,
-    PrivateName,
-    Replaced,
-    WriterCurve,
-    require_names,
-)
+from ckpt_engine.adapter import CkptError, LoaderSource, PrivateName, Replaced, WriterCurve, require_names
 
 ACCELERATE_VERSION: str = version("accelerate")
 _FILLED = (
@@ -123,7 +115,7 @@ class AcceleratorInternals:
 
     # ---- trackers
 
-    def curves(self) -> list[Curve]:
+    def curves(self) -> list[WriterCurve]:
         """The trackers that go on after a resume, on the process that logs."""
         if not self._accelerator.is_main_process:
             return []

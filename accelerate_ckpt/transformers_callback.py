@@ -46,7 +46,6 @@ from ckpt_engine.adapter import (
     ResumeError,
     Tracker,
     load_config,
-    runs_of,
     write_streams,
 )
 
@@ -160,7 +159,7 @@ class TransformersCallback(TrainerCallback):
             at = candidate.info.epoch or 0, batches
             internals.recount_with(lambda loader, steps: self._recount(state, at, loader, steps))
         internals.keep_weights()
-        internals.open_runs(runs_of(candidate.manifest.notes, engine.root_url))
+        internals.open_runs(Curves.runs_of(candidate.manifest.notes, engine.root_url))
         if not self._imported and not has_length(trainer.train_dataset):
             # Where passes are too short for a boundary within, that is at the start of the next one.
             begins = state["global_step"] > 0 and not batches

@@ -24,8 +24,6 @@ from ckpt_engine.adapter import (
     ResumeError,
     Surroundings,
     Variables,
-    plain_number,
-    whole_number,
 )
 
 NOTE = Surroundings.COUNTERS
@@ -284,7 +282,7 @@ def _json_of(value: Any, depth: int = 0, *, endless: bool = True) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     try:
-        number = None if value is None else plain_number(value)
+        number = None if value is None else Surroundings.plain_number(value)
         finite = number is None or math.isfinite(number)
     except (ValueError, OverflowError):  # it is none, or a whole number that no float has
         return None
@@ -298,11 +296,11 @@ def counts(state: TrainerState, counted: Callable[[], tuple[int, float]]) -> tup
         counted: as we have counted them: for where the trainer, or a callback of the user, has put what is no number.
     """
     try:
-        step = whole_number("global_step", state.global_step)
+        step = Surroundings.whole_number("global_step", state.global_step)
     except ValueError:
         step = counted()[0]
     try:
-        epoch = float(plain_number(state.epoch))
+        epoch = float(Surroundings.plain_number(state.epoch))
     except (ValueError, OverflowError, RuntimeError, TypeError):
         epoch = math.nan
     return step, epoch if math.isfinite(epoch) else counted()[1]

@@ -35,18 +35,14 @@ if TYPE_CHECKING:
     from ckpt_engine.loop.taking_over import TrainerResume as TrainerResume
     from ckpt_engine.loop.tracker import Tracker as Tracker
     from ckpt_engine.loop.trainer_run import TrainerRun as TrainerRun
-    from ckpt_engine.observe.curves import Curve as Curve
     from ckpt_engine.observe.curves import Curves as Curves
     from ckpt_engine.observe.curves import EventFiles as EventFiles
     from ckpt_engine.observe.curves import TrackedRun as TrackedRun
     from ckpt_engine.observe.curves import WriterCurve as WriterCurve
-    from ckpt_engine.observe.curves import runs_of as runs_of
     from ckpt_engine.observe.resume_report import NotRestored as NotRestored
     from ckpt_engine.observe.resume_report import Restored as Restored
     from ckpt_engine.plugins import of_framework as of_framework
     from ckpt_engine.ranks.process_group import ProcessGroupRanks as ProcessGroupRanks
-    from ckpt_engine.snapshot.arguments import plain_number as plain_number
-    from ckpt_engine.snapshot.arguments import whole_number as whole_number
     from ckpt_engine.state.flatten import problems as problems
     from ckpt_engine.state.sharding import parts_of as parts_of
     from ckpt_engine.store.manifest import Manifest as Manifest
@@ -57,7 +53,6 @@ _HOMES = {
     "Config": "ckpt_engine.config",
     "ConfigError": "ckpt_engine.errors",
     "Counters": "ckpt_engine.loop.components",
-    "Curve": "ckpt_engine.observe.curves",
     "Curves": "ckpt_engine.observe.curves",
     "DerivedObject": "ckpt_engine.audit.attributes",
     "Engine": "ckpt_engine.engine",
@@ -87,11 +82,8 @@ _HOMES = {
     "load_config": "ckpt_engine.config",
     "of_framework": "ckpt_engine.plugins",
     "parts_of": "ckpt_engine.state.sharding",
-    "plain_number": "ckpt_engine.snapshot.arguments",
     "problems": "ckpt_engine.state.flatten",
     "require_names": "ckpt_engine.data.private_names:require",
-    "runs_of": "ckpt_engine.observe.curves",
-    "whole_number": "ckpt_engine.snapshot.arguments",
     "write_streams": "ckpt_engine.interop.trainer_folders",
 }
 
@@ -101,7 +93,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "Counters",
-    "Curve",
     "Curves",
     "DerivedObject",
     "Engine",
@@ -131,11 +122,8 @@ __all__ = [
     "load_config",
     "of_framework",
     "parts_of",
-    "plain_number",
     "problems",
     "require_names",
-    "runs_of",
-    "whole_number",
     "write_streams",
 ]
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
 
-from ckpt_engine.adapter import Curve, EventFiles, TrackedRun
+from ckpt_engine.adapter import EventFiles, TrackedRun
 
 _ELSEWHERE = "this start gives its loggers another version"
 
@@ -136,9 +136,9 @@ def beginning() -> tuple[pl.Trainer, Any] | None:
     return None
 
 
-def curves_of(loggers: Sequence[Logger]) -> list[Curve]:
+def curves_of(loggers: Sequence[Logger]) -> list[CsvCurve | TensorBoardCurve | MlflowCurve]:
     """Those that go on after a resume: of each kind of logger that is known."""
-    made: list[tuple[type[Any], Callable[[Any], Curve]]] = [
+    made: list[tuple[type[Any], Callable[[Any], CsvCurve | TensorBoardCurve | MlflowCurve]]] = [
         (CSVLogger, CsvCurve),
         (TensorBoardLogger, TensorBoardCurve),
         (MLFlowLogger, MlflowCurve),

@@ -297,7 +297,7 @@ class LoopResume(Resume):
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
-        names, divided = self._own["parameters"], any_sharded(self._parts.modules.values())
+        names, divided = self._own.get("parameters", {}), any_sharded(self._parts.modules.values())
         changed = self._match_optimizers(self._parts, names, self._parts.objects, divided=divided)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()

@@ -102,6 +102,12 @@ class Curves:
             lambda curve, found: curve.cut(found["marks"]) if found and found["place"] == curve.place() else "",
         )
 
+    @staticmethod
+    def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
+        """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
+        rows = _rows_of(notes, root_url)
+        return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
+
     def _each(
         self, notes: Mapping[str, Any], do: Callable[[Curve, Mapping[str, Any] | None], str]
     ) -> list[NotRestored]:
@@ -229,12 +235,6 @@ class TrackedRun:
         if self._folder is None:
             return "the run goes on, and keeps the steps that come again"
         return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
-
-
-def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
-    """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
-    rows = _rows_of(notes, root_url)
-    return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
 
 
 def _is_of_this_process(name: str) -> bool:

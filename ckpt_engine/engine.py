@@ -184,7 +184,12 @@ class Engine:
         return f"snapshots {why}" if (why := self._why()) else ""
 
     def follow_file(self, source: object, options: Mapping[str, Any]) -> None:
-        """The options came from here: where that is a YAML file, an edit of it takes effect while training runs."""
+        """Where the options came from a YAML file, an edit of it takes effect while training runs.
+
+        Args:
+            source: that file, or any other source of options.
+            options: keywords that win over it.
+        """
         self.live = live_file(source, options)
 
     def start(self, *, resumes: bool = False) -> None:

@@ -16,30 +16,24 @@ from typing import Any, Unpack
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_ckpt.private import AcceleratorInternals
-from ckpt_engine.config import Options
-from ckpt_engine.data import native
-from ckpt_engine.engine import Engine
-from ckpt_engine.errors import ConfigError, ResumeError
-from ckpt_engine.loop.components import (
+from ckpt_engine.adapter import (
+    ConfigError,
     Counters,
+    Curves,
+    Engine,
+    LiveModel,
     NamedParts,
-    Shapes,
+    NotRestored,
+    Options,
+    ProcessGroupRanks,
+    Restored,
+    ResumeError,
     Surroundings,
-    owner_in,
-    put_back,
-    state_of,
-    weight_shapes,
+    Tracker,
 )
-from ckpt_engine.loop.distributed_models import flat_models, is_flat
-from ckpt_engine.loop.tracker import Tracker
-from ckpt_engine.observe.curves import Curves
-from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.ranks.process_group import ProcessGroupRanks
-from ckpt_engine.ranks.world import Ranks
 
 
 class AdaptiveCheckpoint(Tracker):
@@ -98,7 +92,7 @@ class AdaptiveCheckpoint(Tracker):
         sources = internals.sources()
         for source in sources.values():
             # With `use_stateful_dataloader`, `prepare` has made an iterator already, in which no position was recorded.
-            native.reset(source.base)
+            source.reset()
         try:
             super().__init__(
                 engine,
@@ -164,7 +158,7 @@ FILES = "hook_files"
 """The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
 
 
-class AcceleratedParts:
+class AcceleratedParts(NamedParts):
     """The components of a snapshot, with the same hooks as `save_state` and `load_state`.
 
     Args:
@@ -190,14 +184,12 @@ class AcceleratedParts:
         self._models = internals.models()
         # What FSDP1 wraps is part of the model: `unwrap_model` would take off its root.
         plain = [
-            model if is_flat(model) else accelerator.unwrap_model(model, keep_torch_compile=False)
+            accelerator.unwrap_model(model, keep_torch_compile=False) if LiveModel(model, model).flat is None else model
             for model in self._models
         ]
-        self.modules: Mapping[str, nn.Module] = {_name(index): model for index, model in enumerate(plain)}
-        self.flat = flat_models(plain)
-        self._others = NamedParts({**internals.named_objects(), **(more or {})}, self.flat)
-        self.optimizers: Mapping[str, torch.optim.Optimizer] = self._others.optimizers
-        self.objects: Mapping[str, Any] = {**self.modules, **self._others.objects}
+        models = {_name(index): model for index, model in enumerate(plain)}
+        super().__init__({**models, **internals.named_objects(), **(more or {})})
+        self.modules, self._own = models, list(models)
 
     def state(self) -> dict[str, Any]:
         """The components, with references to live tensors.
@@ -210,24 +202,21 @@ class AcceleratedParts:
                 "objects were prepared or registered after AdaptiveCheckpoint was made: they would not be resumed",
                 hint="make AdaptiveCheckpoint after the last prepare() and register_for_checkpointing()",
             )
-        weights = [state_of(module, self.flat) for module in self.modules.values()]
+        state = super().state()
+        weights = [state[name] for name in self._own]
         files: dict[str, torch.Tensor] = {}
         if hooks := self._internals.save_hooks():
             with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as folder:
                 for hook in hooks:
                     hook(list(self._models), weights, folder)
                 files = _read(Path(folder))
-        state = {_name(index): value for index, value in enumerate(weights)} | self._others.state()
-        return state | ({FILES: files} if files else {})
+        left = {_name(index): value for index, value in enumerate(weights)}
+        others = {name: value for name, value in state.items() if name not in self._own}
+        return {**left, **others, **({FILES: files} if files else {})}
 
-    def owner(self, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
-        return owner_in(self, path)
-
-    def shapes(self) -> dict[str, Shapes]:
+    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shapes of the weights; none where hooks decide what is saved."""
-        if self._internals.save_hooks() or self._internals.load_hooks():
-            return {}
-        return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
+        return {} if self._internals.save_hooks() or self._internals.load_hooks() else super().shapes()
 
     def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
         """Put the components back.
@@ -243,21 +232,18 @@ class AcceleratedParts:
                     hook(models, folder)
         elif FILES in saved:
             missing.append(NotRestored(FILES, "no hook of register_load_state_pre_hook reads them now"))
-        modules = list(self.modules.values())
-        left = [modules[next(i for i, mine in enumerate(self._models) if mine is model)] for model in models]
-        restored = []
-        for index, module in enumerate(left):
-            if _name(index) in saved:
-                put_back(_name(index), module, saved[_name(index)], self.flat)
-                restored.append(Restored(_name(index), type(module).__name__))
-            else:
-                missing.append(NotRestored(_name(index), "neither the snapshot nor a hook has its weights"))
-        if len(left) < len(modules):
-            restored.append(Restored("models", f"{len(modules) - len(left)} by hooks of register_load_state_pre_hook"))
-        own = [_name(index) for index in range(len(modules))]
-        others = {name: value for name, value in saved.items() if name not in (*own, FILES)}
-        more, absent = self._others.load(others)
-        return restored + more, missing + absent
+        mine = [
+            next(name for name, one in zip(self._own, self._models, strict=True) if one is model) for model in models
+        ]
+        left = {_name(index): self.modules[name] for index, name in enumerate(mine)}
+        others = {name: one for name, one in self.objects.items() if name not in self._own}
+        wanted = {name: one for name, one in saved.items() if name not in {FILES, *self._own} - left.keys()}
+        restored, absent = NamedParts({**left, **others}, self.flat).load(wanted)
+        if len(left) < len(self._own):
+            restored.append(
+                Restored("models", f"{len(self._own) - len(left)} by hooks of register_load_state_pre_hook")
+            )
+        return restored, missing + absent
 
 
 def _name(index: int) -> str:
@@ -287,7 +273,7 @@ _HINTS = {
 }
 
 
-def ranks_of(accelerator: Accelerator) -> Ranks | None:
+def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
     """All ranks of `accelerator`; None: it is one process. Streams and positions are each rank's own.
 
     Raises:

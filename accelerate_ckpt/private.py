@@ -19,12 +19,7 @@ from accelerate.tracking import TensorBoardTracker
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from ckpt_engine.data import exactness
-from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName, Replaced
-from ckpt_engine.errors import CkptError
-from ckpt_engine.loop.feed import LoaderSource
-from ckpt_engine.observe.curves import Curve, WriterCurve
+from ckpt_engine.adapter import CkptError, LoaderSource, PrivateName, Replaced, WriterCurve, require_names
 
 ACCELERATE_VERSION: str = version("accelerate")
 _FILLED = (
@@ -82,7 +77,7 @@ class AcceleratorInternals:
 
     def probe(self) -> None:
         """Raises `CkptError` where this Accelerate lacks a name."""
-        undocumented.require(ACCELERATE_NAMES, self.owners(), "Accelerate", ACCELERATE_VERSION, "accelerate_ckpt")
+        require_names(ACCELERATE_NAMES, self.owners(), "Accelerate", ACCELERATE_VERSION, "accelerate_ckpt")
 
     # ---- what was prepared
 
@@ -120,7 +115,7 @@ class AcceleratorInternals:
 
     # ---- trackers
 
-    def curves(self) -> list[Curve]:
+    def curves(self) -> list[WriterCurve]:
         """The trackers that go on after a resume, on the process that logs."""
         if not self._accelerator.is_main_process:
             return []
@@ -183,8 +178,8 @@ class AcceleratorInternals:
 
 def is_known(writer: Any) -> bool:
     """Whether it is TensorBoard's own, whose files are known."""
-    there = find_spec("tensorboard") is not None
-    return there and isinstance(writer, import_module("torch.utils.tensorboard").SummaryWriter)
+    is_installed = find_spec("tensorboard") is not None
+    return is_installed and isinstance(writer, import_module("torch.utils.tensorboard").SummaryWriter)
 
 
 def source_of(loader: Any) -> LoaderSource:
@@ -220,8 +215,7 @@ def _may_be_filled(loader: Any, base: DataLoader[Any], size: int) -> bool:
     """Whether the last batch may not divide; its length is not known where a batch sampler of the user's makes it."""
     if size == 1 or loader._drop_last or loader.submesh_tp:
         return False
-    known = type(base.batch_sampler) is BatchSampler and exactness.known_length(base) is not None
-    samples = exactness.length_of(base.sampler) if known else None
+    samples = LoaderSource.length_of(base.sampler) if type(base.batch_sampler) is BatchSampler else None
     return samples is None or samples % size != 0
 
 

@@ -21,9 +21,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from accelerate_ckpt.private import is_known
-from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName, Replaced
-from ckpt_engine.observe.curves import Curve, TrackedRun, WriterCurve
+from ckpt_engine.adapter import PrivateName, Replaced, TrackedRun, WriterCurve, require_names
 
 TRANSFORMERS_VERSION: str = version("transformers")
 
@@ -53,7 +51,7 @@ _FIRST_STEP = "_initial_global_step"
 _COUNTS = "_init_training_state"  # 5.0 and later; a part of the loop before
 
 
-def _curve_of(callback: Any) -> Curve | None:
+def _curve_of(callback: Any) -> WriterCurve | TrackedRun | None:
     if type(callback) is TensorBoardCallback and is_known(callback.tb_writer):
         folder = Path(callback.tb_writer.log_dir)
         dated = folder.parent.name == _DATED  # transformers makes one for each start, unless the user names it
@@ -102,7 +100,7 @@ class TrainerInternals:
 
     def probe(self) -> None:
         """Raises `CkptError` where this version lacks a name."""
-        undocumented.require(TRANSFORMERS_NAMES, self.owners(), "transformers", TRANSFORMERS_VERSION, "accelerate_ckpt")
+        require_names(TRANSFORMERS_NAMES, self.owners(), "transformers", TRANSFORMERS_VERSION, "accelerate_ckpt")
 
     # ---- what the trainer does when it resumes, and we do instead
 
@@ -213,7 +211,7 @@ class TrainerInternals:
         kinds = tuple(INTEGRATION_TO_CALLBACK.values())
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, kinds)]
 
-    def curves(self) -> list[Curve]:
+    def curves(self) -> list[WriterCurve | TrackedRun]:
         """Of the callbacks that log, those that go on after a resume, as far as they have begun; where this logs."""
         if not self._trainer.state.is_world_process_zero:
             return []

@@ -34,17 +34,20 @@ from accelerate_ckpt.transformers_state import (
     require_same_epoch,
     steps_before,
 )
-from ckpt_engine.config import Config, Options, load_config
-from ckpt_engine.data import native
-from ckpt_engine.data.exactness import OnChange, length_of
-from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError, ConfigError, ResumeError, WaitTimeoutError
-from ckpt_engine.interop import trainer_folders
-from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.loop.resume import IMPORTED
-from ckpt_engine.loop.tracker import Tracker
-from ckpt_engine.observe.curves import Curves, runs_of
-from ckpt_engine.snapshot.arguments import numbers_among
+from ckpt_engine.adapter import (
+    CkptError,
+    Config,
+    ConfigError,
+    Curves,
+    Engine,
+    LoaderSource,
+    OnChange,
+    Options,
+    ResumeError,
+    Tracker,
+    load_config,
+    write_streams,
+)
 
 _log = logging.getLogger("ckpt_engine.transformers")
 
@@ -144,7 +147,7 @@ class TransformersCallback(TrainerCallback):
                 f"snapshot {candidate.info.id} was not taken in a run of transformers.Trainer",
                 hint="give this run its own folder",
             )
-        self._imported = IMPORTED in candidate.manifest.notes
+        self._imported = TrainerSurroundings.IMPORTED in candidate.manifest.notes
         if not self._imported:
             # transformers 4 takes the saved one instead of the argument; what follows of another one is checked later.
             state = {**state, "train_batch_size": trainer.args.train_batch_size}
@@ -156,7 +159,7 @@ class TransformersCallback(TrainerCallback):
             at = candidate.info.epoch or 0, batches
             internals.recount_with(lambda loader, steps: self._recount(state, at, loader, steps))
         internals.keep_weights()
-        internals.open_runs(runs_of(candidate.manifest.notes, engine.root_url))
+        internals.open_runs(Curves.runs_of(candidate.manifest.notes, engine.root_url))
         if not self._imported and not has_length(trainer.train_dataset):
             # Where passes are too short for a boundary within, that is at the start of the next one.
             begins = state["global_step"] > 0 and not batches
@@ -226,7 +229,7 @@ class TransformersCallback(TrainerCallback):
         private = AcceleratorInternals(trainer.accelerator)
         private.probe()
         source = source_of(objects["train_dataloader"])
-        native.reset(source.base)
+        source.reset()
         more = {"scheduler": objects["lr_scheduler"]}
         if resumed and args.max_steps > 0:
             state.max_steps += self._shift  # as many steps are left as the user has asked for
@@ -255,7 +258,7 @@ class TransformersCallback(TrainerCallback):
         if foreign:
             tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
         if self._folder is not None and surroundings.streams is not None:
-            trainer_folders.write_streams(surroundings.streams, self._folder)
+            write_streams(surroundings.streams, self._folder)
         self._go_on_logging()
 
     @override
@@ -288,10 +291,9 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """The numbers that retention may rank by; and evaluation is not training."""
         if self._tracker is not None and metrics:
-            numbers = numbers_among(metrics)
-            self._tracker.metrics.update(numbers)
+            self._tracker.report(metrics)
             if not self._evaluations:  # passes over a followed loader announce themselves
-                self._tracker.evaluated(numbers.get("eval_runtime", 0.0))
+                self._tracker.evaluated(self._tracker.metrics.get("eval_runtime", 0.0))
 
     @override
     def on_log(
@@ -352,7 +354,7 @@ class TransformersCallback(TrainerCallback):
         if self._tracker is not None:
             self._tracker.failed_with(error)
         try:
-            self._release(EXCEPTION_WAIT_SECONDS, failed=True)
+            self._release(Tracker.exception_wait_seconds, failed=True)
         except CkptError as err:
             _log.error("while handling %s: %s", type(error).__name__, err)
 
@@ -374,7 +376,7 @@ class TransformersCallback(TrainerCallback):
             return 0
         epoch, batches = at
         on_change = OnChange(self.config.data)
-        length, pace = length_of(loader) or 0, state.get(PACE) or {}
+        length, pace = LoaderSource.length_of(loader) or 0, state.get(PACE) or {}
         trained = length - (int(pace[WHOLE]) - batches) if WHOLE in pace else batches
         if 0 <= trained < length and pace_of(self._trainer).items() <= pace.items():
             self._internals.count_from(max(epoch, int(state["epoch"] or 0)), trained)
@@ -508,7 +510,7 @@ def meet(engine: Engine, check: Callable[[], None]) -> None:
 
     try:
         engine.meet(say, _require_one_run)
-    except WaitTimeoutError as err:
+    except TimeoutError as err:
         raise ConfigError("rank 0 has not called resume_from()", hint=_CALLS) from err
 
 

@@ -14,16 +14,19 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from accelerate_ckpt.private import source_of
 from accelerate_ckpt.private_trainer import TrainerInternals
-from ckpt_engine.audit.attributes import DerivedObject, Variables
-from ckpt_engine.data.exactness import OnChange, length_of
-from ckpt_engine.data.position import attach
-from ckpt_engine.errors import ArgumentError, ResumeError
-from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
-from ckpt_engine.loop.components import Counters, Surroundings
-from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.snapshot.arguments import plain_number, whole_number
+from ckpt_engine.adapter import (
+    Counters,
+    DerivedObject,
+    LoaderSource,
+    NotRestored,
+    OnChange,
+    Restored,
+    ResumeError,
+    Surroundings,
+    Variables,
+)
 
-NOTE = TRAINER_STATE
+NOTE = Surroundings.COUNTERS
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
 PACE = "pace"
 """Its entry that says how many samples there are, and in a step."""
@@ -133,8 +136,8 @@ class TrainerSurroundings(Surroundings):
             # is NaN, which is no JSON: `restore` has it from `dump`.
             row = _json_of({**values, _LONG: []}, endless=False)
             pace = {**pace_of(self._trainer), SHIFT: self._shift}
-            dealt = attach(source_of(self._trainer.callback_handler.train_dataloader).base).dealt
-            return {NOTE: {**row, PACE: pace | ({WHOLE: dealt[1]} if dealt is not None else {})}, **self._curves()}
+            whole = source_of(self._trainer.callback_handler.train_dataloader).dealt
+            return {NOTE: {**row, PACE: pace | ({WHOLE: whole} if whole is not None else {})}, **self._curves()}
 
         return Counters(dump, notes)
 
@@ -167,10 +170,10 @@ class TrainerSurroundings(Surroundings):
         self._trainer.state.log_history = list(self._history)
 
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
-        saved = state.pop(TRAINER_STATE, None)
+        saved = state.pop(self.COUNTERS, None)
         if saved is None:
             return [], []
-        state.pop(FILES, None)
+        state.pop(self.FILES, None)
         self._restore_state(saved)
         callbacks = [
             (name, one)
@@ -179,7 +182,7 @@ class TrainerSurroundings(Surroundings):
         ]
         restored = [Restored("data position", "as the Trainer finds it: order and number of its batches")]
         # Of several processes an imported folder has the streams of the first one only.
-        self.streams = state.get(STREAMS) if self._size == 1 else None
+        self.streams = state.get(self.STREAMS) if self._size == 1 else None
         if self.streams is not None:
             restored.append(Restored("random streams", "right before the first step, as the Trainer itself does it"))
         missing = [NotRestored("running loss", _SINCE_THE_RESUME)]
@@ -212,7 +215,7 @@ def pace_of(trainer: Trainer) -> dict[str, int | None]:
     arguments = trainer.args
     batch = arguments.train_batch_size * trainer.accelerator.num_processes
     return {
-        "samples": length_of(trainer.train_dataset),
+        "samples": LoaderSource.length_of(trainer.train_dataset),
         "batch": batch,
         "step": batch * arguments.gradient_accumulation_steps,
     }
@@ -279,7 +282,7 @@ def _json_of(value: Any, depth: int = 0, *, endless: bool = True) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     try:
-        number = None if value is None else plain_number(value)
+        number = None if value is None else Surroundings.plain_number(value)
         finite = number is None or math.isfinite(number)
     except (ValueError, OverflowError):  # it is none, or a whole number that no float has
         return None
@@ -293,11 +296,11 @@ def counts(state: TrainerState, counted: Callable[[], tuple[int, float]]) -> tup
         counted: as we have counted them: for where the trainer, or a callback of the user, has put what is no number.
     """
     try:
-        step = whole_number("global_step", state.global_step)
-    except ArgumentError:
+        step = Surroundings.whole_number("global_step", state.global_step)
+    except ValueError:
         step = counted()[0]
     try:
-        epoch = float(plain_number(state.epoch))
+        epoch = float(Surroundings.plain_number(state.epoch))
     except (ValueError, OverflowError, RuntimeError, TypeError):
         epoch = math.nan
     return step, epoch if math.isfinite(epoch) else counted()[1]
@@ -339,14 +342,14 @@ def require_same_batch(loader: Any, batches: int, saved: int) -> None:
         batches: after so many of the epoch transformers goes on.
         saved: after so many the snapshot was taken.
     """
-    dealt = attach(source_of(loader).base).dealt
-    if dealt is None and batches != saved:
+    whole = source_of(loader).dealt
+    if whole is None and batches != saved:
         raise ResumeError(
             f"transformers resumes after {batches} batches of the epoch, the snapshot is after {saved}: {_OTHERS}",
             hint=_SAME,
         )
     # Another number of ranks has begun this epoch: what was trained is counted in their batches.
-    if dealt is not None and len(loader) - batches != (left := dealt[1] - saved):
+    if whole is not None and len(loader) - batches != (left := whole - saved):
         raise ResumeError(
             f"transformers would train {len(loader) - batches} more batches of the epoch, the snapshot leaves "
             f"{left} to this number of processes: {_OTHERS}",

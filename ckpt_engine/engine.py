@@ -133,7 +133,7 @@ class Engine:
             text = "a rehearsal (CKPT_REHEARSAL is set): snapshots go to %s, and the process ends after step %d"
             logging.getLogger(LOGGER_NAME).warning(text, self.config.root_url, self._rehearsal.end)
         self._session = session_of(ranks, self.config)
-        self.live = live_file(root, options)
+        self.follow_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
@@ -182,6 +182,15 @@ class Engine:
     def rhythm(self) -> str:
         """How often snapshots are taken, and why, for people; empty where nothing decides it."""
         return f"snapshots {why}" if (why := self._why()) else ""
+
+    def follow_file(self, source: object, options: Mapping[str, Any]) -> None:
+        """Where the options came from a YAML file, an edit of it takes effect while training runs.
+
+        Args:
+            source: that file, or any other source of options.
+            options: keywords that win over it.
+        """
+        self.live = live_file(source, options)
 
     def start(self, *, resumes: bool = False) -> None:
         """Take the run's lease and start the writer, unless that is done.

@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ckpt_engine.config import Config, Options, load_config
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.adapter import Config, ConfigError, Options, load_config
 
 if TYPE_CHECKING:
     from lightning_ckpt.compat import LightningInternals
@@ -160,8 +159,7 @@ class AdaptiveCheckpoint(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # The engine is imported here and not with the class: that is three quarters of what importing it all takes.
-        from ckpt_engine.config.live import live_file
-        from ckpt_engine.engine import Engine
+        from ckpt_engine.adapter import Engine
         from lightning_ckpt.compat import LightningInternals
         from lightning_ckpt.fit_resume import FitResume
         from lightning_ckpt.loggers import FitLoggers
@@ -174,7 +172,7 @@ class AdaptiveCheckpoint(Callback):
             internals.probe()
             self._idle = internals
             internals.wrap_resume_start(FitResume(internals, trainer, pl_module, Engine(self.config), None).resolve)
-        elif _is_fast_dev_run(trainer):
+        elif trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._idle = LightningInternals(trainer)
             self._idle.probe()
             self._idle.wrap_resume_start(_start_fresh)
@@ -182,7 +180,8 @@ class AdaptiveCheckpoint(Callback):
             self._require_own_folder(trainer)
             fitted, self._fitted = self._fitted, None
             loggers, self._loggers = self._loggers or FitLoggers(trainer, self.config), None
-            self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
+            self._run = FitRun(trainer, pl_module, self.config, self)
+            self._run.engine.follow_file(self._source, self._options)
             self._run.resume.loggers = loggers
             self._run.resume.fresh.fitted = fitted
             self._run.connect()
@@ -243,9 +242,10 @@ class AdaptiveCheckpoint(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        from lightning_ckpt.run_state import MARK, mark_of
+        from ckpt_engine.adapter import TrainerResume
+        from lightning_ckpt.run_state import MARK
 
-        checkpoint[MARK] = mark_of(self.config.root_url)
+        checkpoint[MARK] = TrainerResume.mark_of(self.config.root_url)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -256,10 +256,6 @@ class AdaptiveCheckpoint(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
             self._run.validation_ended()
-
-
-def _is_fast_dev_run(trainer: Any) -> bool:
-    return bool(trainer.fast_dev_run)  # public, but set where type checkers do not see it
 
 
 def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:

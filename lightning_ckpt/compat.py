@@ -24,11 +24,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 from torchmetrics import Metric, SumMetric
 
-from ckpt_engine.data import private_names as undocumented
-from ckpt_engine.data.private_names import PrivateName, Replaced
-from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.state.wrapped import in_place
+from ckpt_engine.adapter import CkptError, LiveModel, NotRestored, PrivateName, Replaced, require_names
 from lightning_ckpt.compat_data import PACKAGES, DataInternals, both, twin_of
 
 VERSION: str = version("lightning")
@@ -121,7 +117,7 @@ class LightningInternals(DataInternals):
                 f"Lightning {VERSION} is too old for lightning_ckpt, which needs 2.5 or later",
                 hint="pip install 'lightning>=2.5'",
             )
-        undocumented.require(PRIVATE_NAMES, self.owners(), "Lightning", VERSION, "lightning_ckpt")
+        require_names(PRIVATE_NAMES, self.owners(), "Lightning", VERSION, "lightning_ckpt")
 
     # ---- wrapping
 
@@ -300,7 +296,7 @@ class LightningInternals(DataInternals):
         connector._loaded_checkpoint = checkpoint
 
         def load_weights(original: Callable[..., None], checkpoint: Any, **options: Any) -> None:
-            with in_place(self._trainer.lightning_module, checkpoint.get("state_dict", {})) as rest:
+            with LiveModel(self._trainer.lightning_module).in_place(checkpoint.get("state_dict", {})) as rest:
                 original({**checkpoint, "state_dict": rest}, **options)
 
         self._replaced.around(self._trainer.strategy, "load_model_state_dict", load_weights)

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overridden
 
-from ckpt_engine.observe.curves import Curve, EventFiles, cut_files, cut_rows, rows, sizes
+from ckpt_engine.adapter import EventFiles, TrackedRun
 
 _ELSEWHERE = "this start gives its loggers another version"
 
@@ -39,11 +39,8 @@ class DataInternals:
     def reload_epochs(self) -> tuple[float, float]:
         """The epochs in which the training loader, and those of validation, were last made."""
         fit_loop = self._trainer.fit_loop
-        training, validation = (
-            fit_loop._last_train_dl_reload_epoch,
-            fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
-        )
-        return float(training), float(validation)
+        validation = fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        return float(fit_loop._last_train_dl_reload_epoch), float(validation)
 
     @reload_epochs.setter
     def reload_epochs(self, epochs: tuple[float, float]) -> None:
@@ -139,9 +136,9 @@ def beginning() -> tuple[pl.Trainer, Any] | None:
     return None
 
 
-def curves_of(loggers: Sequence[Logger]) -> list[Curve]:
+def curves_of(loggers: Sequence[Logger]) -> list[CsvCurve | TensorBoardCurve | MlflowCurve]:
     """Those that go on after a resume: of each kind of logger that is known."""
-    made: list[tuple[type[Any], Callable[[Any], Curve]]] = [
+    made: list[tuple[type[Any], Callable[[Any], CsvCurve | TensorBoardCurve | MlflowCurve]]] = [
         (CSVLogger, CsvCurve),
         (TensorBoardLogger, TensorBoardCurve),
         (MLFlowLogger, MlflowCurve),
@@ -195,6 +192,28 @@ class _Table(ExperimentWriter):
         finally:
             self.metrics_file_path = path
         Path(whole).replace(path)
+
+
+def rows(path: Path) -> int:
+    """Whole lines of a table below its header."""
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.is_file() else 0
+
+
+def cut_rows(path: Path, count: int) -> str:
+    """The table keeps so many rows; its header may have become wider since. As `Curve.cut`."""
+    if not path.is_file():
+        return f"{path} is not there any more" if count else ""
+    if not count:
+        path.unlink()
+        return ""
+    end, found = 0, -1
+    with path.open("rb") as file:
+        for line in file:
+            if found == count or not line.endswith(b"\n"):
+                break
+            end, found = end + len(line), found + 1
+    os.truncate(path, end)
+    return "" if found == count else f"{count - found} rows at the end of {path} are missing"
 
 
 class CsvCurve:
@@ -280,10 +299,10 @@ class MlflowCurve:
         self.home = f"{logger._tracking_uri} {logger._experiment_name}"
 
     @property
-    def _folder(self) -> Path | None:
-        """Of the metrics."""
-        store = self._logger.save_dir
-        return None if store is None else Path(store, self._logger.experiment_id, self._logger.run_id, "metrics")
+    def _run(self) -> TrackedRun:
+        store, run = self._logger.save_dir, self._logger.run_id
+        folder = None if store is None else Path(store, self._logger.experiment_id, run, "metrics")
+        return TrackedRun(self.name, self.home, run, folder, lambda: None)
 
     def place(self) -> Mapping[str, Any] | None:
         return {"run": self._logger.run_id}
@@ -298,23 +317,24 @@ class MlflowCurve:
         return ""
 
     def marks(self) -> Mapping[str, int]:
-        return {} if self._folder is None else sizes(self._folder, self._folder.rglob("*"))
+        return self._run.marks()
 
     def cut(self, marks: Mapping[str, int]) -> str:
-        if self._folder is None:
-            return "the run goes on, and keeps the steps that come again"
-        return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
+        return self._run.cut(marks)
 
 
 class WandbCurve(MlflowCurve):
     """One run of W&B, by its id. Only its server could cut something off, and few may ask it to."""
 
     name = "WandbLogger"
-    _folder: Path | None = None
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
         self.home = str(logger.name)
+
+    @property
+    def _run(self) -> TrackedRun:
+        return TrackedRun(self.name, self.home, "", None, lambda: None)
 
     def place(self) -> Mapping[str, Any] | None:
         return None if self._logger.version is None else {"run": self._logger.version}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_engine.audit.audit import Audit
-from ckpt_engine.data import rng
-from ckpt_engine.engine import Engine
-from ckpt_engine.errors import MismatchError, ResumeError
-from ckpt_engine.loop import components
-from ckpt_engine.loop.capture import (
-    Elastic,
-    require_ranks,
-    require_whole_gradients,
-)
-from ckpt_engine.loop.components import own_extra_state, saved_shapes
-from ckpt_engine.loop.distributed_models import GradientOrder
-from ckpt_engine.loop.diverging import Rollbacks
-from ckpt_engine.loop.taking_over import Resume
-from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.observe.units import count
-from ckpt_engine.preempt.divergence import RollbackRecord
-from ckpt_engine.restore.load import Loaded
-from ckpt_engine.restore.match import require_match
-from ckpt_engine.state import optimizers as stored
-from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.adapter import Engine, Manifest, NotRestored, Restored, ResumeError, TrainerResume, TrainerRun
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.compat_data import both, is_overridden
@@ -48,7 +27,6 @@ from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
 from lightning_ckpt.run_state import BoundaryKind
-from lightning_ckpt.sharded import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -60,7 +38,7 @@ _NOT_IN_A_FILE = {
 }
 
 
-class FitResume(Resume):
+class FitResume(TrainerResume):
     """One resolution of `ckpt_path`, and the rest of the restore if it found a snapshot.
 
     Args:
@@ -69,8 +47,7 @@ class FitResume(Resume):
         module: the LightningModule.
         engine: opens the run's folder.
         loaders: of this fit; None outside of `fit`.
-        rollbacks: decides whether the run goes back, where it may.
-        audit: of the run; None outside of `fit`.
+        run: that resumes; None outside of `fit`.
     """
 
     def __init__(
@@ -80,17 +57,14 @@ class FitResume(Resume):
         module: pl.LightningModule,
         engine: Engine,
         loaders: FitLoaders | None,
-        rollbacks: Rollbacks | None = None,
-        audit: Audit | None = None,
+        run: TrainerRun | None = None,
     ) -> None:
         self._internals = internals
         self._trainer = trainer
         self._module = module
         super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
         self._loaders = loaders
-        self._rollbacks = rollbacks
-        self._audit = audit
-        self._rollback: RollbackRecord | None = None
+        self._run, self._rollbacks = run, None if run is None else run.rollbacks
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: restart.Dtypes = {}
         self.to_restore: dict[str, Any] | None = None
@@ -98,7 +72,7 @@ class FitResume(Resume):
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
         self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
-        self.fresh = Fresh(trainer, module, engine)
+        self.fresh = Fresh(trainer, module, engine, self.start_fresh)
         self.pending = False
         self.loggers: FitLoggers | None = None
 
@@ -121,7 +95,7 @@ class FitResume(Resume):
         if self._loaders is not None:
             self._engine.start(resumes=True)
         candidate = self._engine.choose(check=self._fits)
-        hpc = self._newer_hpc(candidate.info if candidate else None)
+        hpc = self._newer_hpc(candidate.manifest if candidate else None)
         if hpc is not None:
             _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
             if candidate is not None:
@@ -135,50 +109,44 @@ class FitResume(Resume):
                     f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
                     hint="train first, or pass the path of a checkpoint",
                 )
-            fresh = f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}"
-            self._announce(fresh)
+            self._announce(f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}")
             original(None, *args, **kwargs)
         else:
             if self._rollbacks is not None:
-                back = self._rollbacks.pending(candidate.info.id)
-                self._rollback = back and back.on(replicas_of(self._trainer), self._internals.in_whole_steps)
+                self._rollbacks.pending(candidate.info.id)
             self._load()
 
     def _load(self) -> None:
-        back = self._rollback
-        live = sharded.live_of(self._trainer, self._module)
+        back = None if self._rollbacks is None else self._rollbacks.back
+        model, live = sharded.model_of(self._trainer), sharded.live_of(self._trainer)
         step = None if back is None else back.step
         state = self._engine.load(step, live=live, check=self._fits, back=back is not None)
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
         own = self._open(state, loaded)
-        components.grow(self._module, {} if own is None else own.get("metrics", {}))
         if live is not None:
-            sharded.restore(self._trainer, state)
-        for key in ("state_dict", "current_model_state"):
-            if key in state:
-                state[key] = own_extra_state(state[key])
+            model.load(state["state_dict"], self._trainer.optimizers, state.get("optimizer_states", []))
+        model.prepare(own or {}, state, ("state_dict", "current_model_state"))
         self._internals.hand_over(state, f"{self._engine.root_url}#{loaded.info.id}")
         self.to_restore = state if self._loaders is not None and own is not None else None
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
             return
         if own is None:
-            self._resume_imported(loaded)
+            self._resume_imported(loaded.manifest)
             return
         self._weights = state.get("current_model_state", state["state_dict"])
         if calls_the_users(self._trainer, self._module, TRAIN_START, restart.HOOK):
-            self._callbacks = stored.own_copy(
+            self._callbacks = self.own_copy(
                 state.get("callbacks", {})
             )  # they may keep, and change, what they are given
-        self._loaded_as = {} if sharded.is_flat(self._trainer) else restart.dtypes_of(self._module)
+        self._loaded_as = {} if model.flat is not None else restart.dtypes_of(self._module)
         self._own = own
-        if self._elastic is not None:
-            self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
-        if self._audit is not None and self._elastic is None:
-            self._audit.resumes(own.get("audit", {}), own["hidden"])
-        self.note(_where(own))
+        self._set_teams(*sharded.team_sizes(loaded.manifest, self._trainer))
+        if self._run is not None and self._elastic is None:
+            self._run.audit.resumes(own.get("audit", {}), own["hidden"])
+        self._note_place(own, own["epoch"] if self.finished else None)
         if back is not None:
             self.note(back.text())
             if self._rank == 0:
@@ -192,23 +160,16 @@ class FitResume(Resume):
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
-        self._loaders.expect(own["loaders"], own.get("validation", ()), self._elastic)
+        others = None if self._elastic is None else self._elastic.saved_size
+        self._loaders.expect(own["loaders"], own.get("validation", ()), others, self._resplit, self._announce)
         if self._elastic is not None:
-            self._own = self._for_other_ranks(own, self._elastic)
+            self._own = {**own, "rng": self._elastic.streams}
+            if own["gradients"]:
+                self._own["gradients"] = self._merged_gradients(self._module, model.root)
 
-    def _for_other_ranks(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
-        """What the adapter keeps, for another number of ranks."""
-        changed: dict[str, Any] = {"rng": elastic.streams}
-        if own["gradients"]:
-            require_whole_gradients([sharded.model_of(self._trainer, self._module)], elastic.saved_size)
-            saved = [one["gradients"] or {} for one in elastic.own]
-            changed["gradients"], missing = elastic.gradients(saved, self._module)
-            self.add([], missing if elastic.rank == 0 else [])
-        return {**own, **changed}
-
-    def _resume_imported(self, loaded: Loaded) -> None:
+    def _resume_imported(self, manifest: Manifest) -> None:
         """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
-        imported = loaded.manifest.notes.get("imported", {"from": "a state that was saved by hand"})
+        imported = manifest.notes.get("imported", {"from": "a state that was saved by hand"})
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
         self.note(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
         restored = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
@@ -222,30 +183,24 @@ class FitResume(Resume):
                 f"snapshot {manifest.info.id} was not taken in a Lightning run", hint="give this run its own folder"
             )
         if self._loaders is not None:
-            require_ranks(manifest, self._trainer.world_size, self._engine.config.rng)
+            self._require_ranks(manifest)
             sharded.require_layout(manifest, self._trainer)
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
-        expected = sharded.shapes(self._trainer, module)
-        found = components.without_metrics(module, saved_shapes(manifest, "state_dict"))
-        if not module.strict_loading:
-            common = expected.keys() & found.keys()
-            expected = {name: shape for name, shape in expected.items() if name in common}
-            found = {name: shape for name, shape in found.items() if name in common}
-        require_match(expected, found, what="model", snapshot=manifest.info.id)
+        sharded.model_of(self._trainer).require_fits(manifest, "state_dict", strict=module.strict_loading)
 
-    def _newer_hpc(self, info: SnapshotInfo | None) -> str | None:
+    def _newer_hpc(self, manifest: Manifest | None) -> str | None:
         """The Slurm requeue file if it is newer than our snapshot."""
         if not SLURMEnvironment.detect():
             return None
         path = self._internals.hpc_path()
-        if path is None or info is None:
+        if path is None or manifest is None:
             return path
         try:
             step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
         except (pickle.UnpicklingError, RuntimeError, KeyError):
-            return path if Path(path).stat().st_mtime > info.created else None
-        return path if step > info.step else None
+            return path if Path(path).stat().st_mtime > manifest.info.created else None
+        return path if step > manifest.info.step else None
 
     def _should_stop(self) -> bool:
         """Whether `trainer.should_stop` was set for good.
@@ -273,22 +228,17 @@ class FitResume(Resume):
         """The report is not out yet."""
         return self._loaded is not None
 
-    @property
-    def cadence_state(self) -> Mapping[str, Any] | None:
-        """What the earlier run had learned about its snapshots."""
-        return self._own.get("cadence")
+    def resume_run(self) -> bool:
+        """What the earlier run had learned about its snapshots counts; whether EarlyStopping has stopped it."""
+        if self._run is not None and (learned := self._own.get("cadence")) is not None:
+            self._run.resume(learned)
+        return bool(self._own["stopped_early"])
 
     @property
     def skip_batches(self) -> int:
         """Batches to leave out from here on, because the run has diverged in them."""
-        if self._rollback is None or self._internals.user_fetches:
-            return 0
-        return self._rollback.skip_batches
-
-    @property
-    def stopped_early(self) -> bool:
-        """Whether EarlyStopping has stopped the run."""
-        return bool(self._own["stopped_early"])
+        back = None if self._rollbacks is None else self._rollbacks.back
+        return 0 if back is None or self._internals.user_fetches else back.skip_batches
 
     @property
     def finished(self) -> bool:
@@ -297,7 +247,7 @@ class FitResume(Resume):
 
     def nothing_left(self) -> None:
         """A rerun trains nothing: the random streams are as the finished run left them, its metrics, and its curves."""
-        rng.restore(self._own["rng"])
+        self._restore_streams()
         if self.finished:  # else the means of the epoch are missing
             run_state.restore_tables(self._internals, self._module.device, self._own["tables"])
         self._continue_curves()
@@ -318,48 +268,46 @@ class FitResume(Resume):
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
             self.add([], [NotRestored("schedulers", why)])
         states, parts = checkpoint["optimizer_states"], run_state.FitParts(self._internals, self._trainer, self._module)
-        names = stored.read_order(self._own.get("parameters")) or run_state.older_names(self._own.get("groups", []))
+        names = self._own["parameters"] or run_state.older_names(self._own.get("groups", []))
         divided, optimizers = sharded.is_sharded(self._trainer), parts.optimizers
         own = {key: names[key] for key in names.keys() & optimizers.keys()}
         grown = {key: one for key, one in own.items() if len(one) > len(optimizers[key].param_groups)}
-        alike = {key: one for key, one in own.items() if key not in grown}
-        try:
-            moved = stored.put_in_order(alike, parts, divided=divided)
-            self._notes += [f"{name}: {stored.MOVED}" for name in moved]
-            schedulers = run_state.named_schedulers(self._trainer)
-            self.add([], components.made_otherwise(self._own.get("made"), optimizers, schedulers))
+        same = {key: one for key, one in own.items() if key not in grown}
+        with self._fitting("the optimizers of the snapshot do not fit those of configure_optimizers()", _HINT):
+            self.add(
+                [], self._match_optimizers(parts, same, run_state.named_schedulers(self._trainer), divided=divided)
+            )
             self.add([], [NotRestored(*row) for row in self._own.get("unsaved_within", {}).items()])
             self._regrouped = run_state.restore_groups(self._trainer, parts, states, grown)
-            with stored.linked(self._trainer.optimizers):
-                original({**checkpoint, "optimizer_states": list(map(stored.guarded, states))})
-        except (ValueError, KeyError, MismatchError) as err:
-            why, hint = (err.message, err.hint) if isinstance(err, MismatchError) else (str(err), "")
-            raise MismatchError(
-                f"the optimizers of the snapshot do not fit those of configure_optimizers(): {why}",
-                hint=hint or "use the optimizers this run was started with, or another folder for the new run",
-            ) from err
-        for optimizer, state in zip(() if divided else self._trainer.optimizers, states, strict=False):
-            stored.put_exactly(optimizer, state)
+            self._load_optimizers(
+                self._trainer.optimizers,
+                states,
+                lambda guarded: original({**checkpoint, "optimizer_states": guarded}),
+                divided=divided,
+            )
 
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
         self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
-        if self._rollback is None:
+        if self._rollbacks is None or self._rollbacks.back is None:
             assert self._engine.loaded is not None
-            info = self._engine.loaded.info
-            run_state.write_again(self._trainer, self._engine.root_url, info, self._internals.wrap)
+            created = self._engine.loaded.info.created
+            run_state.write_again(self._trainer, self._engine.root_url, created, self._internals.wrap)
 
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run; of an imported file Lightning restores all."""
         if not self.pending:
-            stored.into_own_memory(self._trainer.optimizers)
+            self._settle_optimizers(self._trainer.optimizers)
             return
         assert self._loaders is not None
         if self._kept is not None:
             self.add([], self._kept.put_back())
             self._kept = None
         self._loaders.settle()
-        self._restore_precisely()
+        if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
+            wrapped = isinstance(self._trainer.strategy.model, DistributedDataParallel)
+            restart.load_again_where_changed(self._module, self._weights, self._loaded_as, buffers=wrapped)
+        self._weights = {}
         before = self._own.get("validation_reload_epoch", self._internals.reload_epochs[1])
         self._internals.reload_epochs = self._own["reload_epoch"], before
         if (batches := self._loaders.batches_in_epoch()) is not None:
@@ -388,12 +336,6 @@ class FitResume(Resume):
         of_the_epoch: dict[str, Any] = {"results": {}, "metrics": {}, "combined": None, "gradients": gradients}
         self._own = {**self._own, **of_the_epoch, "tables": tables, "progress": progress}
         self.note(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
-
-    def _restore_precisely(self) -> None:
-        if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
-            wrapped = isinstance(self._trainer.strategy.model, DistributedDataParallel)
-            restart.load_again_where_changed(self._module, self._weights, self._loaded_as, buffers=wrapped)
-        self._weights = {}
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
@@ -426,31 +368,38 @@ class FitResume(Resume):
 
     def _put_back(self) -> None:
         own, module, internals = self._own, self._module, self._internals
-        restored = _parts(own, self._trainer, exact=self._elastic is None)
-        order = GradientOrder(sharded.wrappers_of(self._trainer))
-        assert self._engine.loaded is not None
-        step, same = self._engine.loaded.info.step, self._elastic is None
-        missing, _ = order.put_back(own, self._engine, step, last=True, same=same)
-        missing += components.restore(module, own["metrics"]) if own["metrics"] else []
+        restored = self._parts(exact=self._elastic is None)
+        missing, _ = self._restore_gradient_order(sharded.wrappers_of(self._trainer), last=True)
+        missing += sharded.model_of(self._trainer).restore(own)
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
         if self._elastic is not None and self._elastic.rank == 0:
             missing += self._elastic.not_restored("running means" if internals.results or own["metrics"] else "")
         run_state.restore_tables(internals, module.device, own["tables"])
-        if own["gradients"]:
-            missing += components.put_back_gradients(module, own["gradients"])
-        if own["flags"] != own["flags_at_start"]:
-            if components.dump_flags(module) == own["flags_at_start"]:
-                components.restore_flags(module, own["flags"])
-            elif components.dump_flags(module) != own["flags"]:
-                missing.append(NotRestored("frozen parameters and eval modes", "the script sets others now"))
-        if self._audit is not None:
-            seen, unseen = self._audit.restore("start" if self.finished else "batch")
+        if self._run is not None:
+            seen, unseen = self._run.audit.restore("start" if self.finished else "batch")
             restored, missing = [*seen, *restored], missing + unseen
-        missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        missing += self._restore_streams()
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
         self.add(restored, missing + internals.lost_tickets(module))
         self._notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
+
+    def _parts(self, *, exact: bool) -> list[Restored]:
+        own, trainer, count = self._own, self._trainer, self.count
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+        schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
+        parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
+        if schedulers:
+            parts.append(Restored("schedulers", schedulers))
+        if exact:
+            parts.append(Restored("random streams", ", ".join(own["rng"])))
+        parts.append(Restored("data position", count(len(own["loaders"]), "loader")))
+        if exact and (own["results"] or own["metrics"]):
+            detail = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
+            parts.append(Restored("running means", detail))
+        if own["gradients"]:
+            parts.append(Restored("accumulated gradients"))
+        return parts
 
     def _conclude(self) -> None:
         assert self._loaders is not None
@@ -460,34 +409,12 @@ class FitResume(Resume):
             if within and 0 <= (self._trainer.max_epochs or -1) <= self._own["epoch"]:
                 self._missing.append(NotRestored("the rest of the epoch", _LATER_FIT))
         else:
-            self._missing += self._loaders.problems()
+            self._missing += self._loaders.problems(self.inexact)
             self._notes += self._loaders.notes()
 
 
+_HINT = "use the optimizers this run was started with, or another folder for the new run"
 _LATER_FIT = (
     "max_epochs ends this fit before the place of the snapshot, which a later fit of the script has reached: give that "
     "one ckpt_path='auto' too"
 )
-
-
-def _where(own: Mapping[str, Any]) -> str:
-    if BoundaryKind(own["kind"]) is BoundaryKind.FINISHED:
-        return f"epoch {own['epoch']} was complete"
-    return f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
-
-
-def _parts(own: Mapping[str, Any], trainer: pl.Trainer, *, exact: bool) -> list[Restored]:
-    optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
-    schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
-    parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
-    if schedulers:
-        parts.append(Restored("schedulers", schedulers))
-    if exact:
-        parts.append(Restored("random streams", ", ".join(own["rng"])))
-    parts.append(Restored("data position", count(len(own["loaders"]), "loader")))
-    if exact and (own["results"] or own["metrics"]):
-        detail = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
-        parts.append(Restored("running means", detail))
-    if own["gradients"]:
-        parts.append(Restored("accumulated gradients"))
-    return parts

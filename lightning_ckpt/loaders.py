@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data.exactness import OnChange
-from ckpt_engine.data.position import LoaderPosition, attach
-from ckpt_engine.data.sample_assignment import Dealing
-from ckpt_engine.errors import ResumeError, StateError
-from ckpt_engine.loop.capture import Elastic
-from ckpt_engine.loop.resume import inexact
-from ckpt_engine.observe.events import announce
-from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.adapter import LoaderPosition, NotRestored, OnChange, ResumeError, attach
 from lightning_ckpt.compat import LightningInternals
-
-_log = logging.getLogger("lightning_ckpt")
 
 
 class FitLoaders:
@@ -42,7 +31,6 @@ class FitLoaders:
         self._types: list[str] = []
         self._workers: list[int] = []
         self._saved: Sequence[Any] | None = None
-        self._elastic: Elastic | None = None
         self._waiting = 0
         self._before: object = self
         self._validation: list[LoaderPosition | None] = []
@@ -94,29 +82,37 @@ class FitLoaders:
             self._load_validation(len(self._validation) - 1)
 
     def _validates(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
-        validates = not self._trainer.training or bool(self._trainer.sanity_checking)
-        return make() if validates else None
+        return make() if not self._trainer.training or self._trainer.sanity_checking else None
 
-    def expect(self, saved: Sequence[Any], validation: Sequence[Any], elastic: Elastic | None) -> None:
+    def expect(
+        self,
+        saved: Sequence[Any],
+        validation: Sequence[Any],
+        others: int | None,
+        resplit: Callable[..., Any],
+        announce: Callable[[str], None],
+    ) -> None:
         """Loaders made from now on continue at these positions.
 
         Args:
             saved: of the training loaders.
             validation: of the validation loaders, between two passes; empty if the saved run had not made them.
-            elastic: where another number of ranks has saved them.
+            others: how many ranks have saved them, where it is another number.
+            resplit: makes the position of this rank of those, see `TrainerResume`.
+            announce: what may take long.
 
         Raises:
             ResumeError: another number of ranks has saved the positions of several loaders.
         """
         in_the_middle = any(one is not None and one["phase"] == "within" and one["batches"] for one in saved)
-        if elastic is not None and len(saved) > 1 and in_the_middle:
+        if others is not None and len(saved) > 1 and in_the_middle:
             raise ResumeError(
                 f"another number of ranks cannot go on with {len(saved)} training loaders at once",
-                hint=f"start it with {elastic.saved_size} ranks",
+                hint=f"start it with {others} ranks",
             )
         self._saved_validation = validation
         self._saved = saved
-        self._elastic = elastic
+        self._resplit, self._announce = resplit, announce
         self._waiting = len(self._positions)
 
     def settle(self) -> None:
@@ -149,7 +145,7 @@ class FitLoaders:
         for position in filter(None, self._positions):
             position.lookahead = self._internals.fetches_ahead
 
-    def dealt(self) -> list[tuple[Dealing, int] | None]:
+    def dealt(self) -> list[tuple[Any, int] | None]:
         """Of each loader that is followed, see `LoaderPosition.dealt`."""
         return [position.dealt for position in self._positions if position is not None]
 
@@ -171,7 +167,7 @@ class FitLoaders:
 
     def resumed(self) -> None:
         """The run goes on; loaders made from now on start by themselves."""
-        self._saved = self._elastic = None
+        self._saved = None
         self._saved_validation = ()
 
     def states(self, *, epoch_is_over: bool) -> list[Any]:
@@ -187,8 +183,12 @@ class FitLoaders:
             self._validation = []  # a search for a batch size has made them, and the run makes others
         return [None if position is None else position.next_epoch_state() for position in self._validation]
 
-    def problems(self) -> list[NotRestored]:
-        """What is not exact about the loaders' resume. Final once a batch was fetched."""
+    def problems(self, inexact: Callable[[str, Any], list[NotRestored]]) -> list[NotRestored]:
+        """What is not exact about the loaders' resume. Final once a batch was fetched.
+
+        Args:
+            inexact: what is not exact about one of them.
+        """
         found = []
         if self._internals.user_fetches:
             why = "training_step(dataloader_iter) fetches itself; exact if it holds no batch between two steps"
@@ -227,24 +227,22 @@ class FitLoaders:
     def _load(self, index: int, *, restart: bool = False) -> None:
         assert self._saved is not None
         if index >= len(self._saved):
-            raise StateError(
+            raise ResumeError(
                 f"the snapshot has {len(self._saved)} training loaders, this run has more",
                 hint="use the loaders of the saved run, or start in another folder",
             )
         position, saved = self._positions[index], self._saved[index]
         if position is not None and saved is not None:
-            if self._elastic is not None:
-                saved = self._elastic.position(position, [own["loaders"][index] for own in self._elastic.own])
+            saved = self._resplit(position, "loaders", index) or saved
             # Iterators of a combination end one by one and are asked again then; a single one never stands at its end.
             alone = len(self._saved) == 1 or self._on_change is not OnChange.CONTINUE
             on_change = self._on_change if alone else OnChange.REFUSE  # several loaders would not be in step
             found = position.load_state(saved, at_end="finish_epoch", on_change=on_change, restart=restart)
             if found.again:
-                rank_zero_only(announce)(_log, f"training loader {index}: {found.again}")  # now, as that may take long
+                self._announce(f"training loader {index}: {found.again}")  # now, as that may take long
 
     def _load_validation(self, index: int) -> None:
         position, saved = self._validation[index], self._saved_validation[index]
         if position is not None and saved is not None:
-            if self._elastic is not None:
-                saved = self._elastic.position(position, [own["validation"][index] for own in self._elastic.own])
+            saved = self._resplit(position, "validation", index) or saved
             position.load_state(saved, on_change=self._on_change)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
-from ckpt_engine.config import Config
-from ckpt_engine.config.sections import Log
-from ckpt_engine.errors import CkptError
-from ckpt_engine.frequency.cadence import Cadence
-from ckpt_engine.observe.curves import Curves
-from ckpt_engine.observe.metrics import RunMetrics
-from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.restore import choose as restore
-from ckpt_engine.restore.ask_tiers import storage_of
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.adapter import Config, Curves, NotRestored, TrainerResume, TrainerRun
 from lightning_ckpt.compat import LightningInternals
 from lightning_ckpt.compat_data import curves_of
 from lightning_ckpt.restart import AUTO
@@ -29,15 +19,11 @@ class Telemetry:
     """Shows the numbers of one run. Training thread only.
 
     Args:
-        metrics: the numbers.
-        cadence: where the interval and the age of the last durable snapshot come from.
-        options: what is shown.
+        run: whose numbers they are.
     """
 
-    def __init__(self, metrics: RunMetrics, cadence: Cadence, options: Log) -> None:
-        self._metrics = metrics
-        self._cadence = cadence
-        self._options = options
+    def __init__(self, run: TrainerRun) -> None:
+        self._metrics, self._cadence, self._options = run.metrics, run.cadence, run.config.log
 
     def batch_ended(self, trainer: pl.Trainer, internals: LightningInternals) -> None:
         """The progress bar shows the newest numbers, and loggers get them when they get all others."""
@@ -95,7 +81,7 @@ class FitLoggers:
         resume = self._config.resume
         resumes = resume != "off" and (path == AUTO or (path is None and resume == AUTO))
         if self._curves:
-            self._curves.begin(_newest(self._config) if resumes else {})
+            self._curves.begin(TrainerResume.newest_notes(self._config) if resumes else {})
 
     def note(self) -> dict[str, Any]:
         """For the notes of a snapshot."""
@@ -121,13 +107,3 @@ class FitLoggers:
 
 def _log_nothing(*_: Any, **__: Any) -> None:
     """The first start of the run has logged it."""
-
-
-def _newest(config: Config) -> Mapping[str, Any]:
-    """The notes of the snapshot that the run is likely to go on from: further tiers are not waited for twice."""
-    for tiers in (config.tiers[:1], config.tiers[1:]):
-        with suppress(CkptError):  # the resume itself comes to the same, and raises it
-            found = restore.choose([Repository(storage_of(tier)) for tier in tiers]) if tiers else None
-            if found is not None:
-                return found.manifest.notes
-    return {}

@@ -15,9 +15,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,14 +26,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
 from torch.optim import Optimizer
 
-from ckpt_engine.engine import Engine
-from ckpt_engine.errors import ConfigError
-from ckpt_engine.loop.resume import afresh
-from ckpt_engine.observe.events import announce
-from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.state.optimizers import load_exactly, own_copy
-from ckpt_engine.state.sharding import parts_of
-from ckpt_engine.store.names import RECORD
+from ckpt_engine.adapter import CkptError, ConfigError, Engine, LiveModel, NotRestored, TrainerResume, parts_of
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings
 from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.run_state import Groups
@@ -67,6 +59,7 @@ class Fresh:
     Args:
         trainer, module: that is fitted.
         engine: opens the run's folder.
+        start_fresh: see `Resume.start_fresh`.
 
     `fitted` is what an earlier `fit` has left.
     """
@@ -74,10 +67,12 @@ class Fresh:
     fitted: EarlierFit | None = None
     _asked = False
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, start_fresh: Callable[[str], None]
+    ) -> None:
         self._trainer = trainer
         self._module = module
-        self._engine = engine
+        self._engine, self._start_fresh = engine, start_fresh
 
     def path(self, path: Any) -> Any:
         """What the argument `ckpt_path` comes to with the option `resume`; if that is not `auto`, the run is begun."""
@@ -87,7 +82,12 @@ class Fresh:
         elif path is None and option == AUTO:
             path = AUTO
         if path != AUTO:
-            _require_file(path)
+            if isinstance(path, str | os.PathLike) and TrainerResume.is_run(path):
+                raise ConfigError(
+                    f"ckpt_path: {os.fspath(path)} is a folder of snapshots, and Lightning takes a file there",
+                    hint=f"AdaptiveCheckpoint({os.fspath(path)!r}) and ckpt_path='auto' go on from its newest "
+                    f"snapshot; `ckpt export {os.fspath(path)} out.ckpt --to lightning` makes a file of it",
+                )
             self._begin(path)
         return path
 
@@ -109,19 +109,7 @@ class Fresh:
         how = (
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
-        engine.start_fresh(how)
-        if self._trainer.is_global_zero:
-            announce(_log, afresh(engine))
-
-
-def _require_file(path: Any) -> None:
-    """Refuse a folder of snapshots where Lightning takes a file."""
-    if isinstance(path, str | os.PathLike) and (Path(path) / RECORD).is_file():
-        raise ConfigError(
-            f"ckpt_path: {os.fspath(path)} is a folder of snapshots, and Lightning takes a file there",
-            hint=f"AdaptiveCheckpoint({os.fspath(path)!r}) and ckpt_path='auto' go on from its newest snapshot; "
-            f"`ckpt export {os.fspath(path)} out.ckpt --to lightning` makes a file of it",
-        )
+        self._start_fresh(how)
 
 
 def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
@@ -213,9 +201,9 @@ class Kept:
             if new is old:
                 continue
             try:
-                load_exactly(new, old.state_dict(), new.load_state_dict)
-            except (ValueError, KeyError) as err:
-                missing.append(NotRestored(f"optimizer {number}", f"{self._hook} makes another one: {err}"))
+                LiveModel(self._module).load({}, [new], [old.state_dict()])
+            except CkptError as err:
+                missing.append(NotRestored(f"optimizer {number}", f"{self._hook} makes another one: {err.__cause__}"))
         return missing
 
     def _put_back_callbacks(self) -> list[NotRestored]:
@@ -225,7 +213,7 @@ class Kept:
             # Some put what they have loaded in place only in the hook: then it has the saved state now.
             if _same(now, before) or _same(now, saved):
                 continue
-            callback.load_state_dict(own_copy(saved))
+            callback.load_state_dict(TrainerResume.own_copy(saved))
             if _same(_state(callback), now):
                 why = f"its {self._hook} changes what was restored, and load_state_dict() does not put it back"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))

@@ -13,23 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.audit.audit import Audit
-from ckpt_engine.config import Config
-from ckpt_engine.config.live import LiveFile
-from ckpt_engine.data.exactness import OnChange
-from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError, DivergedError
-from ckpt_engine.loop import components
-from ckpt_engine.loop.boundary import RunInstant, TrainingRun, losses_of
-from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.diverging import Rollbacks, require_alike
-from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, Undo
-from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.loop.loops import unsaved_within
-from ckpt_engine.preempt.stop_requests import EXIT_CODE_OF_NOTICES, Stop
-from ckpt_engine.snapshot.arguments import numbers_among
-from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.snapshot.step_fence import StepFence
+from ckpt_engine.adapter import BoundaryRecord, CkptError, Config, Engine, OnChange, RunInstant, TrainerRun
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.callback import FenceGuard
 from lightning_ckpt.compat import LightningInternals, callbacks_of
@@ -39,10 +23,9 @@ from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import Telemetry
 from lightning_ckpt.restart import finish_again
 from lightning_ckpt.run_state import MODEL, OF_LIGHTNING, BoundaryKind, FitParts, as_of, audited, kind_of
-from lightning_ckpt.sharded import ranks_of, replicas_of, wrappers_of
+from lightning_ckpt.sharded import ranks_of, replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
-_MOST_METRICS = 64
 
 
 class FitRun:
@@ -53,59 +36,50 @@ class FitRun:
         module: what it fits.
         config: options.
         owner: the callback of the user; snapshots are taken only while it is in `trainer.callbacks`.
-        live: the file that `config` came from, which may be edited meanwhile.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback, live: LiveFile | None
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback) -> None:
         self._trainer = trainer
         self._module = module
         self._config = config
         self._owner = owner
         self._internals = LightningInternals(trainer)
         self._internals.probe()
-        ranks = ranks_of(trainer)
-        self.engine = Engine(config, ranks=ranks)
-        self.engine.live = live
-        require_alike(self.engine)
+        self.engine = Engine(config, ranks=ranks_of(trainer))
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
-        rollbacks: Rollbacks | None = None
-        if config.rollback is not None:
-            rollbacks = Rollbacks(self.engine, _log, replicas_of(trainer), self._internals.in_whole_steps)
-        self._audit = Audit(config.hidden, lambda: audited(trainer, module, (owner, self.guard)), _log, OF_LIGHTNING)
-        self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
         self._begun = self._validated = self._announced_optimizers = self._end_taken = False
         self._skip_batches = 0
-        self._is_alone = trainer.world_size == 1
         self._parts = FitParts(self._internals, trainer, module)
-        self._capture = Capture(self._parts, self._audit, ranks, lambda: wrappers_of(trainer))
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
-        """`components.dump_flags` when training started."""
+        """Those of `LiveModel.entries` when training started."""
         self.guard = FenceGuard(self._guarded())
         self._stop = StopWatch(trainer)
-        self._losses = losses_of(config)
-        self._run = TrainingRun(
+        self._run = TrainerRun(
             self.engine,
             "lightning",
             trainer.strategy.root_device,
-            self._capture.is_lazy,
             _log,
             self._parts,
+            lambda: audited(trainer, module, (owner, self.guard)),
             ends_with=SIGTERMException,
-            losses=self._losses,
-            rollbacks=rollbacks,
+            skipped=OF_LIGHTNING,
+            replicas=replicas_of(trainer),
+            in_whole_steps=self._internals.in_whole_steps,
         )
+        self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
         self.cadence, self.stopping = self._run.cadence, self._run.stopping
-        self.telemetry = Telemetry(self._run.metrics, self.cadence, config.log)
+        self.telemetry = Telemetry(self._run)
+        self.end = partial(
+            self.stopping.end,
+            take=lambda reason: self._run.take_last(
+                self._instant(self._kind()), reason, accumulates=self._internals.accumulating
+            ),
+        )
+        """See `Here.end`."""
         self._halt = self.stopping.halt
-        self._shared = self._halt.shared
         self._given: int | None = None
-        self._uses_left = False
-        self._step_fence = StepFence(self.fence, self._keep_left)
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
-        self._failing = FailingRun(self._parts, self._audit, self._run)
 
     # ---- connecting
 
@@ -121,9 +95,9 @@ class FitRun:
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
         internals.wrap_batches(self._run.took)
-        relays = self._shared is not None and SIGTERM in self._config.preemption.numbers()
+        relays = self._halt.shared is not None and SIGTERM in self._config.preemption.numbers()
         internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
-        self._step_fence.install()
+        self._run.step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
         self._internals.set_callbacks([self.guard, *others, self._owner])
@@ -134,7 +108,7 @@ class FitRun:
         self.stopping.close()
         self._internals.unwrap()
         self.telemetry.hide(self._internals.metric_tables["progress_bar"])
-        self._step_fence.remove()
+        self._run.step_fence.remove()
         self._loaders.release()
         self._internals.set_callbacks([one for one in callbacks_of(self._trainer) if one is not self.guard])
         self._trainer.num_sanity_val_steps = self._sanity_steps
@@ -155,9 +129,7 @@ class FitRun:
 
     def optimizers_made(self) -> None:
         """Nothing of the run has changed them yet."""
-        self._capture.made = components.made_by_script(
-            self._parts.optimizers, run_state.named_schedulers(self._trainer)
-        )
+        self._run.optimizers_made(run_state.named_schedulers(self._trainer))
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
@@ -165,12 +137,10 @@ class FitRun:
         self.engine.start()
         self.engine.tenure.release = self.disconnect
         self.resume.fresh.go_on_beside()
-        self._flags_at_start = components.dump_flags(self._module)
-        self._audit.begin("start")
+        self._flags_at_start = sharded.model_of(self._trainer).entries()["flags"]
+        self._run.audit.begin("start")
         if self.resume.pending:
-            self._stop.by_early_stopping = self.resume.stopped_early
-            if (learned := self.resume.cadence_state) is not None:
-                self._run.resume(learned)
+            self._stop.by_early_stopping = self.resume.resume_run()
         self._announce()
         self.cadence.start(self.step)
         self.engine.times.begin()
@@ -180,7 +150,7 @@ class FitRun:
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training. A resumed run has no sanity check."""
         if self._trainer.sanity_checking:
-            self._audit.begin_unrepeated()
+            self._run.audit.begin_unrepeated()
         self._validation_began = time.monotonic()
 
     def validation_ended(self) -> None:
@@ -196,8 +166,8 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        if self._losses is not None:
-            self._losses.add(self.step + self._internals.accumulating, outputs)
+        if self._run.losses is not None:
+            self._run.losses.add(self.step + self._internals.accumulating, outputs)
         self.telemetry.batch_ended(self._trainer, self._internals)
 
     def close(self) -> None:
@@ -218,7 +188,7 @@ class FitRun:
         try:
             if isinstance(exception, both(SIGTERMException)) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
-            self.engine.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS), failed=True)
+            self._run.close_after(exception)
         except CkptError as err:
             # The user must see the exception that stopped training, not this one.
             _log.error("while handling %s: %s", type(exception).__name__, err)
@@ -226,15 +196,10 @@ class FitRun:
             self.disconnect()
         if isinstance(exception, both(SIGTERMException)) and exception.code is None:
             # It came before training began: Lightning ends with 0, which says that the job is complete.
-            exception.code = EXIT_CODE_OF_NOTICES
+            exception.code = self._run.exit_code
             _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.durable())
-        if isinstance(exception, DivergedError) and self._halt.stops:
-            raise self._halt.end_of(exception)  # it came meanwhile
-
-    def fence(self) -> None:
-        """Wait until lazily copied tensors may change."""
-        self._failing.last.changes()
-        self._run.complete_copies()
+        if (end := self._halt.end_of(exception)) is not exception:
+            raise end  # it came meanwhile
 
     # ---- the loops
 
@@ -255,10 +220,10 @@ class FitRun:
         if self._owner not in callbacks_of(self._trainer):
             return
         if self._begun:
-            self._audit.stepped()
+            self._run.audit.stepped()
         else:
             self._begun = True
-            self._audit.begin("batch")
+            self._run.audit.begin("batch")
         if self.resume.pending:
             self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
@@ -268,15 +233,12 @@ class FitRun:
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
-        if self._is_alone or (self._module.automatic_optimization and not self._internals.accumulating):
-            self._failing.reached(step, self._record)
+        if self._trainer.world_size == 1 or (self._module.automatic_optimization and not self._internals.accumulating):
+            self._run.failing.reached(step, self._record)
         else:
-            self._failing.missed(step, "ranks may be at different batches of one step")
+            self._run.failing.missed(step, "ranks may be at different batches of one step")
 
     # ---- boundary.Here
-
-    def end(self, stop: Stop) -> BaseException:
-        return self.stopping.end(stop, self._take_here)
 
     def decided(self, *, due: bool) -> None:
         if not (due or self._announced_optimizers):
@@ -286,18 +248,17 @@ class FitRun:
         # The gradients of an accumulation would make the state larger by a whole model, for a place a few batches away.
         return "accumulating" if self._kind() is BoundaryKind.ACCUMULATING else None
 
-    def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
+    def take(self, reason: str, *, durable: bool) -> None:
         handle = self._run.take(self._instant(self._kind()), reason, durable=durable)
         if handle is not None and durable:
             self._announced_optimizers |= self._optimizers_have_state
-        return handle
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
         still_there = self._nothing_came and self._loaders.one_with_workers
         where = str(self._internals.batches_in_total) if still_there else None
         if (stop := self.stopping.no_batch(error, where)) is not None:
-            raise self.stopping.end(stop, self._take_here) from error
+            raise self.end(stop) from error
 
     @property
     def _nothing_came(self) -> bool:
@@ -313,7 +274,7 @@ class FitRun:
         """What `FenceGuard` does in its hooks."""
         fences = ("on_before_optimizer_step", "on_validation_start", "on_train_epoch_start")
         return {
-            **dict.fromkeys(fences, lambda *_: self.fence()),
+            **dict.fromkeys(fences, lambda *_: self._run.fence()),
             "on_train_start": lambda *_: self._training_begins(),
             "on_validation_end": lambda *_: self._stop.before(),
             "on_train_epoch_end": lambda *_: self._epoch_over(),
@@ -327,7 +288,7 @@ class FitRun:
             self.resume.before_train_start()
 
     def _epoch_over(self) -> None:
-        self.fence()
+        self._run.fence()
         self._stop.before()
         if self._active and self._internals.ends_mid_epoch:
             self.stopping.training_over(self.step)
@@ -336,7 +297,7 @@ class FitRun:
                 self._take_at_end(BoundaryKind.STOPPED)
 
     def _training_over(self) -> None:
-        self.fence()
+        self._run.fence()
         self._stop.after()
         if not self._active:
             return
@@ -352,9 +313,9 @@ class FitRun:
 
     def _failed(self, exception: BaseException) -> None:
         if self._active and not isinstance(exception, both(SIGTERMException)):
-            self._failing.waits = self._nothing_came and not self._internals.user_fetches
-            self._failing.end(exception)
-        self.fence()
+            self._run.failing.waits = self._nothing_came and not self._internals.user_fetches
+            self._run.failing.end(exception)
+        self._run.fence()
 
     # ---- taking
 
@@ -373,26 +334,15 @@ class FitRun:
         self._run.take(self._instant(kind), "signal")
         self._run.complete_copies()
 
-    def _take_here(self, reason: str) -> SaveHandle | None:
-        """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
-        if self._internals.accumulating and sharded.is_flat(self._trainer):
-            _log.error("no snapshot of step %d: FSDP1 keeps the gradients of an accumulation to itself", self.step)
-            self.engine.miss(self.step, "accumulating")
-            return None
-        return self.take(reason, durable=True)
-
     def _instant(self, kind: BoundaryKind) -> RunInstant:
         batch = self._internals.batches_in_epoch
         return RunInstant(
             step=self.step,
             epoch=self._trainer.current_epoch,
             state=lambda: self._state(kind),
-            metrics=self._numbers(),
+            metrics=self._run.numbers(self._internals.metric_tables["callback"]),
             notes=lambda: {"batch": batch, **self._notes(kind)},
         )
-
-    def _numbers(self) -> dict[str, float]:
-        return numbers_among(self._internals.metric_tables["callback"], _MOST_METRICS)
 
     def _notes(self, kind: BoundaryKind) -> dict[str, Any]:
         return {"kind": kind.value, **sharded.notes(self._trainer), **self.resume.curves()}
@@ -404,7 +354,7 @@ class FitRun:
             "loaders": self._loaders.states(epoch_is_over=False),
             "combined": internals.combined_position,
             "progress": internals.progress,
-            "buffer_syncs": self._capture.buffer_syncs(),
+            "buffer_syncs": self._run.capture.buffer_syncs(),
             "should_stop": bool(self._trainer.should_stop),
             "epoch": self._trainer.current_epoch,
             "batch": internals.batches_in_epoch,
@@ -412,10 +362,14 @@ class FitRun:
         if not obstacle:
             own |= {"results": run_state.results_now(internals), "tables": run_state.dump_tables(internals)}
         return BoundaryRecord(
-            own, partial(self._state_before, kind), self._numbers, partial(self._notes, kind), obstacle
+            own,
+            partial(self._state_before, kind),
+            lambda: self._run.numbers(internals.metric_tables["callback"]),
+            partial(self._notes, kind),
+            obstacle,
         )
 
-    def _state_before(self, kind: BoundaryKind, own: dict[str, Any], undo: Undo | None) -> dict[str, Any]:
+    def _state_before(self, kind: BoundaryKind, own: dict[str, Any], undo: Callable[..., Any] | None) -> dict[str, Any]:
         """Of the boundary with these entries."""
         own["flags"] = own["flags"][MODEL]
         if "results" in own:
@@ -424,28 +378,28 @@ class FitRun:
             own["metrics"] = own.pop("metric_states").get(MODEL, {})
         return self._state(kind, own, undo)
 
-    def _keep_left(self, _: Any, uses: bool) -> None:
-        self._uses_left = uses
-
     def _gradients_wait(self, kind: BoundaryKind) -> bool:
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        waits = self._uses_left or self._internals.skips_backward or not self._module.automatic_optimization
+        waits = self._run.uses_left or self._internals.skips_backward or not self._module.automatic_optimization
         return waits or kind is BoundaryKind.ACCUMULATING
 
     def _state(
-        self, kind: BoundaryKind, before: Mapping[str, Any] | None = None, undo: Undo | None = None
+        self,
+        kind: BoundaryKind,
+        before: Mapping[str, Any] | None = None,
+        undo: Callable[..., Any] | None = None,
     ) -> dict[str, Any]:
         """As it is now, or with the entries of the boundary `before`."""
-        trainer, module, internals = self._trainer, self._module, self._internals
+        trainer, internals = self._trainer, self._internals
         tables = run_state.dump_tables(internals)
         if kind is BoundaryKind.STOPPED:
             # The logger connector already knows that the epoch is over, which a longer run would not be.
             tables["first_batch"] = internals.batches_in_epoch == 1
         own: dict[str, Any] = {
+            **self._run.entries(),
             "kind": kind.value,
             "epoch": trainer.current_epoch,
             "batch": internals.batches_in_epoch,
-            "cadence": self.cadence.state(),
             "stopped_early": self._stop.by_early_stopping,
             "should_stop": bool(trainer.should_stop),
             "loaders": self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED),
@@ -453,20 +407,18 @@ class FitRun:
             "combined": internals.combined_position,
             "progress": internals.progress,
             "results": run_state.dump_results(internals),
-            "metrics": components.dump(module),
             "tables": tables,
-            "flags": components.dump_flags(module),
+            **sharded.model_of(self._trainer).entries(),
             "flags_at_start": self._flags_at_start,
             "reload_epoch": internals.reload_epochs[0],
             "validation_reload_epoch": internals.reload_epochs[1],
             "batch_sizes": internals.batch_sizes,
             "left_out": self._parts.left_out,
-            "unsaved_within": unsaved_within(self._parts.optimizers),
             **(before or {}),
         }
         waits = self._gradients_wait(kind) or (before is None and internals.accumulating)
-        gradients = components.gradients_of(module) if waits and kind is not BoundaryKind.FINISHED else {}
-        return self._capture.state(own, gradients, partial(as_of, kind, own["progress"], undo))
+        gradients = sharded.model_of(self._trainer).gradients() if waits and kind is not BoundaryKind.FINISHED else {}
+        return self._run.capture.state(own, gradients, partial(as_of, kind, own["progress"], undo))
 
     def _announce(self) -> None:
         """Make the arena ready in the background; again once the optimizers have their state."""

@@ -30,20 +30,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torchmetrics import Metric
 
-from ckpt_engine.audit.attributes import Variables
-from ckpt_engine.audit.roots import roots_of_loader
-from ckpt_engine.loop import components
-from ckpt_engine.loop.distributed_models import FlatModels
-from ckpt_engine.loop.failing_loop import Undo
-from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.plugins import of_framework
-from ckpt_engine.state.flatten import Flattener, problems
-from ckpt_engine.state.optimizers import Groups as NamedGroups
-from ckpt_engine.store.container import digest
-from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.adapter import LiveModel, NotRestored, TrainerResume, Variables, of_framework, problems
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress
 from lightning_ckpt.compat_data import both, is_overridden
-from lightning_ckpt.sharded import flat_of, live_states
+from lightning_ckpt.sharded import live_states, model_of, wrappers_of
 
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HPARAMS_TYPES = ("hparams_type", "datamodule_hparams_type")
@@ -89,8 +79,16 @@ class FitParts:
         return {**self.modules, **self.optimizers, **schedulers, **self._stateful}
 
     @property
-    def flat(self) -> FlatModels | None:
-        return flat_of(self._trainer)
+    def flat(self) -> Any:
+        return model_of(self._trainer).flat
+
+    def wrappers(self) -> list[torch.nn.Module]:
+        """See `TrainerParts.wrappers`."""
+        return wrappers_of(self._trainer)
+
+    def loaders(self) -> dict[str, Any]:
+        """See `TrainerParts.loaders`."""
+        return {name: getattr(self._trainer, name) for name in ("train_dataloader", "val_dataloaders")}
 
     @cached_property
     def unknown(self) -> str:
@@ -121,7 +119,7 @@ class FitParts:
         state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._drop_unstorable(state)
         for key in _WEIGHTS:
-            components.without_lazy(state.get(key, {}))
+            LiveModel.without_lazy(state.get(key, {}))
         return state
 
     def _drop_unstorable(self, state: dict[str, Any]) -> None:
@@ -130,9 +128,8 @@ class FitParts:
             state.pop(key, None)
         if not self._looked:
             self._looked = True
-            flattener = Flattener()
             found = {
-                f"{key}/{name}": problems(value, (key, name), flattener)
+                f"{key}/{name}": problems(value, (key, name))
                 for key in _HPARAMS
                 for name, value in dict(state.get(key) or {}).items()
             }
@@ -142,7 +139,9 @@ class FitParts:
                 state[key] = {n: v for n, v in dict(state[key]).items() if f"{key}/{n}" not in self.left_out}
 
 
-def as_of(kind: BoundaryKind, progress: Mapping[str, Any], undo: Undo | None, state: dict[str, Any]) -> dict[str, Any]:
+def as_of(
+    kind: BoundaryKind, progress: Mapping[str, Any], undo: Callable[..., Any] | None, state: dict[str, Any]
+) -> dict[str, Any]:
     """Make of a checkpoint, as it is now, one of a boundary that Lightning itself resumes exactly from.
 
     Args:
@@ -203,7 +202,7 @@ def dump_results(internals: LightningInternals) -> dict[str, Any]:
 
 def results_now(internals: LightningInternals) -> Callable[[], dict[str, Any]]:
     """What makes later what `dump_results` would give now: what describes an accumulator never changes."""
-    rows = [(key, result, components.copied(_values(result))) for key, result in internals.results.items()]
+    rows = [(key, result, _copied(_values(result))) for key, result in internals.results.items()]
     return lambda: {key: _described(result, values, internals.reduces) for key, result, values in rows}
 
 
@@ -220,6 +219,11 @@ def _values(result: Any) -> dict[str, Any]:
         if result.meta.is_mean_reduction:
             state["weight"] = result.cumulated_batch_size
     return state
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors of its own."""
+    return {key: one.detach().clone() if isinstance(one, torch.Tensor) else one for key, one in values.items()}
 
 
 def _described(result: Any, values: Mapping[str, Any], reduces: bool) -> dict[str, Any]:
@@ -301,7 +305,9 @@ def dump_tables(internals: LightningInternals) -> dict[str, Any]:
         name: {
             key: value
             for key, value in table.items()
-            if key not in BAR_NAMES and _plain(value) and problems({key: value}, (name,), _FLATTENER) is None
+            if key not in BAR_NAMES
+            and isinstance(value, torch.Tensor | int | float | str)
+            and problems({key: value}, (name,)) is None
         }
         for name, table in internals.metric_tables.items()
     }
@@ -309,17 +315,10 @@ def dump_tables(internals: LightningInternals) -> dict[str, Any]:
     return {**tables, "first_batch": first, "fx": fx}
 
 
-_FLATTENER = Flattener()
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | int | float | str)
-
-
 def restore_tables(internals: LightningInternals, device: torch.device, saved: Mapping[str, Any]) -> None:
     """Put the metric tables back."""
     for name, table in internals.metric_tables.items():
-        table.update({key: components.on_device(value, device) for key, value in saved[name].items()})
+        table.update({key: one.to(device) if hasattr(one, "to") else one for key, one in saved[name].items()})
     internals.log_position = (saved["first_batch"], saved["fx"])
 
 
@@ -337,7 +336,7 @@ Groups = list[dict[str, Any]]
 
 
 def restore_groups(
-    trainer: pl.Trainer, parts: FitParts, states: list[dict[str, Any]], saved: Mapping[str, NamedGroups]
+    trainer: pl.Trainer, parts: FitParts, states: list[dict[str, Any]], saved: Mapping[str, list[list[str]]]
 ) -> list[tuple[torch.optim.Optimizer, Groups]]:
     """Group the parameters as they were, where training had added groups; returns the groups of this process.
 
@@ -358,7 +357,7 @@ def restore_groups(
     return regrouped
 
 
-def older_names(groups: list[list[list[str]]]) -> dict[str, NamedGroups]:
+def older_names(groups: list[list[list[str]]]) -> dict[str, list[list[str]]]:
     """The names that snapshots of earlier versions have, where training had changed the groups."""
     return {
         f"optimizers[{number}]": [[f"{MODEL}.{name}" for name in names] for names in found]
@@ -402,20 +401,15 @@ MARK = "ckpt_engine_run"
 Wrap = Callable[[Any, str, Callable[..., Any]], None]
 
 
-def mark_of(root_url: str) -> str:
-    """What `MARK` says of a run in this place."""
-    return digest(root_url.encode())
-
-
-def write_again(trainer: pl.Trainer, root_url: str, info: SnapshotInfo, wrap: Wrap) -> None:
+def write_again(trainer: pl.Trainer, root_url: str, created: float, wrap: Wrap) -> None:
     """From now on names of files that the interrupted run wrote after the snapshot are free."""
-    began, mark = time.time(), mark_of(root_url)
+    began, mark = time.time(), TrainerResume.mark_of(root_url)
 
     def exists_for(original: Callable[..., bool]) -> Callable[..., bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
             if not original(filepath, trainer):
                 return False
-            mine = trainer.is_global_zero and _is_redone(Path(filepath), info.created, began, mark)
+            mine = trainer.is_global_zero and _is_redone(Path(filepath), created, began, mark)
             return not trainer.strategy.reduce_boolean_decision(mine, all=False)
 
         return file_exists
@@ -453,9 +447,7 @@ _SETTINGS = frozenset(
 
 
 def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collection[Callback]) -> dict[str, Any]:
-    """Model, data module, the user's callbacks, what is in the loaders, and the trainer's settings, by the names that
-    users know them by.
-    """
+    """Model, data module, the user's callbacks, and the trainer's settings, by the names that users know them by."""
     data: Any = getattr(trainer, "datamodule", None)
     own = [one for one in callbacks_of(trainer) if not of_framework(type(one)) or isinstance(one, both(LambdaCallback))]
     callbacks = [one for one in own if one not in left_out]
@@ -463,18 +455,5 @@ def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collectio
         "model": module,
         **({} if data is None else {"datamodule": data}),
         **{f"callbacks.{type(one).__name__}": one for one in callbacks},
-        **_in_loaders("train_dataloader", trainer.train_dataloader),
-        **_in_loaders("val_dataloaders", trainer.val_dataloaders),
         "trainer": Variables(partial(getattr, trainer), _SETTINGS, module=trainer),
     }
-
-
-def _in_loaders(name: str, loaders: Any) -> dict[str, Any]:
-    """Of a loader, or of any nesting of loaders."""
-    if isinstance(loaders, Mapping):
-        rows = [(f"{name}[{key!r}]", one) for key, one in loaders.items()]
-    elif isinstance(loaders, list | tuple):
-        rows = [(f"{name}[{index}]", one) for index, one in enumerate(loaders)]
-    else:
-        return roots_of_loader(name, loaders)
-    return {path: root for inner, one in rows for path, root in _in_loaders(inner, one).items()}

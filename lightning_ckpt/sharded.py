@@ -5,7 +5,7 @@ Nothing of a divided model (`ModelParallelStrategy`, `FSDPStrategy`) is gathered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +20,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
-from ckpt_engine.data.rng import Teams
-from ckpt_engine.errors import ConfigError, ResumeError
-from ckpt_engine.loop.components import Shapes, put_back, state_of, weight_shapes
-from ckpt_engine.loop.distributed_models import FlatModels, flat_models
-from ckpt_engine.ranks.process_group import ProcessGroupRanks
-from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.state.sharding import optimizer_shell
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.adapter import ConfigError, LiveModel, Manifest, ProcessGroupRanks, ResumeError
 from lightning_ckpt.compat_data import both
 
 _LAYOUT = "tensor_parallel_size"
@@ -38,37 +31,17 @@ def is_sharded(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.strategy, both(ModelParallelStrategy, FSDPStrategy))
 
 
-def is_flat(trainer: pl.Trainer) -> bool:
-    """Whether FSDP1 divides the model: its `state_dict` would gather all of it."""
-    return flat_of(trainer) is not None
-
-
 def require_trained(trainer: pl.Trainer) -> None:
     """As `FlatModels.require_trained`, for all optimizers."""
-    if (flat := flat_of(trainer)) is not None:
+    if (flat := model_of(trainer).flat) is not None:
         for optimizer in trainer.optimizers:
             flat.require_trained(_plain(optimizer))
 
 
-def shapes(trainer: pl.Trainer, module: pl.LightningModule) -> Shapes:
-    """Shapes of the weights, as a snapshot has them."""
-    return weight_shapes(model_of(trainer, module), flat_of(trainer))
-
-
-def flat_of(trainer: pl.Trainer) -> FlatModels | None:
-    """What FSDP1 divides; the root that it wraps is not the LightningModule but around it."""
-    return flat_models([_wrapped(trainer)]) if isinstance(trainer.strategy, both(FSDPStrategy)) else None
-
-
-def _wrapped(trainer: pl.Trainer) -> torch.nn.Module:
-    model = trainer.strategy.model
-    assert model is not None
-    return model
-
-
-def model_of(trainer: pl.Trainer, module: pl.LightningModule) -> torch.nn.Module:
-    """The model; where FSDP1 divides it, with what that wraps around the LightningModule."""
-    return module if flat_of(trainer) is None else _wrapped(trainer)
+def model_of(trainer: pl.Trainer) -> LiveModel:
+    """The model; the root that FSDP1 wraps is not the LightningModule but around it."""
+    is_wrapped = isinstance(trainer.strategy, both(FSDPStrategy))
+    return LiveModel(trainer.lightning_module, trainer.strategy.model if is_wrapped else None)
 
 
 def notes(trainer: pl.Trainer) -> dict[str, Any]:
@@ -83,7 +56,7 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
     Raises:
         ResumeError: says both layouts.
     """
-    before, now = int(manifest.notes.get(_LAYOUT, 1)), _tensor_parallel(trainer)
+    before, now = team_sizes(manifest, trainer)
     if before != now and manifest.world_size == trainer.world_size:
         raise ResumeError(
             f"snapshot {manifest.info.id} was taken by {manifest.world_size} ranks with tensor_parallel_size={before}, "
@@ -92,16 +65,14 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
         )
 
 
-def teams_of(manifest: Manifest, trainer: pl.Trainer) -> Teams:
-    """Which ranks share a model, then and now."""
-    before = int(manifest.notes.get(_LAYOUT, 1))
-    return Teams.of_sizes(manifest.world_size, before, trainer.global_rank, _tensor_parallel(trainer))
+def team_sizes(manifest: Manifest, trainer: pl.Trainer) -> tuple[int, int]:
+    """How many ranks share a model, then and now."""
+    return int(manifest.notes.get(_LAYOUT, 1)), _tensor_parallel(trainer)
 
 
 def wrappers_of(trainer: pl.Trainer) -> list[torch.nn.Module]:
     """The model with what DDP wraps around it, once it trains."""
-    model = trainer.strategy.model
-    return [] if model is None else [model]
+    return [one for one in (trainer.strategy.model,) if one is not None]
 
 
 def _tensor_parallel(trainer: pl.Trainer) -> int:
@@ -117,9 +88,9 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         yield
         return
     live: Any = trainer.strategy
-    flat, model = flat_of(trainer), model_of(trainer, trainer.lightning_module)
-    live.lightning_module_state_dict = lambda: state_of(model, flat)
-    live.optimizer_state = lambda optimizer: state_of(_plain(optimizer), flat)
+    model = model_of(trainer)
+    live.lightning_module_state_dict = model.state
+    live.optimizer_state = lambda optimizer: model.state(_plain(optimizer))
     try:
         yield
     finally:
@@ -134,31 +105,12 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manifest], Any] | None:
+def live_of(trainer: pl.Trainer) -> Callable[[Manifest], Any] | None:
     """What a snapshot is read into, for a manifest; None: Lightning puts the state back itself."""
     if not is_sharded(trainer):
         return None
-
-    flat = flat_of(trainer)
-
-    def live(manifest: Manifest) -> Any:
-        nodes = manifest.tree.get("optimizer_states", [])
-        pairs = zip(trainer.optimizers, nodes, strict=False)
-        divided = {} if flat is None else flat.parts()
-        shells = [optimizer_shell(optimizer, node, manifest.entries, divided) for optimizer, node in pairs]
-        shells += [{"state": {}} for _ in nodes[len(shells) :]]
-        return {"state_dict": state_of(model_of(trainer, module), flat), "optimizer_states": shells}
-
-    return live
-
-
-def restore(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    """Give model and optimizers what Lightning will not: their strategies do that where they read a file."""
-    flat = flat_of(trainer)
-    if flat is not None:
-        put_back("state_dict", _wrapped(trainer), state["state_dict"], flat)
-    for optimizer, saved in zip(trainer.optimizers, state.get("optimizer_states", []), strict=False):
-        put_back("optimizer_states", optimizer, saved, flat)
+    model, key = model_of(trainer), "optimizer_states"
+    return lambda manifest: {"state_dict": model.state(), key: model.shells(trainer.optimizers, manifest, key)}
 
 
 _HINTS = {
@@ -166,7 +118,7 @@ _HINTS = {
 }
 
 
-def ranks_of(trainer: pl.Trainer) -> Ranks | None:
+def ranks_of(trainer: pl.Trainer) -> ProcessGroupRanks | None:
     """All ranks of `trainer`; None: it is one process.
 
     Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.

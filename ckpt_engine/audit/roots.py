@@ -227,6 +227,16 @@ def roots_of_loader(name: str, loader: Any) -> dict[str, Any]:
     return {path: value for path, value in found.items() if value is not None}
 
 
+def roots_of_loaders(loaders: Mapping[str, Any]) -> dict[str, Any]:
+    """As `roots_of_loader`, of each loader, also in any nesting of lists and mappings."""
+    found: dict[str, Any] = {}
+    for name, one in loaders.items():
+        rows: Any = enumerate(one) if isinstance(one, list | tuple) else one.items() if isinstance(one, Mapping) else ()
+        found |= roots_of_loader(name, one)
+        found |= roots_of_loaders({f"{name}[{key!r}]": inner for key, inner in rows})
+    return found
+
+
 def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
     """The names of loaders, and the global variables and classes that the code of their datasets and collate functions
     names, as paths."""

@@ -23,6 +23,7 @@ from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.loop.distributed_models import FlatModels, flat_models
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
+from ckpt_engine.snapshot import arguments
 from ckpt_engine.state.flatten import Flattener, problems, shapes_of
 from ckpt_engine.state.optimizers import load_exactly, own_copy
 from ckpt_engine.state.sharding import divided_like, here, parts_of
@@ -251,6 +252,12 @@ class Counters:
 
 class Surroundings:
     """What runs the loop, as far as a snapshot has to know it; as it is here: nothing does."""
+
+    IMPORTED, COUNTERS, FILES, STREAMS = "imported", "trainer_state", "files", "rng"
+    """Of a checkpoint of another program: the note of its snapshot, and the components that have what its trainer has
+    counted, files of the model, and random streams."""
+    plain_number, whole_number = staticmethod(arguments.plain_number), staticmethod(arguments.whole_number)
+    """Take what a trainer counts for a number of Python, whatever makes it."""
 
     def accumulating(self) -> bool:
         """Gradients of the last batch wait for those of the next one."""

@@ -273,6 +273,8 @@ class Rollbacks:
         self._may_differ = engine.ranks is not None and nearest.is_folder
         """Other ranks may have another folder there."""
         self._log = log
+        self.back: RollbackRecord | None = None
+        """What `pending` has found, as this start does it."""
 
     # ---- at a start
 
@@ -294,7 +296,9 @@ class Rollbacks:
 
         row = self._engine.meet(read, known) if self._may_differ else self._engine.agree(read)
         found = None if row is None else of_json(row)
-        return found if is_pending(found, newest) else None
+        pending = found if is_pending(found, newest) else None
+        self.back = pending and pending.on(self.replicas, self._in_whole_steps)
+        return pending
 
     # ---- at the end
 

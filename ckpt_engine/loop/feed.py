@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ckpt_engine.data import exactness, position, private_names, rng
+from ckpt_engine.data import exactness, native, position, private_names, rng
 from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
@@ -70,6 +70,17 @@ class LoaderSource:
     ended: str = ""
     dispatched: bool = False
     inexact: str = ""
+
+    length_of = staticmethod(exactness.length_of)
+
+    def reset(self) -> None:
+        """Forget the iterators that `outer` has made of a loader that keeps its own position: none was recorded."""
+        native.reset(self.base)
+
+    @property
+    def dealt(self) -> int | None:
+        """How many batches this rank has of an epoch that another number of ranks has begun; None: none has."""
+        return (attach(self.base).dealt or (None, None))[1]
 
 
 class Feed:

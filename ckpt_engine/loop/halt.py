@@ -146,13 +146,13 @@ class Halt(Ending):
         deadline = stop.deadline if own is None else min(stop.deadline, own.deadline)
         self.shared.stop_too(replace(stop, deadline=deadline))
 
-    def end_of(self, error: DivergedError) -> BaseException:
-        """What ends a run that has diverged: of one that is to stop as well, what ends that.
+    def end_of(self, error: BaseException) -> BaseException:
+        """What ends a run that an error ends: of a diverged one that is to stop as well, what ends that.
 
         `fit` may be called again after a rollback, and the notice would be lost.
         """
         stop = self.stop
-        if stop is None:
+        if stop is None or not isinstance(error, DivergedError):
             return error
         self.watch.attend()
         self._log.error("%s: %s", stop.notice.who, error)

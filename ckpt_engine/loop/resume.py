@@ -13,7 +13,7 @@ import torch
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.data.changed_loader import require_between_epochs
-from ckpt_engine.data.exactness import Level, OnChange, Restoration
+from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.data.rng import Teams
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import MismatchError, ResumeError
@@ -22,8 +22,6 @@ from ckpt_engine.loop.capture import (
     Elastic,
     any_sharded,
     live_of,
-    numbers_of,
-    require_ranks,
     require_whole_gradients,
 )
 from ckpt_engine.loop.components import (
@@ -33,10 +31,10 @@ from ckpt_engine.loop.components import (
     saved_shapes,
     with_tied,
 )
-from ckpt_engine.loop.distributed_models import GradientOrder, wrappers_of
+from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import buffers_of
 from ckpt_engine.loop.feed import Feed
-from ckpt_engine.loop.taking_over import Resume
+from ckpt_engine.loop.taking_over import Resume, inexact
 from ckpt_engine.observe.resume_report import (
     NotRestored,
     Restored,
@@ -44,11 +42,8 @@ from ckpt_engine.observe.resume_report import (
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import as_rank, require_match
-from ckpt_engine.state.optimizers import MOVED, put_in_order, read_order
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
-IMPORTED = "imported"
-"""The note of a snapshot that was made of a checkpoint of another program."""
 _OVER = "where nothing more is trained, the random streams are the uninterrupted run's from close() on, and not before"
 _NOT_OF_OBJECTS = ("loaders", "rng")
 _NOT_FROM_OTHERS = {
@@ -109,9 +104,7 @@ class LoopResume(Resume):
             ResumeError: the snapshot is not of such a loop.
         """
         if self._begins_at is not None or self._engine.config.resume == "off":
-            if self._begins_at is None:
-                self._engine.start_fresh("leave out resume='off'")
-            self._announce(afresh(self._engine))
+            self.start_fresh("leave out resume='off'" if self._begins_at is None else "")
             return None
         self._flags = self._flags_now()
         self._audit.begin("start")
@@ -131,11 +124,11 @@ class LoopResume(Resume):
         self._load_parts(state)
         self._options = components.options_of(self._parts.optimizers)
         self._missing += missing if self._rank == 0 else []
-        self._notes = [_where(own), *([_OVER] if own["finished"] else []), *self._notes]
+        self._notes = [*([_OVER] if own["finished"] else []), *self._notes]
+        self._note_place(own, own["epoch"] - 1 if own["finished"] else None)
         self._load_feeds()
-        self._missing += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
-        # A loop that asks no loader has no later moment.
-        self._missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        self._missing += self._restore_order(last=own["training"] is None or own["finished"])
+        self._missing += self._restore_streams()  # a loop that asks no loader has no later moment
         if elastic is None:
             self._restored.append(Restored("random streams", ", ".join(own["rng"])))
         else:
@@ -169,7 +162,7 @@ class LoopResume(Resume):
         self._missing += missing
         as_there = found >= _NOT_FROM_OTHERS.keys()
         worth = "goes on as its own program would" if as_there else "from its step on the run is not an exact repeat"
-        self._notes.append(f"imported from {loaded.manifest.notes[IMPORTED]['from']}: {worth}")
+        self._notes.append(f"imported from {loaded.manifest.notes[Surroundings.IMPORTED]['from']}: {worth}")
         self.publish()
         return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
 
@@ -180,7 +173,7 @@ class LoopResume(Resume):
                 self.again(feed)  # an evaluation before training has moved it
         missing = self._surroundings.restore(self._own["surroundings"])
         if self._order_later and self._loaded is not None:
-            missing += self._restore_order(self._loaded.info.step, last=True)  # clears gradients
+            missing += self._restore_order(last=True)  # clears gradients
         missing += put_back_waiting(self._parts, self._own)
         if not self._own["finished"]:
             self._restore_metrics()  # a script that resets them when an epoch starts has just done so
@@ -234,7 +227,7 @@ class LoopResume(Resume):
             self._late = ([], [one for one in self._missing if one.name not in self._parts.objects])
             self._missing = [one for one in self._missing if one.name in self._parts.objects]
 
-    def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
+    def _restore_order(self, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients, and whose buffers come next.
 
         A loop may wrap its models after they are tracked, and a new DDP object gives all ranks the buffers of rank 0.
@@ -243,8 +236,8 @@ class LoopResume(Resume):
         with torch.no_grad():
             for at in live.keys() & self._buffers.keys():
                 live[at].copy_(self._buffers[at])
-        order = GradientOrder(wrappers_of(self._parts.modules.values()))
-        missing, self._order_later = order.put_back(self._own, self._engine, step, last=last, same=not self._elastic)
+        wrappers = wrappers_of(self._parts.modules.values())
+        missing, self._order_later = self._restore_gradient_order(wrappers, last=last)
         self._buffers = {at: one.clone() for at, one in live.items()} if self._order_later else {}
         return missing
 
@@ -304,10 +297,8 @@ class LoopResume(Resume):
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
-        names, divided = read_order(self._own.get("parameters")), any_sharded(self._parts.modules.values())
-        moved = put_in_order(names, self._parts, divided=divided)
-        self._notes += [f"{name}: {MOVED}" for name in moved]
-        changed = components.made_otherwise(self._own.get("made"), self._parts.optimizers, self._parts.objects)
+        names, divided = self._own.get("parameters", {}), any_sharded(self._parts.modules.values())
+        changed = self._match_optimizers(self._parts, names, self._parts.objects, divided=divided)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()
         self._restored += [one for one in restored if one.name not in without]
@@ -337,10 +328,9 @@ class LoopResume(Resume):
 
     def _fits(self, written: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
-        rank, size = numbers_of(self._engine.ranks)
-        manifest = as_rank(written, rank)
-        require_ranks(manifest, size, self._engine.config.rng)
-        tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
+        manifest = as_rank(written, self._rank)
+        self._require_ranks(manifest)
+        tracked = OWN_KEY in manifest.tree or Surroundings.IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:
             raise ResumeError(
                 f"snapshot {manifest.info.id} was not taken by a tracked loop",
@@ -348,29 +338,10 @@ class LoopResume(Resume):
             )
         for name, expected in self._parts.shapes().items():
             found = components.without_metrics(self._parts.modules[name], saved_shapes(manifest, name))
-            if IMPORTED in manifest.notes:
+            if Surroundings.IMPORTED in manifest.notes:
                 found = with_tied(self._parts.modules[name], found)
             require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)
 
 
 def _inexact_of(feed: Feed) -> list[NotRestored]:
     return inexact(f"position of {feed.name!r}, a {feed.kind}", feed.restoration)
-
-
-def inexact(name: str, restoration: Restoration | None) -> list[NotRestored]:
-    """What is not exact about the position of a loader."""
-    if restoration is None or restoration.exactness.level is Level.EXACT:
-        return []
-    exactness = restoration.exactness
-    return [NotRestored(name, f"{exactness.level}: {'; '.join(exactness.reasons)}")]
-
-
-def _where(own: Mapping[str, Any]) -> str:
-    if own["finished"]:
-        return f"epoch {own['epoch'] - 1} was complete"
-    return f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
-
-
-def afresh(engine: Engine) -> str:
-    """The line of a run that takes snapshots and goes on from none."""
-    return f"snapshots go to {engine.root_url}, nothing is resumed from there; {engine.rhythm}"

@@ -6,17 +6,33 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ckpt_engine.config import Config
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level, Restoration
+from ckpt_engine.data.position import LoaderPosition
+from ckpt_engine.data.rng import Teams
 from ckpt_engine.engine import Engine
+from ckpt_engine.errors import CkptError, MismatchError
 from ckpt_engine.loop.capture import (
     Elastic,
     numbers_of,
     own_part,
+    require_ranks,
+    require_whole_gradients,
 )
+from ckpt_engine.loop.components import made_otherwise
+from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.resume_report import (
     FILE_NAME,
@@ -28,8 +44,15 @@ from ckpt_engine.observe.resume_report import (
     replace_file,
     resumed_from_memory,
 )
-from ckpt_engine.observe.units import place
+from ckpt_engine.observe.units import count, place
+from ckpt_engine.restore import choose
+from ckpt_engine.restore.ask_tiers import storage_of
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.state import optimizers as stored
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.names import RECORD
+from ckpt_engine.store.repository import Repository
 
 
 class Resume:
@@ -59,10 +82,73 @@ class Resume:
         own, notes, self._elastic, differing = found
         self._notes += notes
         self._missing += differing
+        own["parameters"] = stored.read_order(own.get("parameters"))
         self._engine.expect_replay(loaded)
         if (recorder := self._engine.recorder) is not None:
             recorder.told = self._replayed
         return own
+
+    @staticmethod
+    def newest_notes(config: Config) -> Mapping[str, Any]:
+        """The notes of the snapshot that a run is likely to resume from: further tiers are not waited for twice."""
+        for tiers in (config.tiers[:1], config.tiers[1:]):
+            with suppress(CkptError):  # the resume itself finds the same, and raises it
+                found = choose.choose([Repository(storage_of(tier)) for tier in tiers]) if tiers else None
+                if found is not None:
+                    return found.manifest.notes
+        return {}
+
+    def start_fresh(self, how: str) -> None:
+        """Training begins from none of the snapshots in the run's place.
+
+        Args:
+            how: what the user does to resume from them; "": that is known already.
+        """
+        if how:
+            self._engine.start_fresh(how)
+        self._announce(f"snapshots go to {self._engine.root_url}, nothing is resumed from there; {self._engine.rhythm}")
+
+    # ---- what resumes of all trainers have in common
+
+    def _require_ranks(self, manifest: Manifest) -> None:
+        """Raises ResumeError where another number of ranks has taken the snapshot, and the user wants the same."""
+        require_ranks(manifest, numbers_of(self._engine.ranks)[1], self._engine.config.rng)
+
+    def _note_place(self, own: Mapping[str, Any], complete: int | None) -> None:
+        """The place of the snapshot, for the report; `complete`: the epoch whose end it is."""
+        self._notes.insert(
+            0,
+            f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
+            if complete is None
+            else f"epoch {complete} was complete",
+        )
+
+    def _restore_streams(self) -> list[NotRestored]:
+        return [NotRestored("random streams", problem) for problem in rng.restore(self._own["rng"])]
+
+    def _restore_gradient_order(
+        self, wrappers: Iterable[torch.nn.Module], *, last: bool
+    ) -> tuple[list[NotRestored], bool]:
+        """See `GradientOrder.put_back`."""
+        assert self._engine.loaded is not None
+        step, same = self._engine.loaded.info.step, self._elastic is None
+        return GradientOrder(wrappers).put_back(self._own, self._engine, step, last=last, same=same)
+
+    def _match_optimizers(
+        self, parts: stored.Parts, order: dict[str, stored.Groups], schedulers: Mapping[str, Any], *, divided: bool
+    ) -> list[NotRestored]:
+        """Give the optimizers their parameters in the saved order, and name what the script makes otherwise now.
+
+        Args:
+            order: see `put_in_order`.
+            schedulers: by name, among any other objects.
+
+        Raises:
+            MismatchError: the optimizers are not those of the saved run.
+        """
+        moved = stored.put_in_order(order, parts, divided=divided)
+        self._notes += [f"{name}: {stored.MOVED}" for name in moved]
+        return made_otherwise(self._own.get("made"), parts.optimizers, schedulers)
 
     def _replayed(self, replay: Replay) -> None:
         """What the repeated steps have shown."""
@@ -120,6 +206,91 @@ class Resume:
     def _announce(self, text: str) -> None:
         if self._rank == 0:
             announce(self._log, text)
+
+
+def inexact(name: str, restoration: Restoration | None) -> list[NotRestored]:
+    """What is not exact about the position of a loader."""
+    if restoration is None or restoration.exactness.level is Level.EXACT:
+        return []
+    exactness = restoration.exactness
+    return [NotRestored(name, f"{exactness.level}: {'; '.join(exactness.reasons)}")]
+
+
+class TrainerResume(Resume):
+    """What a trainer that restores models and optimizers itself leaves to the engine."""
+
+    count = staticmethod(count)
+    own_copy = staticmethod(stored.own_copy)
+    inexact = staticmethod(inexact)
+
+    @staticmethod
+    def mark_of(root_url: str) -> str:
+        """What names the run of this place in the files of others."""
+        return digest(root_url.encode())
+
+    @staticmethod
+    def is_run(path: str | os.PathLike[str]) -> bool:
+        """Whether a local folder has the snapshots of a run."""
+        return (Path(path) / RECORD).is_file()
+
+    def _resplit(self, position: LoaderPosition, *path: Any) -> dict[str, Any] | None:
+        """The position of a loader for this rank; None: as many ranks have saved it.
+
+        Args:
+            path: where each saved rank has it among its own entries.
+        """
+        them = self._elastic
+        return None if them is None else them.position(position, [reduce(getitem, path, one) for one in them.own])
+
+    def _set_teams(self, before: int, now: int) -> None:
+        """Another number of ranks has saved the snapshot: so many ranks share a model, then and now."""
+        old = self._elastic
+        self._elastic = old and replace(old, teams=Teams.of_sizes(old.saved_size, before, old.rank, now))
+
+    def _merged_gradients(self, module: torch.nn.Module, root: torch.nn.Module) -> dict[str, Any]:
+        """Those of all saved ranks together, where another number of ranks has saved them.
+
+        Args:
+            module: whose they are.
+            root: what wraps it, if its parameters are divided.
+
+        Raises:
+            ResumeError: they are parts that fit nowhere.
+        """
+        assert self._elastic is not None
+        require_whole_gradients([root], self._elastic.saved_size)
+        found, missing = self._elastic.gradients([one["gradients"] or {} for one in self._elastic.own], module)
+        self.add([], missing if self._rank == 0 else [])
+        return found
+
+    def _load_optimizers(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        states: Sequence[Any],
+        load: Callable[[list[Any]], object],
+        *,
+        divided: bool,
+    ) -> None:
+        """The trainer loads the states; what that damages is mended."""
+        with stored.linked(optimizers):
+            load(list(map(stored.guarded, states)))
+        for optimizer, state in zip(() if divided else optimizers, states, strict=False):
+            stored.put_exactly(optimizer, state)
+
+    _settle_optimizers = staticmethod(stored.into_own_memory)
+
+    @contextmanager
+    def _fitting(self, what: str, hint: str) -> Iterator[None]:
+        """Inside, the optimizers are restored.
+
+        Raises:
+            MismatchError: `what`, and why.
+        """
+        try:
+            yield
+        except (ValueError, KeyError, MismatchError) as err:
+            why, own = (err.message, err.hint) if isinstance(err, MismatchError) else (str(err), "")
+            raise MismatchError(f"{what}: {why}", hint=own or hint) from err
 
 
 def report_of(

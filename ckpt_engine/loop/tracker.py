@@ -27,13 +27,14 @@ from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents,
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
-from ckpt_engine.loop.halt import MissedBoundaries
+from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
 from ckpt_engine.loop.loops import LoopProgress, Loops
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade
 from ckpt_engine.preempt.stop_requests import Stop
+from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
 
@@ -57,6 +58,9 @@ class Tracker(LoopProgress):
         LeaseHeldError, StorageError, WriterError: as `Engine.start`.
         NoUsableSnapshotError, MismatchError, ResumeError: as `LoopResume.load`.
     """
+
+    exception_wait_seconds = EXCEPTION_WAIT_SECONDS
+    """How long the end by an exception waits for what is in flight."""
 
     def __init__(
         self,
@@ -203,6 +207,10 @@ class Tracker(LoopProgress):
     def numbers(self) -> dict[str, float]:
         """What snapshots have cost so far, as loggers get it: `ckpt/stall_seconds` and so on. Any thread."""
         return {f"ckpt/{name}": value for name, value in self._run.metrics.numbers().items()}
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """What a trainer has measured: the numbers among it are those of the next snapshots."""
+        self.metrics.update(numbers_among(values))
 
     def failed_with(self, error: BaseException | None) -> None:
         """See `FailingRun.end`. Never raises."""

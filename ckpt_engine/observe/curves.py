@@ -101,6 +101,12 @@ class Curves:
             lambda curve, found: curve.cut(found["marks"]) if found and found["place"] == curve.place() else "",
         )
 
+    @staticmethod
+    def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
+        """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
+        rows = _rows_of(notes, root_url)
+        return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
+
     def _each(
         self, notes: Mapping[str, Any], do: Callable[[Curve, Mapping[str, Any] | None], str]
     ) -> list[NotRestored]:
@@ -230,12 +236,6 @@ class TrackedRun:
         return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
 
 
-def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
-    """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
-    rows = _rows_of(notes, root_url)
-    return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
-
-
 def _is_of_this_process(name: str) -> bool:
     """Whether an event file was begun by it: another container's process, or an earlier one, may have had its pid."""
     began, _, rest = name.removeprefix("events.out.tfevents.").partition(".")
@@ -267,25 +267,3 @@ def cut_files(folder: Path, marks: Mapping[str, int], files: Collection[str]) ->
         elif now < nbytes:
             short.append(name)
     return f"the end of {short[0]} is missing" if short else ""
-
-
-def rows(path: Path) -> int:
-    """Whole lines of a table below its header."""
-    return max(0, path.read_bytes().count(b"\n") - 1) if path.is_file() else 0
-
-
-def cut_rows(path: Path, count: int) -> str:
-    """The table keeps so many rows; its header may have become wider since. As `Curve.cut`."""
-    if not path.is_file():
-        return f"{path} is not there any more" if count else ""
-    if not count:
-        path.unlink()
-        return ""
-    end, found = 0, -1
-    with path.open("rb") as file:
-        for line in file:
-            if found == count or not line.endswith(b"\n"):
-                break
-            end, found = end + len(line), found + 1
-    os.truncate(path, end)
-    return "" if found == count else f"{count - found} rows at the end of {path} are missing"

@@ -493,10 +493,10 @@ def _shown(key: Any) -> str:
         return f"({type(key).__name__})"
 
 
-def problems(node: Any, root: TreePath, flattener: Flattener) -> str | None:
+def problems(node: Any, root: TreePath, flattener: Flattener | None = None) -> str | None:
     """Why `node` cannot be stored, or None. For adapters that may leave optional parts out."""
     try:
-        flattener.describe(node, root)
+        (flattener or Flattener()).describe(node, root)
     except StateError as err:
         return err.message
     return None

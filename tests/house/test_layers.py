@@ -11,6 +11,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -240,7 +241,40 @@ def test_the_lazy_public_names_exist() -> None:
         _ = ckpt_engine.nothing  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("package", "most"), [("ckpt_engine", 1), ("lightning_ckpt", 11)])
+MOST_NAMES_OF_AN_ADAPTER = 30
+"""Of the engine, that the package of one trainer imports; `lint-imports` sees that they are of one module."""
+
+
+@pytest.mark.parametrize("package", ["lightning_ckpt", "accelerate_ckpt"])
+def test_an_adapter_imports_few_names_of_the_engine(package: str) -> None:
+    """All of them are in `ckpt_engine.adapter`, which has no other names and no modules."""
+    from ckpt_engine import adapter
+
+    names = {one: _names_of_the_engine(ROOT / one) for one in ("lightning_ckpt", "accelerate_ckpt")}
+    assert len(names[package]) <= MOST_NAMES_OF_AN_ADAPTER
+    assert sorted(names["lightning_ckpt"] | names["accelerate_ckpt"]) == sorted(adapter.__all__)
+    assert not [name for name in adapter.__all__ if isinstance(getattr(adapter, name), ModuleType)]
+    with pytest.raises(AttributeError):
+        _ = adapter.nothing  # type: ignore[attr-defined]
+
+
+def test_the_page_for_authors_of_adapters_has_all_names_and_the_example() -> None:
+    """And the example imports nothing else of the engine."""
+    from ckpt_engine import adapter
+
+    page, example = (ROOT / "docs" / "adapters.md").read_text(), ROOT / "examples" / "plugins" / "ignite_adapter"
+    assert (example / "ignite_ckpt.py").read_text().rstrip() in page
+    assert [name for name in adapter.__all__ if f"`{name}`" not in page] == []
+    assert _names_of_the_engine(example) <= set(adapter.__all__)
+
+
+def _names_of_the_engine(package: Path) -> set[str]:
+    paths = list(package.rglob("*.py"))
+    imports = (node for path in paths for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
+    return {one.name for node in imports if (node.module or "").split(".")[0] == "ckpt_engine" for one in node.names}
+
+
+@pytest.mark.parametrize(("package", "most"), [("ckpt_engine", 1), ("lightning_ckpt", 12)])
 def test_a_package_imports_little_before_a_run_begins(package: str, most: int) -> None:
     """Its own modules, in a process that has none of them: each takes about 2 ms, and there are some 200."""
     code = f"import {package}, sys; print(*[one for one in sys.modules if one.split('.')[0] in {PACKAGES!r}])"

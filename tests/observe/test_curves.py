@@ -17,11 +17,9 @@ from ckpt_engine.observe.curves import (
     TrackedRun,
     _is_of_this_process,
     cut_files,
-    cut_rows,
-    rows,
-    runs_of,
     sizes,
 )
+from lightning_ckpt.compat_data import cut_rows, rows
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -161,8 +159,8 @@ def test_a_run_that_is_tracked_goes_on_by_its_id(is_local: bool, tmp_path: Path)
     first = opened("r1")
     assert first.go_on({}) == []
     notes = first.note()
-    assert runs_of(notes, "file:///run") == {"MLflowCallback": "r1"}
-    assert runs_of(notes, "file:///copy") == runs_of({}, "file:///run") == {}
+    assert Curves.runs_of(notes, "file:///run") == {"MLflowCallback": "r1"}
+    assert Curves.runs_of(notes, "file:///copy") == Curves.runs_of({}, "file:///run") == {}
     waiting.append("2 0.4 2\n")
     flush()
     (tmp_path / "late").write_text("2 1 2\n")

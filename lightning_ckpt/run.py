@@ -66,6 +66,7 @@ class FitRun:
             replicas=replicas_of(trainer),
             in_whole_steps=self._internals.in_whole_steps,
         )
+        self._is_alone = trainer.world_size == 1
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
         self.cadence, self.stopping = self._run.cadence, self._run.stopping
         self.telemetry = Telemetry(self._run)
@@ -217,7 +218,7 @@ class FitRun:
     def _boundary(self) -> None:
         """The fetch boundary."""
         self._given = None
-        if self._owner not in callbacks_of(self._trainer):
+        if self._owner not in self._trainer.callbacks:  # type: ignore[attr-defined]
             return
         if self._begun:
             self._run.audit.stepped()
@@ -233,7 +234,7 @@ class FitRun:
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
-        if self._trainer.world_size == 1 or (self._module.automatic_optimization and not self._internals.accumulating):
+        if self._is_alone or (self._module.automatic_optimization and not self._internals.accumulating):
             self._run.failing.reached(step, self._record)
         else:
             self._run.failing.missed(step, "ranks may be at different batches of one step")

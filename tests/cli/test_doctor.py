@@ -131,9 +131,11 @@ def test_a_store_that_fails_later_is_said(ckpt: Ckpt, tmp_path: Path, monkeypatc
 
 def test_encrypted_channels_differ_from_plain_ones() -> None:
     """The endpoint decides, wherever it is given."""
-    assert S3Storage("s3://b/r", {"anon": True}).encrypted()
-    assert not S3Storage("s3://b/r", {"anon": True, "endpoint_url": "http://x"}).encrypted()
-    assert not S3Storage("s3://b/r", {"anon": True, "client_kwargs": {"endpoint_url": "http://x"}}).encrypted()
+    assert S3Storage("s3://b/r", {"anon": True}).capabilities.encrypted()
+    assert not S3Storage("s3://b/r", {"anon": True, "endpoint_url": "http://x"}).capabilities.encrypted()
+    assert not S3Storage(
+        "s3://b/r", {"anon": True, "client_kwargs": {"endpoint_url": "http://x"}}
+    ).capabilities.encrypted()
 
 
 def test_what_is_found_is_shown_at_once(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_engine import Checkpointer
+
+
+def until_ready(ckpt: Checkpointer) -> None:
+    """Wait until a snapshot can be taken: one that is due earlier is skipped, and the next one is of another step."""
+    deadline = time.monotonic() + 60
+    while not ckpt.engine.ready():
+        assert time.monotonic() < deadline, "no snapshot could be taken"
+        time.sleep(0.001)
 
 
 def main(run: str, until: int, fault: int, **options: Any) -> None:
@@ -27,7 +36,8 @@ def main(run: str, until: int, fault: int, **options: Any) -> None:
                 loss = model(batch).square().mean()
                 (loss * 2 if tracked.global_step == fault - 1 else loss).backward()
                 optimizer.step()
-                ckpt.wait(60)  # no snapshot is skipped
+                ckpt.wait(60)
+                until_ready(ckpt)
 
 
 if __name__ == "__main__":

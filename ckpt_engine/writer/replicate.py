@@ -28,6 +28,10 @@ class SourceLeftError(CopySourceError):
     """The attempt hung in a nearer tier and was left behind there: others may do."""
 
 
+class TierLeftError(StorageStalledError):
+    """The attempt hung in the tier itself while all ended, and was left behind."""
+
+
 class Gate(Meter):
     """Where the bytes of one tier pass: at its bandwidth, and not after `stop` or `drop`.
 
@@ -109,7 +113,7 @@ class TierState(Enum):
 
 
 NEXT: Mapping[TierState, frozenset[TierState]] = {
-    TierState.COPYING: frozenset(TierState),
+    TierState.COPYING: frozenset(TierState) - {TierState.LEFT},
     TierState.RESTING: frozenset({TierState.COPYING, TierState.ENDED}),
     TierState.FAILED: frozenset({TierState.COPYING, TierState.ENDED}),
     TierState.HUNG: frozenset(TierState),
@@ -283,6 +287,9 @@ class Replicator:
             more = self.tier.copies.call(advance, left=self._came_back, give_up=self._give_up)
         except (CopyStoppedError, AbandonedError):
             return 0.0
+        except TierLeftError:
+            self._go(TierState.LEFT, settled=True)
+            return 0.0
         except CopySourceError as err:
             self._source_failed(err)
             if isinstance(err, SourceLeftError):
@@ -315,12 +322,12 @@ class Replicator:
         if not self.hangs:
             self.failed(error)
         stopped = self._gate.is_stopped
-        self._go(TierState.LEFT if stopped else TierState.HUNG, settled=finishing or stopped)
-        return error if stopped else None
+        self._go(TierState.HUNG, settled=finishing or stopped)
+        return TierLeftError(error.message, hint=error.hint) if stopped else None
 
     def _came_back(self, _: BaseException | None) -> None:
-        """An attempt that was left behind has ended."""
-        if self.state is TierState.LEFT:
+        """An attempt that was left behind has ended. At the end of all it may be back before `state` is LEFT."""
+        if self._gate.is_stopped and self.state in (TierState.HUNG, TierState.LEFT):
             self.tier.release()
         else:
             self.wake()

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.errors import StorageStalledError
 from ckpt_engine.store.storage.base import Throttle, metered
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.replicate import NEXT, PAUSES, CopyStoppedError, Gate, Replicator, TierState
+from tests.memory.lives import until
 from tests.persist.passing import let_time_pass_where_calls_hang
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run
@@ -81,10 +83,38 @@ def test_a_tier_that_hangs_goes_on_or_is_left(
         run.until_copied(2)
         run.until_rest()
     run.close()
+    wanted = TierState.ENDED if comes_back else TierState.LEFT
+    until(lambda: life[-1][1] is wanted, lambda: str(life), WAIT_SECONDS)
     end.set()
     assert all(after in NEXT[before] for before, after in life)
     assert (TierState.COPYING, TierState.HUNG) in life
-    assert life[-1][1] is (TierState.ENDED if comes_back else TierState.LEFT)
+
+
+def test_a_call_that_ends_while_it_is_being_left_is_no_call_that_hangs(
+    run: Run, life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier is released, as if the call had come back a moment earlier."""
+    let_time_pass_where_calls_hang(monkeypatch)
+    run.start(drain_seconds=0.1)
+    run.save(1)
+    run.until_copied(1)
+    end = run.weather[run.far].hang("put")
+    give_up = Replicator._give_up
+
+    def late(one: Replicator, error: StorageStalledError) -> Exception | None:
+        found = give_up(one, error)
+        if found is not None:
+            call = one.tier.copies._call
+            end.set()
+            until(lambda: call is None or call.done, lambda: "the call does not end", WAIT_SECONDS)
+        return found
+
+    monkeypatch.setattr(Replicator, "_give_up", late)
+    run.save(2)
+    run.state_of(run.far, "hangs")
+    run.close()
+    until(lambda: life[-1][1] in (TierState.ENDED, TierState.LEFT), lambda: str(life), WAIT_SECONDS)
+    assert life[-1][1] is TierState.ENDED
 
 
 @pytest.mark.parametrize("state", [TierState.LEFT, TierState.ENDED])

@@ -467,7 +467,8 @@ def _attribute(owner: Any, name: str) -> Any:
 def items_of(value: Any) -> list[tuple[Any, Any]]:
     """The first items of a dict or sequence, by key or index, but for plain values; none of other objects."""
     rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, SEQUENCES) else ()
-    return [row for row in itertools.islice(rows, MOST_ITEMS) if not issubclass(type(row[1]), PLAIN)]
+    first = list(itertools.islice(rows, MOST_ITEMS))  # in one call: other threads may change the container meanwhile
+    return [row for row in first if not issubclass(type(row[1]), PLAIN)]
 
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:

@@ -103,7 +103,7 @@ class Curves:
 
     @staticmethod
     def runs_of(notes: Mapping[str, Any], root_url: str) -> dict[str, str]:
-        """By the name of a logger, the id of the run in which it goes on after a snapshot with these notes."""
+        """By the name of a logger, the id of the run that it continues after a snapshot with these notes."""
         rows = _rows_of(notes, root_url)
         return {row["name"]: str(row["place"]["run"]) for row in rows if "run" in row["place"]}
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ckpt_engine.audit import values
 from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.audit import Audit, HiddenState
 from ckpt_engine.audit.roots import of_modules
-from ckpt_engine.audit.values import reached
+from ckpt_engine.audit.values import items_of, reached
 from ckpt_engine.loop.capture import Packer, unpack
 from ckpt_engine.plugins import _program
 
@@ -682,3 +683,19 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(file.read_text(), str(file), "exec"), vars(module))
+
+
+def test_a_dict_that_grows_while_it_is_looked_at_does_not_end_the_look() -> None:
+    """As another thread may fill it, such as one that reads ahead: here each call of a C function does so."""
+    held = {number: object() for number in range(8)}
+
+    def fill(_frame: FrameType, event: str, _argument: object) -> None:
+        if event == "c_call":
+            held[len(held)] = object()
+
+    sys.setprofile(fill)
+    try:
+        rows = items_of(held)
+    finally:
+        sys.setprofile(None)
+    assert [key for key, _ in rows][:8] == list(range(8))

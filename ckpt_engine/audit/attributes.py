@@ -7,6 +7,7 @@ A *holder* is one object whose attributes are looked at; its path is how a user 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,6 +70,8 @@ _IN_METRICS = frozenset(
 )
 """Of each metric: functions, what it is made of, and results that are computed again."""
 _WRAPPERS = ("torch.nn.parallel", "torch._dynamo")
+_CALLBACK_DEPTH = 3
+"""Containers around a callback: by event a list of tuples with arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +343,17 @@ class Walk:
                 self.visit(child, f"{path}.{name}", DEPTH)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
+        for name in values if library else ():
+            if name.startswith("_") and name not in skipped:
+                self._visit_callbacks(values[name], f"{path}.{name}", _CALLBACK_DEPTH)
+
+    def _visit_callbacks(self, value: Any, path: str, depth: int) -> None:
+        """What an object of a package calls in each step, such as the handlers of ignite's engine."""
+        for key, one in items_of(value) if depth else ():
+            inner = f"{path}[{text_of(key)}]"
+            if callable(one) and not isinstance(one, type | nn.Module):
+                self._visit_hook(inspect.unwrap(one) if isinstance(one, types.FunctionType) else one, inner, DEPTH)
+            self._visit_callbacks(one, inner, depth - 1)
 
     def _visit_function(self, function: types.FunctionType, path: str, depth: int, visit: Callable[..., None]) -> None:
         """What it keeps from call to call: variables of its closure, attributes, and defaults that are containers."""

@@ -84,6 +84,34 @@ class Pipeline:
 '''
 
 
+ENGINE = '''
+import functools
+
+class Mean:
+    """A running mean that an engine calls, as ignite's do."""
+    def __init__(self): self.value, self.weight = 0.0, 0.5
+    def seen(self, engine, scale):
+        self.value += scale * self.weight * (engine.counted - self.value)
+        return self.value
+    def __call__(self, engine): return self.seen(engine, 1.0)
+
+class Engine:
+    """It calls what it was given in each step, and tells only its own count."""
+    def __init__(self, mean, how):
+        self.counted, self._handlers, self._called = 0, {"step": []}, []
+        wrapped = functools.wraps(mean.seen)(lambda *args: mean.seen(*args))
+        if how == "by event": self._handlers["step"].append((mean.seen, (1.0,)))
+        elif how == "by filter": self._handlers["step"].append((wrapped, (1.0,)))
+        elif how == "in a list": self._called.append(functools.partial(mean.seen, scale=1.0))
+        else: self._called.append(mean)
+    def state_dict(self): return {"counted": self.counted}
+    def load_state_dict(self, state): self.counted = state["counted"]
+    def step(self):
+        self.counted += 1
+        return sum(one(self, *args) for one, args in [*self._handlers["step"], *((one, ()) for one in self._called)])
+'''
+
+
 FLAGS = '''
 import io
 
@@ -137,7 +165,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     name = f"walks_{abs(hash(request.node.name))}"
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    (folder / f"{name}.py").write_text(PACKAGE + FLAGS)
+    (folder / f"{name}.py").write_text(PACKAGE + ENGINE + FLAGS)
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module(name)
 
@@ -217,6 +245,20 @@ def test_a_loader_of_a_package_is_not_asked_for_its_state_before_it_has_got_one(
             run.step()
             if run.global_step == STEPS:
                 break
+
+    assert continued(tmp_path, loop) == (True, "")
+
+
+@pytest.mark.parametrize("how", ["by event", "by filter", "in a list", "itself"])
+def test_what_an_engine_of_a_package_calls_in_each_step_continues(how: str, tmp_path: Path, package: Any) -> None:
+    """The engine's own `state_dict` does not have it."""
+
+    def loop(script: Script) -> None:
+        engine = package.Engine(package.Mean(), how)
+        run = script.track(engine=engine)
+        for _ in range(run.global_step, STEPS):
+            script.learn(torch.full((2, 3), 1.0 / (1.0 + engine.step())))
+            run.step()
 
     assert continued(tmp_path, loop) == (True, "")
 

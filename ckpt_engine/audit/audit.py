@@ -172,8 +172,11 @@ class HiddenState:
         }
 
     def ids(self) -> set[int]:
-        """Of the objects that have moved and that a snapshot has."""
-        rows = self._latest.moved() if self._latest else ()
+        """Of the objects that a snapshot has, or does not need, as each process begins with what they are now."""
+        if self._latest is None:
+            return set()
+        moved = dict(self._latest.moved())
+        rows = itertools.chain(moved.items(), self._latest.unmoved(moved))
         return {id(value) for path, value in rows if not self._why_not(path, value)}
 
     def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:

@@ -403,6 +403,17 @@ class Beginning:
         """The attributes that are not what they were at that moment."""
         return ((path, value) for path, value, _ in self.changes())
 
+    def unmoved(self, moved: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """The objects of that moment that change within, and are what they were.
+
+        Args:
+            moved: paths of the others.
+        """
+        for one in (each for each in self._watched if not each.holder.inputs_only):
+            for name, path, value in one.rows:
+                if path not in moved and value is one.before.get(name, MISSING):
+                    yield path, value
+
     def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
         """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
         self._looked.again()

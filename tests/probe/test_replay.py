@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +306,27 @@ def _copy(source: Path, target: Path) -> None:
         if path.is_file() and path.name != "lease.json":
             (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
             (target / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch computes with, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 1), (2, 2), (4, 4), (1, 2), (1, 4), (4, 1)])
+def test_the_number_of_threads_raises_no_false_alarm(
+    before: int, now: int, threads: Callable[[int], None], tmp_path: Path
+) -> None:
+    """The verdict is what the bits say; where another number of threads rounds otherwise, that is the cause."""
+    threads(before)
+    earlier = _begin(tmp_path)
+    threads(now)
+    resumed = make(seed=1)
+    found = replay_of(train(tmp_path, resumed, END))
+    same = all(map(torch.equal, earlier.states[END], resumed.states[END]))
+    assert same or before != now
+    assert found.result == ("exact" if same else "different")
+    assert same or f"threads is {now} and was {before}" in found.why

@@ -411,6 +411,24 @@ def test_buffers_that_are_filled_in_place_continue(tmp_path: Path) -> None:
     assert continued(tmp_path, loop) == (True, "")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, np.float64])
+def test_a_buffer_that_is_again_what_it_was_at_first_is_not_named(
+    dtype: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A snapshot then needs no value of it: each process begins with the same."""
+
+    def loop(script: Script) -> None:
+        flags: Any = torch.zeros(2, dtype=dtype) if isinstance(dtype, torch.dtype) else np.zeros(2, dtype)
+        run = script.track()
+        for step in range(run.global_step, STEPS):
+            script.learn(torch.full((2, 3), 1.0 + float(flags[1]) + float(flags[0])))
+            flags[step % 2] = step % 4 == 1
+            run.step()
+
+    assert continued(tmp_path, loop) == (True, "")
+    assert "carried" not in caplog.text
+
+
 # ---- what is no state
 
 

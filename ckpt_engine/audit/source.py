@@ -18,7 +18,7 @@ import itertools
 import linecache
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -442,6 +442,8 @@ def chosen_class(value: Any) -> type:
 
 
 @functools.cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    having = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
-    return tuple(n for own in having for n, one in own.items() if isinstance(one, MemberDescriptorType))
+def slots_of(kind: type) -> Mapping[str, MemberDescriptorType]:
+    """The slots of a class by name, but for those in whose place a derived class has something else."""
+    names = (name for base in kind.__mro__ if "__slots__" in vars(base) for name in vars(base))
+    members = ((name, inspect.getattr_static(kind, name)) for name in names)
+    return {name: one for name, one in members if isinstance(one, MemberDescriptorType)}

@@ -446,8 +446,8 @@ class LiveView(Mapping[str, Any]):
     def _found(self, name: str) -> Any:
         try:
             return self._read(name) if name in self._names else MISSING
-        except (ValueError, IndexError):
-            return MISSING  # a variable that is not assigned yet, or an item of a list that is shorter now
+        except (ValueError, IndexError, AttributeError):
+            return MISSING  # a variable or slot that is not assigned yet, or an item of a list that is shorter now
 
     def __getitem__(self, name: str) -> Any:
         found = self._found(name)
@@ -460,8 +460,9 @@ class LiveView(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, MISSING)
+def _slot(owner: Any, name: str) -> Any:
+    kind: Any = type(owner)
+    return slots_of(kind)[name].__get__(owner)
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
@@ -477,8 +478,8 @@ def attributes_of(value: Any) -> Mapping[str, Any] | None:
         names = tuple(map(str, range(len(value)))) if isinstance(value, list) else ()
         return LiveView(names, lambda name: value[int(name)]) if names else value
     kind: Any = type(value)
-    slots, own = slots_of(kind), getattr(value, "__dict__", None)
-    return LiveView(slots, functools.partial(_attribute, value), own or {}) if slots else own
+    slots, own = slots_of(kind), getattr(value, "__dict__", None) if kind.__dictoffset__ else None
+    return LiveView(slots, functools.partial(_slot, value), own or {}) if slots else own
 
 
 def is_used(value: object) -> bool:

@@ -112,6 +112,31 @@ class Engine:
 '''
 
 
+SLOTS = '''
+class Slots:
+    __slots__ = ("count", "unset", "shown")
+    def __init__(self): self.count = 0
+    def step(self, push):
+        self.count += 1
+        return push * self.count
+
+class Asks(Slots):
+    """What it does not have it asks others for, as SQLAlchemy's events do, which may fail in any way."""
+    __slots__ = ()
+    def __getattr__(self, name): raise TypeError("cannot create weak reference")
+
+class Shows(Slots):
+    """It has a property in the place of a slot."""
+    __slots__ = ()
+    @property
+    def shown(self): raise OSError("the database is gone")
+
+class Lists(Slots):
+    """It has a value in the place of a slot."""
+    shown = ()
+'''
+
+
 FLAGS = '''
 import io
 
@@ -165,7 +190,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     name = f"walks_{abs(hash(request.node.name))}"
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    (folder / f"{name}.py").write_text(PACKAGE + ENGINE + FLAGS)
+    (folder / f"{name}.py").write_text(PACKAGE + ENGINE + SLOTS + FLAGS)
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module(name)
 
@@ -247,6 +272,12 @@ def test_a_loader_of_a_package_is_not_asked_for_its_state_before_it_has_got_one(
                 break
 
     assert continued(tmp_path, loop) == (True, "")
+
+
+@pytest.mark.parametrize("kind", ["Slots", "Asks", "Shows", "Lists"])
+def test_slots_are_read_without_a_call_of_the_object(kind: str, tmp_path: Path, package: Any) -> None:
+    """What it does where a slot is not assigned, or is hidden by a property, may fail."""
+    assert continued(tmp_path, driven(getattr(package, kind), inside=Holder)) == (True, "")
 
 
 @pytest.mark.parametrize("how", ["by event", "by filter", "in a list", "itself"])

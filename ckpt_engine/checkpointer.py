@@ -1,4 +1,4 @@
-"""What users call in plain PyTorch loops and under Lightning Fabric: seven methods, and `track`."""
+"""What users call in plain PyTorch loops and under Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ from ckpt_engine.state.wrapped import kinds_of, with_made
 from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
+_FABRIC_LOADER = "_dataloader"
+_FABRIC_COUNTER = "_num_iter_calls"
+_FOLLOWED = (DataLoader, Optimizer, torch.nn.Module)
+_MOST_OBJECTS, _MOST_ITEMS = 200, 16
 
 
 class Checkpointer:
@@ -280,10 +284,6 @@ class Checkpointer:
             logging.getLogger(LOGGER_NAME).error("while handling %s: %s", kind.__name__, err)
 
 
-_FABRIC_LOADER = "_dataloader"
-_FABRIC_COUNTER = "_num_iter_calls"
-
-
 def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
     """See `Checkpointer.track`.
 
@@ -315,10 +315,6 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
             "of an optimizer that is none of torch's no step is seen: call save(state, step=step)",
         )
     return Tracker(engine, parts, sources, Surroundings(), trainer="loop", folder=Path.cwd())
-
-
-_FOLLOWED = (DataLoader, Optimizer, torch.nn.Module)
-_MOST_OBJECTS, _MOST_ITEMS = 200, 16
 
 
 def _instead(name: str, value: Any) -> str:

@@ -28,6 +28,7 @@ from ckpt_engine.errors import (
     StorageError,
     WaitTimeoutError,
 )
+from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import (
     LOGGER_NAME,
     AttemptsFound,
@@ -37,13 +38,12 @@ from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
-    SystemClock,
     TierDegraded,
     WriterLost,
     announce,
 )
-from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
+from ckpt_engine.observe.run_times import times_of
 from ckpt_engine.probe.recorder import NOTE, FlightRecorder
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks

@@ -27,9 +27,9 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import Away
 from ckpt_engine.store import names, pins
+from ckpt_engine.store.branches import Branch, branches
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
-from ckpt_engine.store.retention import Branch, branches
 from ckpt_engine.store.storage import open_storage
 
 

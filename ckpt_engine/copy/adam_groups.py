@@ -1,4 +1,4 @@
-"""Finds in a snapshot's tree which weights, moments and steps belong together, and Adam's numbers.
+"""Finds in the tree of a snapshot which weights and moments of Adam belong together.
 
 Optimizers are found by their form, that of torch's `state_dict()`, wherever they are in the tree: `param_groups` with
 numbers, and `state` by the number of the parameter. Which weights those numbers stand for is not written anywhere: as

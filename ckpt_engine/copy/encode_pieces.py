@@ -1,4 +1,4 @@
-"""Encodes the pieces of a planned snapshot on threads of its own, and makes its data files and manifest of them.
+"""Encodes the pieces of a planned snapshot on threads of its own.
 
 Each piece is verified before it is encoded, and a difference is decoded once to be sure.
 """
@@ -42,6 +42,8 @@ View = Callable[[str, Piece], memoryview]
 """The stored bytes of a plain piece of an entry, verified, where they are in memory."""
 CHANGED, SETTLED, DELTAS = 1, 2, 3
 """Parts of a snapshot: its data files of what changes, those of what stays, and those of what changes in few rows."""
+_PART_NUMBERS = 10**12
+"""Parts that are named by what they hold have numbers from here on: no others do."""
 
 
 class Encoder:
@@ -252,10 +254,6 @@ def _is_worth_it(overs: Sequence[Over], stored: Sequence[bytes | memoryview], bo
     under_bytes = sum(piece.nbytes for over in overs for piece in over.chain)
     raw_bytes = sum(over.chain[-1].raw_nbytes for over in overs)
     return stored_bytes < full_bytes and stored_bytes + under_bytes <= bounds.most_bytes * raw_bytes
-
-
-_PART_NUMBERS = 10**12
-"""Parts that are named by what they hold have numbers from here on: no others do."""
 
 
 @dataclass(frozen=True, slots=True)

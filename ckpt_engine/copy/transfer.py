@@ -1,4 +1,4 @@
-"""Copies snapshots from one run folder to another of the same run: byte for byte, data before manifests.
+"""Copies snapshots byte for byte from one run folder to another of the same run.
 
 Bounded memory: what is local is mapped; what is remote is streamed in ranges to a local target, each piece verified
 before it is written, and comes through a mapped scratch file to a remote one. Whatever is interrupted goes on where it
@@ -30,7 +30,8 @@ from ckpt_engine.store.manifest import (
 )
 from ckpt_engine.store.repository import Repository, encode_record, lacking, parse_record
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.disk import PartialFile, open_regular, translating
+from ckpt_engine.store.storage.disk import open_regular, translating
+from ckpt_engine.store.storage.partial_file import PartialFile
 
 RANGE_BYTES = 16 << 20
 """Bytes per read of a remote object, and at most per read of the check before a copy."""

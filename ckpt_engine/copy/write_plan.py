@@ -1,4 +1,4 @@
-"""Plans what a snapshot writes at a place, what it refers to there, and what it stores as differences. Pure.
+"""Plans what a snapshot writes at a place, given the snapshots that are there.
 
 The plan builds on the newest of the older snapshots there. A piece that has not changed is referred to, with whatever
 it was encoded against; one that has changed may be stored as the difference. Chains of differences are bounded in
@@ -21,6 +21,25 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
+
+HEADER_BYTES = 16 << 10
+"""Smaller files are hardly more than a header."""
+MOST_SPACE = 2.5
+"""Bytes that older files may have, of those of the state."""
+ROWS = "rows"
+_OLDER_COUNTS = 0.5
+"""A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
+changes is then written a second time, and hardly ever a third time."""
+_ROW_BYTES, _MORE_BYTES = 160, 260
+"""Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
+ReadInto = Callable[[str, int, memoryview], object]
+"""As `Storage.get_into`."""
+Key = tuple[str, int]
+"""An entry, and a byte of it at which a piece begins."""
+Needed = Mapping[tuple[str | None, str], Piece]
+"""As of `needed_for`: pieces of the older snapshot and of its bases."""
+_Place = tuple[str, int, str]
+"""An entry, a byte of it, and the digest of the decoded bytes that begin there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +73,6 @@ PLAIN = SharingBounds(1 << 20, 0.05, None, True, 40, 1.75, 0.3, 128)
 """Where bytes are stored as they are: writing a megabyte takes a millisecond, and another file and its sync as long."""
 ENCODED = SharingBounds(0, 0.0, 128 << 20, False, 4, 1.5, None, 16)
 """Where bytes are dear."""
-HEADER_BYTES = 16 << 10
-"""Smaller files are hardly more than a header."""
-MOST_SPACE = 2.5
-"""Bytes that older files may have, of those of the state."""
-ROWS = "rows"
-_OLDER_COUNTS = 0.5
-"""A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
-changes is then written a second time, and hardly ever a third time."""
-_ROW_BYTES, _MORE_BYTES = 160, 260
-"""Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
-
-ReadInto = Callable[[str, int, memoryview], object]
-"""As `Storage.get_into`."""
-Key = tuple[str, int]
-"""An entry, and a byte of it at which a piece begins."""
-Needed = Mapping[tuple[str | None, str], Piece]
-"""As of `needed_for`: pieces of the older snapshot and of its bases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,10 +491,6 @@ def _parts(jobs: Sequence[Job], bounds: SharingBounds) -> tuple[tuple[Job, ...],
             room = bounds.part_bytes - job.raw_nbytes
         found[-1].append(job)
     return tuple(map(tuple, found))
-
-
-_Place = tuple[str, int, str]
-"""An entry, a byte of it, and the digest of the decoded bytes that begin there."""
 
 
 class Bases:

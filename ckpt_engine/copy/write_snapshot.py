@@ -1,4 +1,4 @@
-"""Writes one staged snapshot from its slot of the arena into one repository: pieces, digests, data, manifest.
+"""Writes one staged snapshot from its slot of the arena into one repository.
 
 To its writer it is a slot of the arena, mapped, cut into pieces and digested. `SideBySide` does such work on threads
 that also run while the interpreter ends, for other copies too.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ckpt_engine.copy.host_memory import shared_bytes
-from ckpt_engine.copy.job import EntryLayout, Layout, PersistJob
+from ckpt_engine.copy.job import EntryLayout, KeySkeleton, Layout, PersistJob
 from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.store import names
@@ -25,7 +25,21 @@ from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress
-from ckpt_engine.store.tree import KeySkeleton
+
+T = TypeVar("T")
+U = TypeVar("U")
+_MAX_THREADS = 4
+THREAD_BYTES = 4 << 20
+"""What is smaller is digested while a thread would start."""
+PIECES_PER_PART = 16
+"""Other numbers of ranks have other parts of an array: so many pieces of a part let them read, and verify, little else.
+"""
+LEAST_PIECE_BYTES = 128 << 10
+"""The least that is worth 100 bytes of a manifest."""
+PIECE_ALIGN = 4096
+"""A cut inside a row is at a multiple of this, and inside no number."""
+MOST_PART_PIECES = 1 << 18
+"""So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
 class ArenaSlot:
@@ -92,30 +106,12 @@ class ArenaSlot:
                 self._fd = -1
 
 
-T = TypeVar("T")
-U = TypeVar("U")
-_MAX_THREADS = 4
-THREAD_BYTES = 4 << 20
-"""What is smaller is digested while a thread would start."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A range of bytes of a file."""
 
     offset: int
     nbytes: int
-
-
-PIECES_PER_PART = 16
-"""Other numbers of ranks have other parts of an array: so many pieces of a part let them read, and verify, little else.
-"""
-LEAST_PIECE_BYTES = 128 << 10
-"""The least that is worth 100 bytes of a manifest."""
-PIECE_ALIGN = 4096
-"""A cut inside a row is at a multiple of this, and inside no number."""
-MOST_PART_PIECES = 1 << 18
-"""So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
 def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:

@@ -1,4 +1,4 @@
-"""How often a run fails, by class of failure: a Gamma belief that time without failures lowers and failures raise.
+"""How often a run fails, by class of failure.
 
 The classes say what a failure takes with it (`events.PROCESS`, `MACHINE`, `SITE`), which decides what kind of snapshot
 is of use after it. A belief is a value, and everything here is a pure function of values.
@@ -43,6 +43,8 @@ LEAST_SECONDS = 30.0
 """Half of what a heartbeat leaves unknown of an attempt's length."""
 MOST_FACTOR = 4.0
 _LEAST_SHAPE, _MOST_SHAPE, _NEWTON_STEPS = 0.05, 20.0, 40
+Failures = Iterator[tuple[float, str]]
+"""Seconds from the failure before, or the start, to the next one, and its class."""
 
 
 def assumed_mtbf(ranks: int = 1) -> float:
@@ -305,10 +307,6 @@ class Evidence:
             return rates
         factor = hazard_factor(self._shape, seconds, belief.mtbf_seconds)
         return {one: factor * rate for one, rate in rates.items()}
-
-
-Failures = Iterator[tuple[float, str]]
-"""Seconds from the failure before, or the start, to the next one, and its class."""
 
 
 def poisson(mtbf_seconds: float, rng: random.Random, shares: Mapping[str, float] = SHARES) -> Failures:

@@ -1,4 +1,4 @@
-"""A training loop, its writer and its failures on a virtual clock: to try policies on.
+"""A training loop on a virtual clock, to try policies on.
 
 The cadence is the one that trains: it is driven as an adapter drives it, and learns what a run would let it learn. What
 happens to the simulated run is known exactly, so that what the cadence believes, and what a run records of itself
@@ -21,8 +21,9 @@ from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
 from ckpt_engine.frequency.failures import Failures
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.triggers import SnapshotTimer
-from ckpt_engine.observe.events import CLOSED, GONE, MACHINE, PROCESS, SITE, AttemptsFound, Clock, EventSink, FanOutSink
-from ckpt_engine.writer.run_records import BEAT_SECONDS, MOST, Attempt
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import CLOSED, GONE, MACHINE, PROCESS, SITE, AttemptsFound, EventSink, FanOutSink
+from ckpt_engine.writer.attempts import BEAT_SECONDS, MOST, Attempt
 
 GRID_SECONDS = 2.0**-20
 # What one more life costs to simulate, in boundaries.

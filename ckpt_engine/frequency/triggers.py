@@ -1,4 +1,4 @@
-"""The triggers: when a snapshot is due, by fixed rules, under the decision in force, and within the overhead account.
+"""The triggers: when a snapshot is due.
 
 Each trigger is a pure value that says when it fires next; `FixedTriggers` combines those a run has and remembers what
 has fired. The adaptive trigger follows the decision in force and the overhead account; `cadence.Cadence` asks both. No
@@ -27,6 +27,27 @@ RESUME: Final = "resume"
 END: Final = "end"
 MEMORY: Final = "memory"
 """Of snapshots that only stay in memory; they become durable if the trainer dies."""
+# A decision is made again after so many steps, or after that share of the interval where that is longer.
+REVIEW_STEPS = 256
+REVIEW_SHARE = 0.5
+# Assumed for the first snapshot only, whose cost is not measured yet.
+ASSUMED_STALL_SECONDS = 0.02
+ASSUMED_BYTES_PER_SECOND = 4e9
+FIRST_WITHIN_SECONDS = 600.0
+# Training whose budget may be saved up: a tenth of the six hours over which the budget counts as kept.
+CREDIT_SECONDS = 2160.0
+CREDIT_SHARE = 0.1
+# How far the account may stretch an interval to get out of debt, where the debt is as large as that.
+HOLD_FACTOR = 2.0
+# Over how much of itself an interval is spread where steps are uneven: the loss is 1 % of what it costs.
+SPREAD = 0.5
+# Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
+# many windows without any: what snapshots cost does not show in steps that are all disturbed.
+CALIBRATION_STEPS = 3
+CALIBRATION_SHARE = 0.1
+# How far waiting for them may stretch an interval.
+CALIBRATION_FACTOR = 2.0
+CALIBRATE_AFTER_WINDOWS = 16
 
 
 class SnapshotTimer(Protocol):
@@ -110,31 +131,6 @@ class FixedTriggers:
         if settings.at_end:
             parts.append("at the end")
         return f"{', '.join(parts) or 'never'}: fixed"
-
-
-# A decision is made again after so many steps, or after that share of the interval where that is longer.
-REVIEW_STEPS = 256
-REVIEW_SHARE = 0.5
-# Assumed for the first snapshot only, whose cost is not measured yet.
-ASSUMED_STALL_SECONDS = 0.02
-ASSUMED_BYTES_PER_SECOND = 4e9
-FIRST_WITHIN_SECONDS = 600.0
-# Training whose budget may be saved up: a tenth of the six hours over which the budget counts as kept.
-CREDIT_SECONDS = 2160.0
-CREDIT_SHARE = 0.1
-# How far the account may stretch an interval to get out of debt, where the debt is as large as that.
-HOLD_FACTOR = 2.0
-# Over how much of itself an interval is spread where steps are uneven: the loss is 1 % of what it costs.
-SPREAD = 0.5
-
-
-# Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
-# many windows without any: what snapshots cost does not show in steps that are all disturbed.
-CALIBRATION_STEPS = 3
-CALIBRATION_SHARE = 0.1
-# How far waiting for them may stretch an interval.
-CALIBRATION_FACTOR = 2.0
-CALIBRATE_AFTER_WINDOWS = 16
 
 
 class Moment(NamedTuple):

@@ -1,4 +1,4 @@
-"""The curves of a run's loggers: a resume keeps what they had at its snapshot, and cuts off what came after it."""
+"""Keeps the curves of a run's loggers as they were at the snapshot that a run resumes from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The resume report as values and text: what a run came back with, what it did not, and which snapshots were passed
-over.
-"""
+"""The report of a resume: what came back with it."""
 
 from __future__ import annotations
 

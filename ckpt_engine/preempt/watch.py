@@ -11,8 +11,9 @@ from typing import Any
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import LOGGER_NAME, Clock, Event, MemoryFlushed, Requested, SnapshotFailed
-from ckpt_engine.observe.metrics import Flying, Ledger, Standing
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.durability import Flying, Ledger, Standing
+from ckpt_engine.observe.events import LOGGER_NAME, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
     PendingSnapshot,

@@ -1,33 +1,31 @@
-"""Asks the places of a run: all at once what they have, and for bytes the next one where one fails."""
+"""Asks all tiers of a run at once.
+
+For bytes it asks the next tier where one fails.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
-from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo, by_age
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import by_age
-from ckpt_engine.store.storage import open_storage
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
-from ckpt_engine.store.storage.object_requests import ask_apart, split_url
-from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
+from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.retries import ask_apart
 
 ANSWER_SECONDS = 20.0
 """How long a place may take to answer, if another one has what is needed."""
@@ -49,6 +47,9 @@ _LOOK_SECONDS = 0.1
 T = TypeVar("T")
 Places = Callable[[], Sequence[Repository]]
 """All places of a run as they can be reached now, nearest first."""
+_left: dict[str, tuple[Future[Any], str]] = {}
+"""By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
+that."""
 
 
 @dataclass(slots=True)
@@ -83,47 +84,6 @@ def _say(line: str) -> None:
     announce(logging.getLogger(LOGGER_NAME), line)
 
 
-class FarStorage(WrapperStorage):
-    """An object store, to read from, opened by the first request: its library is slow to import.
-
-    Args:
-        url: of a root, `scheme://…`.
-
-    Raises:
-        StorageError: not the URL of a root.
-    """
-
-    def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        scheme, path = split_url(url)
-        self.url = f"{scheme}://{path}"
-        self._open = partial(open_storage, url, options)
-        self._lock = threading.Lock()
-        self._opened: Storage | None = None
-        self._signs = Signs()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        # 0 seconds also while the library is still being imported.
-        return Capabilities(silent_seconds=lambda: self._signs.silent_seconds, prepare=self.open_ahead)
-
-    @property
-    def inner(self) -> Storage:  # type: ignore[override]
-        """The store, watched for signs."""
-        with self._lock:
-            if self._opened is None:
-                storage = self._open()
-                prepare = storage.capabilities.prepare
-                if prepare is not None:
-                    prepare()
-                self._opened = WatchedStorage(storage, self._signs)
-            return self._opened
-
-    def open_ahead(self) -> None:
-        """Open it; the first request raises what is wrong."""
-        with suppress(CkptError):
-            _ = self.inner
-
-
 class ListedOnce(Repository):
     """A place for one who chooses a snapshot and then loads it: its listing is as it was when it was first asked."""
 
@@ -133,17 +93,6 @@ class ListedOnce(Repository):
         if self._listed is None:
             self._listed = super()._manifests()
         return self._listed
-
-
-def storage_of(tier: Tier) -> Storage:
-    """What a tier has, to read from; an object store is opened by the first request."""
-    options = tier.for_storage()
-    return open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options)
-
-
-_left: dict[str, tuple[Future[Any], str]] = {}
-"""By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
-that."""
 
 
 def ask(

@@ -1,15 +1,13 @@
-"""Chooses what to resume from: the newest snapshot that is whole and fits, over all places that have a copy, or a part.
+"""Chooses the snapshot to resume from: the newest one that is whole and fits.
 
-Whether it fits what its user expects is read from the manifest alone, before any data is: as the rank that asks sees
-it, with the components of its own.
+All places are looked at that have a copy, or a part. Whether it fits what its user expects is read from the manifest
+alone, before any data is: as the rank that asks sees it, with the components of its own.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,32 +15,30 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
-import zstandard
-
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
     MismatchError,
     NoUsableSnapshotError,
     ResumeError,
-    SnapshotFailedError,
-    SnapshotSkippedError,
     StorageError,
     StorageMissingError,
 )
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store import names
 from ckpt_engine.store.decode import decoder_of
-from ckpt_engine.store.manifest import DataFile, Manifest, Partial, SnapshotInfo, require_whole
+from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import unpacked
-from ckpt_engine.writer import part_records
 
 Check = Callable[[Manifest], None]
 """Raises if a snapshot does not fit its user (for example a model with other keys); asked before data is read."""
+_Sizes = Callable[[Repository], Mapping[str, int]]
+MAX_TOLD = 20
+"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +239,6 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     return _assemble(snapshot, holders, _sizes_at, {})[0].unpacked()
 
 
-_Sizes = Callable[[Repository], Mapping[str, int]]
-
-
 def _sizes_at(place: Repository) -> Mapping[str, int]:
     """The data files of a place."""
     nodes = place.storage.capabilities.nodes
@@ -339,91 +332,6 @@ def require_none(where: Sequence[Repository], search: Search, step: int | None) 
         raise ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
 
 
-@dataclass(frozen=True, slots=True)
-class JointSnapshot:
-    """A snapshot that the places have together.
-
-    Args:
-        text: its whole manifest.
-        homes: the place, by its number, that has each data file; what is in none is not in it.
-        sizes: of these data files.
-    """
-
-    text: bytes
-    homes: Mapping[str, int]
-    sizes: Mapping[str, int] = field(repr=False)
-
-    @classmethod
-    def of(cls, manifest: Manifest, homes: Mapping[str, int]) -> JointSnapshot:
-        """Of a whole manifest."""
-        sizes = {file.name: file.nbytes for file in manifest.files if file.name in homes}
-        return cls(manifest_codec.encode(manifest), homes, sizes)
-
-    def packed(self) -> str:
-        """As text, small enough for the ranks' store."""
-        text = json.dumps([self.text.decode(), dict(self.homes)])
-        return base64.b85encode(zstandard.ZstdCompressor().compress(text.encode())).decode()
-
-    @classmethod
-    def unpacked(cls, packed: str) -> JointSnapshot:
-        """The inverse of `packed`."""
-        text, homes = json.loads(zstandard.ZstdDecompressor().decompress(base64.b85decode(packed)))
-        return cls.of(manifest_codec.decode(text.encode()), homes)
-
-
-Began = Callable[[SnapshotInfo, Sequence[int]], bool]
-"""Whether a snapshot is the first one that was ever begun, and the nodes of these ranks had not finished it."""
-Ask = Callable[[int, str], tuple[bytes, dict[str, int]]]
-"""The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `manifest_at`.
-"""
-
-
-def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[str, str], began: Began) -> JointSnapshot:
-    """What the manifests of these places are together.
-
-    Args:
-        holders: the places that have one.
-        silent: why places do not answer, for messages; `ask` may find out more.
-        began: tells a snapshot that was never finished from one of which something was lost.
-
-    Raises:
-        FormatError: they are not the whole snapshot; says what is missing.
-    """
-    wrong: list[str] = []
-    found: list[tuple[int, part_records.PartRecord]] = []
-    for place in holders:
-        try:
-            text, sizes = ask(place, snapshot)
-            manifest = manifest_codec.decode(text)
-            for file in manifest.files:
-                if sizes.get(file.name) != file.nbytes:
-                    raise FormatError(f"data file {file.name} is not there whole")
-        except CkptError as err:
-            wrong.append(err.message)
-            continue
-        if manifest.info.partial is None:
-            return JointSnapshot.of(manifest, {file.name: place for file in manifest.files})
-        part = part_records.of_manifest(manifest)
-        if all(set(part.ranks).isdisjoint(other.ranks) for _, other in found):
-            found.append((place, part))
-    size = found[0][1].size if found else 0
-    lacking = sorted(set(range(size)) - {rank for _, part in found for rank in part.ranks})
-    if lacking or not found:
-        what = f"the shares of {Partial(tuple(lacking), size)}" if found else "its shares"
-        if found and not wrong and not silent and began(found[0][1].manifest.info, lacking):
-            raise FormatError(f"it was never finished: {what} were not written")
-        why = "; ".join(dict.fromkeys((*silent.values(), *wrong)))
-        if silent:
-            raise FormatError(f"{what} cannot be had: {why}")
-        raise FormatError(f"{what} are in the folder of no node{f': {why}' if why else ' that takes part'}")
-    try:
-        whole = part_records.merge([part for _, part in found])
-    except (SnapshotFailedError, SnapshotSkippedError) as err:
-        raise FormatError(f"the shares of the places are not one snapshot: {err.message}") from err
-    homes = {file.name: place for place, part in found for file in part.manifest.files}
-    return JointSnapshot.of(whole, {file.name: homes[file.name] for file in whole.files})
-
-
 def choose(
     where: Sequence[Repository],
     step: int | None = None,
@@ -448,10 +356,6 @@ def choose(
     if found is None:
         require_none(where, search, step)
     return found
-
-
-MAX_TOLD = 20
-"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
 def notes_about(

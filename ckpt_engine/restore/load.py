@@ -1,9 +1,10 @@
-"""Loads the newest valid snapshot; falls back to older ones and remembers why it rejected each newer one.
+"""Loads the newest valid snapshot.
 
-Several ranks load the same snapshot: rank 0 chooses it, and all take it if each of them can read what it needs.
+It falls back to older ones, and remembers why it rejected each newer one. Several ranks load the same snapshot: rank 0
+chooses it, and all take it if each of them can read what it needs.
 
 `Restorer` does it for one trainer: it reaches all tiers and the memory of the writer of one that died, and knows the
-line of history that a load goes on with.
+line of history that a load continues.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
-from ckpt_engine.restore import ask_tiers, memory
-from ckpt_engine.restore.ask_tiers import ListedOnce, Places, Repair, Sources, storage_of
+from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
+from ckpt_engine.restore.ask_tiers import ListedOnce, Places, Repair, Sources
 from ckpt_engine.restore.choose import (
     Away,
     Candidate,
@@ -47,27 +48,31 @@ from ckpt_engine.restore.choose import (
     notes_about,
     require_none,
 )
+from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
-from ckpt_engine.restore.match import as_rank, own_trees, require_fit
-from ckpt_engine.restore.node_roots import Gathered
+from ckpt_engine.restore.match import require_fit
+from ckpt_engine.restore.node_roots import JointTiers
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
+from ckpt_engine.store.branches import continued
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import continued
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
 from ckpt_engine.writer.primary_tier import let_finish
 
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
+ATTACH_SECONDS = FINISH_SECONDS = 60.0
+TIDY_FROM = 16
+"""A line that names so many attempts is looked through for those that have left nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,7 @@ def load(
     search = Search(known={} if known is None else known)
 
     def fits(found: Manifest) -> None:
-        manifest = as_rank(found, rank)
+        manifest = found.as_rank(rank)
         if into is not None:
             require_fit(into, shapes_of(into), manifest)
         if check is not None:
@@ -170,8 +175,8 @@ def load(
         try:
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
-            manifest = as_rank(candidate.manifest, rank)
-            others = own_trees(candidate.manifest) if manifest.world_size != size else {}
+            manifest = candidate.manifest.as_rank(rank)
+            others = candidate.manifest.own_trees if manifest.world_size != size else {}
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
             place = candidate.sources[0].storage.url
@@ -245,8 +250,8 @@ def choose_together(
     session: Session, where: Places, step: int | None, check: Check | None, known: dict[bytes, Manifest]
 ) -> Candidate | None:
     """As `choose`, on all ranks."""
-    seen = None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
-    with Gathered(session, where) as gathered:
+    seen = None if check is None else lambda manifest: check(manifest.as_rank(session.ranks.rank))
+    with JointTiers(session, where) as gathered:
         look = partial(choose, check=seen, search=Search(known=known))
         chosen, found = _agree_on(session, gathered, lambda: look(gathered.places(), step))
         if chosen is None or session.coordinates:
@@ -255,7 +260,7 @@ def choose_together(
 
 
 def _agree_on(
-    session: Session, gathered: Gathered, look: Callable[[], Candidate | None]
+    session: Session, gathered: JointTiers, look: Callable[[], Candidate | None]
 ) -> tuple[str | None, Candidate | None]:
     """The id of the snapshot that rank 0 finds, on all ranks, and on rank 0 what it has found."""
     found: Candidate | None = None
@@ -289,11 +294,11 @@ def load_together(
         RanksError: a rank does not find what rank 0 has chosen.
     """
     rank, size = session.ranks.rank, session.ranks.size
-    seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
+    seen = None if check is None else lambda manifest: check(manifest.as_rank(0))
     how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths, "known": known}
     refused: dict[str, CkptError] = {}
     with (
-        Gathered(session, where) as gathered,
+        JointTiers(session, where) as gathered,
         # What is filled in place by `live` is divided, too.
         Sharing(session, gathered.places, into, alike=live is None) as sharing,
     ):
@@ -336,9 +341,6 @@ def _verdict(said: list[dict[str, Any] | None]) -> Any:
         return None
     rank, first = min(wrong, key=lambda item: item[1]["code"] == NoUsableSnapshotError.code)
     return {**first, "message": f"on rank {rank}: {first['message']}"}
-
-
-ATTACH_SECONDS = FINISH_SECONDS = 60.0
 
 
 class Restorer:
@@ -467,7 +469,7 @@ class Restorer:
             return
         url = self._config.root_url
         if self._session is not None:
-            self._attached, held = memory.attach_together(self._session, url, ATTACH_SECONDS, self._emit)
+            self._attached, held = memory_of_ranks.attach_together(self._session, url, ATTACH_SECONDS, self._emit)
         elif not self._answers(url):
             return
         else:
@@ -497,14 +499,10 @@ class Restorer:
             self._attached = None
 
 
-TIDY_FROM = 16
-"""A line that names so many attempts is looked through for those that have left nothing."""
-
-
 def before_of(
     found: Loaded, where: Callable[[], Sequence[Repository]], *, newest: bool, back: bool = False
 ) -> tuple[tuple[str, int], ...]:
-    """What is `before` in the line of a process that has loaded `found`; see `retention.continued`.
+    """What is `before` in the line of a process that has loaded `found`; see `branches.continued`.
 
     Args:
         where: all places; asked for only if it matters what else there is.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ckpt_engine.copy import host_memory
+from ckpt_engine.copy import memory_limits
 from ckpt_engine.copy.job import JobDone, Mirrored, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
@@ -18,7 +18,7 @@ from ckpt_engine.observe.events import (
     WriterLost,
     said_if_slow,
 )
-from ckpt_engine.observe.metrics import RunTimes
+from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.probe.recorder import FlightRecorder
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
@@ -39,8 +39,8 @@ from ckpt_engine.snapshot.writer_link import (
 )
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
-from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient, never
+from ckpt_engine.writer.pulse import Pulse
 
 BEHIND_SECONDS = 0.5
 _FLUSH_SECONDS = 0.01
@@ -73,7 +73,7 @@ class Pipeline:
         emit: Callable[[Event], None],
         *,
         memory: bool = False,
-        room: Callable[[], host_memory.MemoryLimit | None] = host_memory.look,
+        room: Callable[[], memory_limits.MemoryLimit | None] = memory_limits.look,
         pickle_paths: tuple[str, ...] = (),
         session: Session | None = None,
         tier: str = "",
@@ -374,7 +374,7 @@ class Pipeline:
         if 0 < nbytes <= self.snapshot_bytes:
             return
         self.snapshot_bytes = nbytes
-        fit = host_memory.plan_arena(
+        fit = memory_limits.plan_arena(
             nbytes,
             self.slots.count,
             memory=self.memory,

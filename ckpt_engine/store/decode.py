@@ -1,6 +1,6 @@
-"""From stored pieces to the bytes of entries: finds the bases of those that need one, and decodes.
+"""Decodes the stored pieces of a snapshot into the bytes of its entries.
 
-What was encoded together is decoded together.
+It finds the bases of the pieces that need one. What was encoded together is decoded together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from ckpt_engine.errors import CorruptError, FormatError, NewerFormatError, StorageError
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.manifest import RAW, Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
 
 KEPT_BYTES = 192 << 20
@@ -32,6 +32,15 @@ TURN_SECONDS = 600.0
 FillBase = Callable[[str, int, Piece, memoryview], object]
 """`fill_base(entry, start, piece, out)` fills `out` with what a piece was encoded against."""
 _Key = tuple[str | None, tuple[str, ...], int]
+MAX_CHAIN = 64
+"""Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
+_IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
+"""Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
+Fetch = Callable[[str, Piece, memoryview], object]
+"""`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
+Stored = Callable[[str, Piece], AbstractContextManager[memoryview]]
+"""`stored(entry, piece)`: the stored bytes of a piece of the entry, to be looked at meanwhile."""
+_placement = attrgetter("piece.file", "piece.offset")
 
 
 def members_of(manifest: Manifest, level: str | None, start: int, piece: Piece) -> Iterator[tuple[str, Piece]]:
@@ -227,27 +236,6 @@ class Groups:
                 self._kept.popitem(last=False)
 
 
-MAX_CHAIN = 64
-"""Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
-_IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
-"""Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
-
-Fetch = Callable[[str, Piece, memoryview], object]
-"""`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
-Stored = Callable[[str, Piece], AbstractContextManager[memoryview]]
-"""`stored(entry, piece)`: the stored bytes of a piece of the entry, to be looked at meanwhile."""
-
-
-def is_plain(entry: Entry) -> bool:
-    """Whether the bytes of an entry lie in one file as they are, back to back."""
-    end: int | None = None
-    for piece in entry.pieces:
-        if piece.codec != RAW or piece.file != entry.pieces[0].file or end not in (None, piece.offset):
-            return False
-        end = piece.offset + piece.nbytes
-    return True
-
-
 def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:
     """Everything that must be stored for a snapshot: (entry, piece) of its entries, then of their bases."""
     found = [(name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
@@ -265,7 +253,6 @@ class HasPiece(Protocol):
 
 
 _Wanted = TypeVar("_Wanted", bound=HasPiece)
-_placement = attrgetter("piece.file", "piece.offset")
 
 
 def joined(

@@ -1,5 +1,6 @@
-"""Makes the parts of a writer that its settings ask for (nearest tier, further tiers, replicas, parity), and does the
-jobs of the trainer one after another on one thread.
+"""Does the jobs of the trainer one after another on one thread of the writer.
+
+It makes the parts of the writer that its settings ask for: nearest tier, further tiers, replicas, parity.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING
 from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer import channel, messages
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
+from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.persister import Emit, Persister
 
 if TYPE_CHECKING:
@@ -123,14 +124,14 @@ class JobQueue:
 
     def _take(self, body: Body, fds: Sequence[int]) -> None:
         match body["kind"]:
-            case channel.PULSE:
+            case messages.PULSE:
                 self.held.take_pulse(fds[0])
-            case channel.ROWS:
+            case messages.ROWS:
                 self._persister.rows.attach(body, fds[0])
-            case channel.PARTNER:
+            case messages.PARTNER:
                 if self.peers is not None:
                     self.peers.meet(body)
-            case channel.CANCEL:
+            case messages.CANCEL:
                 self._todo.append(_Turn(partial(self._persister.cancel, body["snapshot"], body["why"])))
             case kind:
                 order = self._intake.take(body, fds)
@@ -142,7 +143,7 @@ class JobQueue:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
-                if kind == channel.PERSIST:
+                if kind == messages.PERSIST:
                     self._todo.append(_Turn(partial(self._persister.persist, order), order))
                     return
                 order.release()
@@ -282,7 +283,7 @@ class JobQueue:
         try:
             self._persister.open()
         except CkptError as err:
-            self._emit({"kind": channel.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
+            self._emit({"kind": messages.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
         self._on_open()
         self.opened = True
@@ -290,7 +291,7 @@ class JobQueue:
         history = self._persister.history
         self._emit(
             {
-                "kind": channel.STARTED,
+                "kind": messages.STARTED,
                 "first_seq": self._persister.first_seq,
                 "port": port,
                 "history": None if history is None else asdict(history),

@@ -1,5 +1,6 @@
-"""The connections between the writers of several machines: a share is kept for a partner, verified, and given to the
-restarted training.
+"""The connections between the writers of several machines.
+
+A share is kept for a partner, verified, and given to the restarted training.
 
 One TCP connection carries one request after the other, in frames: an 8-byte little-endian length, so many bytes, and
 a tag. A message is a frame of JSON; one with `nbytes` is followed by so many bytes of a data file, slice by slice.

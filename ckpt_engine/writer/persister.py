@@ -1,7 +1,7 @@
-"""Opens the nearest tier, and says who waits for what further tiers know of the run; then makes staged snapshots
-durable one after another, and applies retention.
+"""Makes staged snapshots durable at the nearest tier, one after another.
 
-It knows nothing of the trainer's process, nor of sockets: orders come in, messages go out through `emit`.
+It opens that tier, reports who waits for what further tiers know of the run, and applies retention. It knows nothing of
+the trainer's process, nor of sockets: jobs come in, messages go out through `emit`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ from ckpt_engine.observe.events import (
     TierDegraded,
 )
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body, SpentTimes
-from ckpt_engine.writer.commit_of_ranks import CrashRecovery, SessionSnapshots, There
+from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer.attempts import AttemptRecord
+from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
+from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
+from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
+from ckpt_engine.writer.pulse import SpentTimes
 from ckpt_engine.writer.row_file import RowFile
-from ckpt_engine.writer.run_records import AttemptRecord, Unfinished
+from ckpt_engine.writer.run_records import Unfinished
 from ckpt_engine.writer.secondary_tiers import SecondaryTiers
 
 Emit = Callable[[Body], object]
@@ -85,7 +89,7 @@ class Persister:
         self._lane: Lane
         self.first_seq = 0
         """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
-        self._holds = SlotReaders(lambda slot: self._emit({"kind": channel.FREED, "slot": slot}))
+        self._holds = SlotReaders(lambda slot: self._emit({"kind": messages.FREED, "slot": slot}))
         self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
@@ -365,7 +369,7 @@ class Persister:
             return False
 
     def look(self) -> There:
-        """See `commit_of_ranks.ShareBoard`, as of the three that follow."""
+        """See `crash_recovery.ShareBoard`, as of the three that follow."""
         return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:
@@ -482,18 +486,18 @@ class Persister:
         def tell(is_read: bool) -> None:
             failed = None if error is None else asdict(error)
             done = {"job": job.job, "snapshot_id": snapshot, "error": failed, "slot_held": is_read}
-            self._emit({"kind": channel.DONE, "done": done})
+            self._emit({"kind": messages.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         said = all(one.url in self._waited_for and one.why is None for one in unfinished)
-        self._emit({"kind": channel.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
+        self._emit({"kind": messages.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
 
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
         lack, seconds = [one.amount() for one in late], self._config.end_wait_seconds
         self._waited_for |= {one.url for one in late}
-        self._emit({"kind": channel.COPYING, "lack": lack, "seconds": seconds})
+        self._emit({"kind": messages.COPYING, "lack": lack, "seconds": seconds})
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))

@@ -1,7 +1,7 @@
-"""The nearest tier once it is open, also where the writers of all ranks share it: its lease, its room, its retention,
-and shares of a snapshot.
+"""The nearest tier of a writer, once it is open.
 
-Takes the lease of the nearest tier for a writer: who asks, for whom it waits, and what the one before has left.
+It has the lease, the room and the retention there, also where the writers of all ranks share the tier, and the shares
+of a snapshot.
 """
 
 from __future__ import annotations
@@ -35,20 +35,14 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.store.lease import (
-    LOOK_SECONDS,
-    Lease,
-    LeaseHolder,
-    ProcessIdentity,
-    Record,
-    acquire,
-    lockable,
-    read_holder,
-    way_out_of_links,
-)
+from ckpt_engine.store.lease import acquire, read_holder, way_out_of_links
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder, ProcessIdentity
+from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.manifest import RAW, Line, Manifest
+from ckpt_engine.store.object_lease import LOOK_SECONDS, Record
 from ckpt_engine.store.repository import Repository, lacking
-from ckpt_engine.store.retention import RESERVE_BYTES, ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import RESERVE_BYTES
+from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
@@ -108,6 +102,7 @@ class PrimaryTier:
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
+        self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
         folder = repository.storage.capabilities.folder
@@ -298,7 +293,7 @@ class PrimaryTier:
         free_bytes = repository.storage.capabilities.free_bytes()
         # So much beside the data is more than any manifest takes.
         plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
-        if plenty and Retention.of(self._policy).limits == ByteLimits():
+        if plenty and not self._has_limits:
             return False
         coming = contents.manifest()
         room = make_room(

@@ -1,4 +1,4 @@
-"""One thread per further tier: copies what the tier wants, backs off when it fails, and catches up."""
+"""One thread per further tier, which copies what the tier wants."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFor
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.object_requests import GrowingPauses, asking
+from ckpt_engine.store.storage.retries import GrowingPauses, asking
 from ckpt_engine.store.storage.watchdog import AbandonedError
 from ckpt_engine.writer.run_records import TierHealth, TierStatus, Unfinished
 from ckpt_engine.writer.secondary_tier import SecondaryTier
+
+PAUSES = GrowingPauses(1.0, 60.0)
+"""Between attempts at a tier that fails; up to half of each is left out, at random."""
+SILENT_SECONDS = 3.0
+"""A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
+RECENT_SECONDS = 1.0
+"""Of a tier that has given a sign since then it is said that it is waited for."""
+PATIENCE_SECONDS = 60.0
+"""How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
 
 
 class CopyStoppedError(Exception):
@@ -84,16 +93,6 @@ class Gate(Meter):
         self._shut.clear()
         if self.is_stopped:
             self._shut.set()
-
-
-PAUSES = GrowingPauses(1.0, 60.0)
-"""Between attempts at a tier that fails; up to half of each is left out, at random."""
-SILENT_SECONDS = 3.0
-"""A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
-RECENT_SECONDS = 1.0
-"""Of a tier that has given a sign since then it is said that it is waited for."""
-PATIENCE_SECONDS = 60.0
-"""How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
 
 
 class TierState(Enum):

@@ -1,6 +1,7 @@
-"""A further tier as one writer works on it: takes its lease, copies one snapshot at a time, keeps its retention.
+"""A further tier as one writer works on it.
 
-Which snapshots a further tier still wants: a pure choice, newest first, without what is obsolete by now.
+It takes its lease, copies one snapshot at a time, and keeps its retention. Which snapshots the tier still wants is a
+pure choice, newest first, without what is obsolete by now.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ckpt_engine.copy.encoded_copy import AUTO, Encoding, Tally, encoded, put_encoded
+from ckpt_engine.copy.codec_selector import AUTO, CodecSelector, EncodeStats
+from ckpt_engine.copy.encoded_copy import encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, collect, make_room, prune
 from ckpt_engine.copy.transfer import (
@@ -40,10 +42,12 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
-from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
+from ckpt_engine.store.branches import branch_id
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder
+from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo, by_age
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy, branch_id, by_age, policy_from
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
 from ckpt_engine.writer.commit_of_ranks import Gather
@@ -54,6 +58,10 @@ GUARD_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _NO_LINE = Line("-")
 """Which no snapshot is of."""
+LEAST_PACE_SECONDS = 60.0
+"""Nearer to each other than that, copies come as often as the tier keeps up: so few bytes are not worth a rule."""
+ALWAYS_DUE = frozenset({"end", "signal"})
+"""Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ class SecondaryTier:
         """When to look again although nothing has happened here; None: that is of no use."""
         self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
-        self.encoding = Encoding(config.codec)
+        self.encoding = CodecSelector(config.codec)
         self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
         self._lease: Lease | None = None
         self._repository: Repository | None = None
@@ -350,7 +358,7 @@ class SecondaryTier:
 
     def _put(self, source: Repository, target: Repository, manifest: Manifest) -> tuple[Manifest, Copied]:
         """See `transfer.Put`; as the tier stores it."""
-        tally, pick, began = Tally(), self.encoding.pick(), time.monotonic()
+        tally, pick, began = EncodeStats(), self.encoding.pick(), time.monotonic()
         if pick is None:
             stored, copied = copy_data(source, target, manifest, scratch=self._scratch())
             tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
@@ -448,12 +456,6 @@ class SecondaryTier:
 
     def _say(self, message: str) -> None:
         self._emit(Notice("WARNING", message))
-
-
-LEAST_PACE_SECONDS = 60.0
-"""Nearer to each other than that, copies come as often as the tier keeps up: so few bytes are not worth a rule."""
-ALWAYS_DUE = frozenset({"end", "signal"})
-"""Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""All further tiers of one writer: asks them at the start what they know of the run, runs a thread for each, and says
-how they are.
+"""All further tiers of one writer.
 
-A further tier as the leader of another node than rank 0's works on it: it copies its part of what is asked for.
+They are asked at the start what they know of the run, and each has a thread. `NodeMemberTier` is a further tier as the
+leader of another node than rank 0's works on it: it copies its part of what is asked for.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import LeaseHolder, read_holder
+from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
-from ckpt_engine.store.storage.object_requests import ask_apart
+from ckpt_engine.store.storage.retries import ask_apart
 from ckpt_engine.store.storage.watchdog import (
     CallProgress,
     Lane,
@@ -53,6 +54,11 @@ _END_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 """A tier that gives no sign does not say so."""
 _REMEMBERED = 1000
+_DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
+_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
+"""Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
+UNHELD_SECONDS = 30.0
+"""How long rank 0's writer may take to begin. The lease is free before."""
 
 
 class SecondaryTiers:
@@ -363,13 +369,6 @@ def surveyed(storage: Storage) -> Survey | None:
             run = RunText.of(repository)
         return Survey(run, repository.next_seq())
     return None
-
-
-_DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
-_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
-"""Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
-UNHELD_SECONDS = 30.0
-"""How long rank 0's writer may take to begin. The lease is free before."""
 
 
 class NodeMemberTier(SecondaryTier):

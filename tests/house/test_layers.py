@@ -221,7 +221,7 @@ def _storages() -> set[str]:
 def test_no_code_above_the_store_asks_for_the_class_of_a_storage() -> None:
     """What a storage can do is in its `capabilities`, which show through wrappers."""
     kinds = _storages()
-    assert {"LocalStorage", "NodeStorage", "Spread", "WatchedStorage"} <= kinds, "the search finds nothing"
+    assert {"LocalStorage", "NodeStorage", "JointStorage", "WatchedStorage"} <= kinds, "the search finds nothing"
     problems = []
     for path in (one for one in MODULES if not one.is_relative_to(STORE)):
         for node in nodes_of(path):

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.copy.adam_groups import AdamGroup, find
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError
@@ -57,7 +57,7 @@ class Far:
         self.near = near
         self.repository = adopt_run(RunText.of(near.repository), LocalStorage(root, disk=QuietDisk()))
         for step in steps:
-            copy_encoded(near.repository, self.repository, self._id(step), lambda _: "delta", Tally())
+            copy_encoded(near.repository, self.repository, self._id(step), lambda _: "delta", EncodeStats())
 
     def _id(self, step: int) -> str:
         return next(parsed.id for parsed in self.near.repository.ids() if parsed.step == step)

@@ -30,9 +30,9 @@ from typing import Any
 from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.observe.events import Requested, SnapshotReplicated
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient
 from ckpt_engine.writer.launch import completed
+from ckpt_engine.writer.pulse import Pulse
 from tests.persist import staged
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.trainer import Log, fork_holder

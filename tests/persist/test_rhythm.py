@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.writer.secondary_tier import Rhythm
 from tests.store.samples import info
 

@@ -16,7 +16,7 @@ import pytest
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, TierDegraded
-from ckpt_engine.store.lease import LeaseHolder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.watchdog import Signs

@@ -22,8 +22,9 @@ from ckpt_engine.config.sections import Status
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop.boundary import Stopping
 from ckpt_engine.loop.rank_decisions import cadence_of
-from ckpt_engine.observe.events import FanOutSink, SystemClock
-from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.durability import Flying, Standing, TierStanding
+from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.preempt.stop_plan import Board, PendingSnapshot, StopFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit

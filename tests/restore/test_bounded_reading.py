@@ -11,7 +11,7 @@ import torch
 import zstandard
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.host_memory import MemoryLimit
+from ckpt_engine.copy.memory_limits import MemoryLimit
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.restore import read
 from ckpt_engine.restore.ask_tiers import Sources

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.host_memory import RESERVE, Fit, MemoryLimit, look, plan_arena
+from ckpt_engine.copy.memory_limits import RESERVE, Fit, MemoryLimit, look, plan_arena
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 
 GB = 10**9

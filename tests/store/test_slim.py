@@ -15,9 +15,10 @@ from ckpt_engine.copy.make_room import plan_prune, prune
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore.choose import Search, candidates, require_none
 from ckpt_engine.store import names, pins
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.cli.conftest import RunFolder
 from tests.store.measured import MeasuredDisk

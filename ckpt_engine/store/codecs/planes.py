@@ -1,4 +1,4 @@
-"""The stream of byte planes that the codecs for numbers share: planes that pay are compressed, the others are not.
+"""The stream of byte planes that the codecs for numbers share.
 
 ```
 header   magic (4 bytes), width of a word (1), moved (1), zero (2), words in a block (u32), zero (u32),
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
 from ckpt_engine.store.codecs.codec import damaged
-from ckpt_engine.store.codecs.simple import HOPELESS, PAYS, FrameError, compress, decompress_into
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, FrameError, compress, decompress_into
 
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -53,6 +53,31 @@ _FLOATS = {
 }
 _INTEGERS = {"int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8}
 WIDTHS = (1, 2, 4, 8)
+Source = Callable[[int, int], Words]
+"""Words [start, stop) of what is to be encoded; may return the same memory every time."""
+Sink = Callable[[int, int, Words], None]
+"""Takes words [start, stop) that were decoded; they are overwritten afterwards."""
+_HEADER = struct.Struct("<4sBBHIIQQ")
+HEADER_BYTES = _HEADER.size
+_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
+_SETTINGS = {
+    "strategy": 1,
+    "min_match": 7,
+    "hash_log": 6,
+    "chain_log": 6,
+    "search_log": 1,
+    "window_log": 17,
+    "target_length": 0,
+    "write_content_size": 1,
+}
+"""Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
+_REST_BLOCKS = 8
+"""Blocks after a plane that did not pay for which it is not tried again."""
+_SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
+_MOST_KEPT_BYTES = 20 << 20
+_LOW, _HIGH = 7, 8
+"""Numbers of scratch memory for two planes."""
+_local = threading.local()
 
 
 def width_of(dtype: str) -> int:
@@ -159,36 +184,6 @@ def add_lane(words: Words, number: int, lane: Lane, out: Words, scratch: Scratch
     np.copyto(other, lane)
     np.left_shift(other, words.dtype.type(16 * number), out=other)
     np.bitwise_or(words, other, out=out)
-
-
-Source = Callable[[int, int], Words]
-"""Words [start, stop) of what is to be encoded; may return the same memory every time."""
-Sink = Callable[[int, int, Words], None]
-"""Takes words [start, stop) that were decoded; they are overwritten afterwards."""
-
-_HEADER = struct.Struct("<4sBBHIIQQ")
-HEADER_BYTES = _HEADER.size
-_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
-_SETTINGS = {
-    "strategy": 1,
-    "min_match": 7,
-    "hash_log": 6,
-    "chain_log": 6,
-    "search_log": 1,
-    "window_log": 17,
-    "target_length": 0,
-    "write_content_size": 1,
-}
-"""Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
-_REST_BLOCKS = 8
-"""Blocks after a plane that did not pay for which it is not tried again."""
-_SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
-_MOST_KEPT_BYTES = 20 << 20
-
-_LOW, _HIGH = 7, 8
-"""Numbers of scratch memory for two planes."""
-
-_local = threading.local()
 
 
 def scratch() -> Scratch:

@@ -1,4 +1,7 @@
-"""Objects in an S3 store: streamed from memory, published whole, never renamed; no bucket is ever made."""
+"""Objects in an S3 store, streamed from memory.
+
+They are published whole and never renamed. No bucket is ever made.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,16 @@ from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, S
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.object_requests import (
-    BASE_SECONDS,
-    Backoff,
-    MemoryBlocks,
-    ObjectOptions,
-    UploadPart,
-    checked,
-    plan_parts,
-    split_url,
+from ckpt_engine.store.storage.object_options import ObjectOptions
+from ckpt_engine.store.storage.object_requests import checked, split_url
+from ckpt_engine.store.storage.retries import BASE_SECONDS, Backoff
+from ckpt_engine.store.storage.s3_answers import (
+    DamagedInTransitError,
+    LostError,
+    NotS3Error,
+    OthersError,
+    code_of,
+    status_of,
 )
 from ckpt_engine.store.storage.s3_multipart import (
     ATTEMPTS,
@@ -35,15 +39,8 @@ from ckpt_engine.store.storage.s3_multipart import (
     plain_etag,
     server_time,
 )
-from ckpt_engine.store.storage.s3_requests import (
-    DamagedInTransitError,
-    LostError,
-    NotS3Error,
-    OthersError,
-    S3Calls,
-    code_of,
-    status_of,
-)
+from ckpt_engine.store.storage.s3_requests import S3Calls
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart, plan_parts
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8

@@ -1,4 +1,7 @@
-"""Uploading a big object to S3 in parts, several at once, going on with an upload that was interrupted."""
+"""Uploads a big object to S3 in parts.
+
+Several parts are on their way at once. An upload that was interrupted is continued.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,16 @@ from typing import Any
 
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-from ckpt_engine.store.storage.object_requests import MemoryBlocks, UploadPart
-from ckpt_engine.store.storage.s3_requests import (
-    Answer,
-    DamagedInTransitError,
-    OthersError,
-    S3Calls,
-    code_of,
-    status_of,
-)
+from ckpt_engine.store.storage.s3_answers import Answer, DamagedInTransitError, OthersError, code_of, status_of
+from ckpt_engine.store.storage.s3_requests import S3Calls
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart
 
 TOKEN = "ckpt-writer"
 """Name of the metadata that says which `put` wrote an object."""
 ATTEMPTS = 3
 """So often an object is sent that does not appear as it should."""
+_active: set[str] = set()
+"""Ids of the uploads under way in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,6 @@ class Stale:
     key: str
     id: str
     age_seconds: float
-
-
-_active: set[str] = set()
-"""Ids of the uploads under way in this process."""
 
 
 class Multipart:

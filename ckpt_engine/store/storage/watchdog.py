@@ -1,4 +1,7 @@
-"""Notices calls to a tier that hang, tells them from slow ones, and leaves them behind."""
+"""Notices calls to a tier that hang.
+
+It tells them from slow ones, and leaves them behind.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ SLOWEST_BYTES_PER_SECOND = 1 << 20
 _LOOK_SECONDS = 1.0
 
 T = TypeVar("T")
+_DELETE_SECONDS = 1.0
+_ROWS = 100
+"""Of a listing come together, or soon one after another."""
 
 
 class AbandonedError(Exception):
@@ -261,11 +267,6 @@ class Lane:
             f"{self.url} has not got on for {seconds:.0f} s; what was asked of it still hangs",
             hint="look at the disk, the mount or the network; it is used again as soon as it answers",
         )
-
-
-_DELETE_SECONDS = 1.0
-_ROWS = 100
-"""Of a listing come together, or soon one after another."""
 
 
 class WatchedStorage(WrapperStorage):

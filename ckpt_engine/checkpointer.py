@@ -146,7 +146,7 @@ class Checkpointer:
         notes: Mapping[str, Any] | None = None,
         durable: bool = True,
     ) -> SaveHandle:
-        """Take a snapshot of this instant; returns when training may go on.
+        """Take a snapshot of this instant; returns when training may continue.
 
         Args:
             state: any nesting of dicts, lists, tuples, dataclasses, tensors, arrays and plain values. Top-level string
@@ -251,10 +251,10 @@ class Checkpointer:
 
         Args:
             timeout: seconds for all of that; None: 10 min, and `wait_at_end`.
-            failed: training did not end by itself: ranks with the memory tier leave their newest snapshot there.
+            failed: training did not end normally: ranks with the memory tier leave their newest snapshot there.
 
         Raises:
-            WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself. This is
+            WaitTimeoutError: snapshots are still being written; the writer process finishes them alone. This is
                 only logged where a stop leaves less time.
             SnapshotFailedError: the last state that was to be saved is durable nowhere (not with `on_error: warn`, nor
                 while another exception is handled); with `on_error: raise`, a failure that was not surfaced yet.

@@ -19,7 +19,7 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import parse_rollback
-from ckpt_engine.restore.choose import Away
+from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store import catalog, container, names, pins
 from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.decode import joined, require_decodable, stored_pieces
@@ -64,7 +64,9 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         sys.exit(1)
 
 
-def check_run(run: Run, snapshots: Sequence[str] = (), *, hidden: bool) -> tuple[list[CheckedCopies], list[Away]]:
+def check_run(
+    run: Run, snapshots: Sequence[str] = (), *, hidden: bool
+) -> tuple[list[CheckedCopies], list[UnreachableTier]]:
     """Read every byte of snapshots (none: of all, and all other files) at each place of a run, with a progress bar.
 
     Returns:
@@ -83,7 +85,7 @@ def check_run(run: Run, snapshots: Sequence[str] = (), *, hidden: bool) -> tuple
             except CkptError as err:
                 if not run.is_tiered:
                     raise
-                away.append(Away(place.storage.url, err.code, err.message))
+                away.append(UnreachableTier(place.storage.url, err.code, err.message))
             else:
                 checked.append(CheckedCopies(place.storage.url, verdicts, others))
     return checked, away
@@ -103,7 +105,7 @@ def all_ok(checked: Sequence[CheckedCopies]) -> bool:
     return all(not copies.others and all(verdict.ok for verdict in copies.verdicts) for copies in checked)
 
 
-def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> dict[str, object]:
+def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[UnreachableTier]) -> dict[str, object]:
     rows = [
         {
             "id": verdict.snapshot,
@@ -125,7 +127,7 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> d
     return {"root": run.tiers[0], "ok": all_ok(checked), "snapshots": rows, "others": others, "away": away}
 
 
-def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered: bool) -> None:
+def _print(checked: Sequence[CheckedCopies], away: Sequence[UnreachableTier], *, is_tiered: bool) -> None:
     for copies in checked:
         if is_tiered:
             print_text(copies.url, bold=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
 from ckpt_engine.copy.transfer import reading_source
-from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan
-from ckpt_engine.copy.write_snapshot import SideBySide
+from ckpt_engine.copy.write_plan import ROWS, Bases, DeltaBase, Job, Key, Needed, SharingBounds, Work, WritePlan
+from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
@@ -86,11 +86,11 @@ class Encoder:
             CopySourceError: what is copied is damaged or cannot be read.
         """
         threads = THREADS if self._planned.bounds.part_bytes is not None else 0
-        begun: SideBySide[Job, list[EncodedPiece]] | None = None
+        begun: ParallelMap[Job, list[EncodedPiece]] | None = None
         try:
             for part in (*self._planned.parts, ()):
                 done = list(chain.from_iterable(begun.result())) if begun is not None else []
-                begun = SideBySide(self._encode, part, threads, "ckpt-encode")
+                begun = ParallelMap(self._encode, part, threads, "ckpt-encode")
                 if done:
                     yield done
         finally:
@@ -248,7 +248,7 @@ def _number(dtype: str, data: memoryview) -> float | None:
     return found if found.is_integer() else None
 
 
-def _is_worth_it(overs: Sequence[Over], stored: Sequence[bytes | memoryview], bounds: SharingBounds) -> bool:
+def _is_worth_it(overs: Sequence[DeltaBase], stored: Sequence[bytes | memoryview], bounds: SharingBounds) -> bool:
     """Whether differences are smaller than what their chains end at, and the chains within their bounds."""
     stored_bytes, full_bytes = sum(map(len, stored)), sum(over.chain[-1].nbytes for over in overs)
     under_bytes = sum(piece.nbytes for over in overs for piece in over.chain)

@@ -18,14 +18,14 @@ from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.encode_pieces import DELTA, Encoder, Files, Pick, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
 from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
-from ckpt_engine.copy.write_snapshot import Plain, Staged
+from ckpt_engine.copy.write_snapshot import RawContents, Staged
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
 from ckpt_engine.store.manifest import DataFile, Manifest, Piece
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.watchdog import Aside, CallProgress
+from ckpt_engine.store.storage.watchdog import CallProgress, GuardedReader
 
 SMALL_BYTES = 64 << 20
 """Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
@@ -80,7 +80,7 @@ def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
     return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
 
 
-class Encoded(Plain):
+class Encoded(RawContents):
     """A staged snapshot as it was planned: data files of encoded pieces.
 
     With a codec at most two parts of the image (`SharingBounds.part_bytes`) are in memory beside it, and each piece is
@@ -201,7 +201,7 @@ class DedupBaseline:
             the others have, so nothing is read: whole pieces of its own share are spared from its second snapshot on.
     """
 
-    def __init__(self, repository: Repository, aside: Aside | None) -> None:
+    def __init__(self, repository: Repository, aside: GuardedReader | None) -> None:
         self._repository = repository
         self._first_look = self._aside = aside
         self._rows_from = aside if repository.storage.capabilities.cheap_reads else None

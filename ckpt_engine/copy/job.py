@@ -228,7 +228,7 @@ class RankConfig:
         rank, size: of `size` ranks.
         session: unique text that the ranks have agreed on; empty: there is one process.
         first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
-        wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
+        wait_seconds: how long the coordinator waits for the part of a rank that makes no progress.
         node: name of the rank's machine.
         mirrors: the writer keeps its newest shares at writers of other machines too.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
@@ -281,13 +281,13 @@ class WriterConfig:
             each key optional, empty keeps everything.
         lease_wait_seconds: how long `start` waits for another holder of the run's lease.
         holder: who asks for the lease; None: this process.
-        drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
+        drain_seconds: how long a writer whose trainer is gone may take to finish its jobs.
         end_wait_seconds: how long a trainer that ends waits for what further tiers still want.
         tiers: further tiers, nearest first.
         fatal: a snapshot that `url` does not take fails, even if a further tier would.
         memory: the writer is a tier too: it keeps the newest job that it received, makes it durable if the trainer is
             gone, and serves it from memory.
-        linger_seconds: how long it goes on serving that once it is durable.
+        linger_seconds: how long it keeps serving that once it is durable.
         ranks: who writes the run together.
         codec: how snapshots are stored at `url`: a codec's name, or `delta`.
     """

@@ -325,7 +325,7 @@ def _forget(repository: Repository, lease: Lease, snapshots: Collection[str], *,
 
 
 def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[str], limits: ByteLimits) -> str:
-    """Replace a snapshot by itself without the components `lost`; returns its new id.
+    """Replace a snapshot by a copy without the components `lost`; returns its new id.
 
     Raises:
         FormatError, StorageMissingError, StorageFullError: it is as it was.
@@ -446,7 +446,7 @@ def shortage(repository: Repository, policy: RetentionPolicy, data_bytes: int) -
 
 
 def measure(repository: Repository) -> Usage:
-    """The bytes of every snapshot and of all the rest of ours. What a put has not finished yet is not counted.
+    """The bytes of every snapshot and of all our other objects. What a put has not finished yet is not counted.
 
     A damaged snapshot counts as `other_bytes`: nothing is known to become free with it.
     """

@@ -90,9 +90,9 @@ def plan_arena(
         return Fit(
             found,
             False,
-            f"too little host memory for a writer process: {size(left)} are available ({room.limit}). Snapshots go on, "
-            f"written by a thread of the trainer, with {_shown(found, lost=memory)}. Give the job more memory, or set "
-            "`writer: thread`" + (" and remove the memory tier" if memory else ""),
+            f"too little host memory for a writer process: {size(left)} are available ({room.limit}). Snapshots "
+            f"continue, written by a thread of the trainer, with {_shown(found, lost=memory)}. Give the job more "
+            "memory, or set `writer: thread`" + (" and remove the memory tier" if memory else ""),
             process=False,
         )
     found = min(slots, free // max(1, slot_bytes))
@@ -104,7 +104,7 @@ def plan_arena(
         found,
         still,
         f"too little host memory for the arena: {slots} slots of {size(slot_bytes)} need {size(slots * slot_bytes)}, "
-        f"{size(free)} are available ({room.limit}). Snapshots go on with {_shown(found, lost=lost)}. Give the job "
+        f"{size(free)} are available ({room.limit}). Snapshots continue with {_shown(found, lost=lost)}. Give the job "
         f"more memory, or set `slots: {found}`" + (" and remove the memory tier" if lost else ""),
     )
 

@@ -1,6 +1,6 @@
 """Writes one staged snapshot from its slot of the arena into one repository.
 
-To its writer it is a slot of the arena, mapped, cut into pieces and digested. `SideBySide` does such work on threads
+To its writer it is a slot of the arena, mapped, cut into pieces and digested. `ParallelMap` does such work on threads
 that also run while the interpreter ends, for other copies too.
 """
 
@@ -193,7 +193,7 @@ class CutLayout:
         return found
 
 
-class SideBySide(Generic[T, U]):
+class ParallelMap(Generic[T, U]):
     """Does something with each of many items on threads of its own, and perhaps none: then it is done at once.
 
     The threads are daemons: a writer thread still writes while the interpreter ends, when executors take no work.
@@ -259,11 +259,11 @@ class SideBySide(Generic[T, U]):
         self._items = ()
 
 
-def digesting(image: memoryview, cut_layout: CutLayout) -> SideBySide[memoryview, str]:
+def digesting(image: memoryview, cut_layout: CutLayout) -> ParallelMap[memoryview, str]:
     """Digests the pieces of a file image, while the caller writes the same memory to storage."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if len(image) >= THREAD_BYTES else 0
     pieces = [image[one.offset : one.offset + one.nbytes] for extents in cut_layout.extents for one in extents]
-    return SideBySide(digest, pieces, threads, "ckpt-digest")
+    return ParallelMap(digest, pieces, threads, "ckpt-digest")
 
 
 class SupersededError(WriterError):
@@ -363,7 +363,7 @@ class Staged:
             return self.digests.settle(begun.result()), begun.cpu_seconds
 
 
-class Finish:
+class CommitStrategy:
     """A writer's part in the commit of snapshots: the one writer of a run commits what it has written."""
 
     is_shared = False
@@ -387,10 +387,10 @@ class Finish:
         """There is no part of this writer in a snapshot: say so where others wait for it."""
 
 
-ALONE = Finish()
+ALONE = CommitStrategy()
 
 
-class Plain:
+class RawContents:
     """What a staged snapshot stores in one repository: the whole image as one file, digested while it is written.
 
     For one attempt.
@@ -443,11 +443,11 @@ class Plain:
 
 
 def write_snapshot(
-    contents: Plain,
+    contents: RawContents,
     tier: str,
     progress: CallProgress,
     undo_failed: Callable[[CkptError], object],
-    finish: Finish = ALONE,
+    finish: CommitStrategy = ALONE,
 ) -> tuple[SnapshotCommitted, Manifest]:
     """Make a staged snapshot durable in a repository. Needs its lease.
 

@@ -259,8 +259,8 @@ class Cadence:
             self._held_back = True
         elif reason == "error":
             self._retry_time = self._now() + RETRY_SECONDS
-        told, self._obstacle = self._obstacle, reason
-        if told is None:
+        earlier, self._obstacle = self._obstacle, reason
+        if earlier is None:
             self._sink.emit(SnapshotSkipped(step=step, reason=reason))
 
     def committed(
@@ -373,7 +373,7 @@ class Cadence:
         because it was lost itself, the belief of the snapshot counts, and later attempts there add to it.
 
         Args:
-            failure: what has ended the earlier run, as far as the snapshot tells; "": nothing, it ended by itself.
+            failure: what has ended the earlier run, as far as the snapshot tells; "": nothing, it ended normally.
         """
         try:
             learned = Learned.from_json(state)

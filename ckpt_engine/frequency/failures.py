@@ -30,7 +30,7 @@ RANK_SECONDS = 86400.0 * 8 / 6.5e-3
 STATED_WEIGHT = 2.0
 """What an `mtbf` of the user weighs, in failures; an assumption weighs one."""
 DOUBT = 0.5
-"""That an assumption is wrong; of one that weighs as much as several failures, as often as that in a row."""
+"""That an assumption is wrong; of one that weighs as much as several failures, that many of them in a row."""
 SCALE, SCALES = 4.0, 6
 """Then the truth is so many steps of this factor away at most, up or down, each as likely: 4,096 times."""
 DISCOUNT, SHARES_DISCOUNT = 0.9, 0.98
@@ -272,7 +272,7 @@ class Evidence:
     Args:
         prior: what was believed before there was any.
         lasted, failures: of those that the nearest tier knows, as of `FailureBelief.after`.
-        remembered: what the snapshot that training goes on from knew, which counts where that tier knows of none.
+        remembered: what the snapshot that training resumes from knew, which counts where that tier knows of none.
         before: what was believed before the first one that it knows, where another one was lost.
     """
 

@@ -32,7 +32,7 @@ FEW = 0.1
 _REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
-class Usual:
+class RobustBaseline:
     """The usual value of a series: an outlier moves nothing, a lasting change is followed with the third value.
 
     The mean of the values since the last change without the lowest and the highest. A change is lasting where the
@@ -106,7 +106,7 @@ class Outliers:
         """One more value; `changed`: the newest ones were no outliers but the beginning of what is usual now."""
         self._excess.append(value - usual if value > self.LARGE * usual else 0.0)
         if changed:
-            for back in range(1, min(Usual.RISEN, len(self._excess)) + 1):
+            for back in range(1, min(RobustBaseline.RISEN, len(self._excess)) + 1):
                 self._excess[-back] = 0.0
 
     @property
@@ -340,9 +340,9 @@ class CostMeter:
     """What one snapshot costs, from those so far; one that is unlike the others moves no estimate."""
 
     def __init__(self) -> None:
-        self._stall, self._outliers = Usual(), Outliers()
-        self._slowdown = Usual(trim=FEW)
-        self._believed: deque[float] = deque([0.0], maxlen=Usual.RISEN)
+        self._stall, self._outliers = RobustBaseline(), Outliers()
+        self._slowdown = RobustBaseline(trim=FEW)
+        self._believed: deque[float] = deque([0.0], maxlen=RobustBaseline.RISEN)
         """Of slowdowns, after each of the newest snapshots."""
         self._slow = SlowSteps()
         self.slowdown_seconds = 0.0
@@ -375,7 +375,7 @@ class CostMeter:
     @property
     def slowdown_error(self) -> float:
         """One standard deviation of `slowdown_seconds`, from the jitter of steps."""
-        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, Usual.WINDOW)))
+        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, RobustBaseline.WINDOW)))
         return math.hypot(max(jitter, self._slowdown.error), self._noise)
 
     @property

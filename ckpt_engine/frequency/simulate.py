@@ -93,7 +93,7 @@ class FurtherTier:
 
     Args:
         seconds: to copy one snapshot there.
-        every: at least between two; 0.0: as often as the tier keeps up.
+        every: at least between two; 0.0: whenever the tier is ready.
     """
 
     seconds: float
@@ -142,7 +142,7 @@ class Training:
         memory_stall: of a snapshot that stays in memory, where `settings` want some.
         nbytes: that a snapshot writes.
         rhythm: None: the cadence of this project; a `Cadence` of somebody else's is treated as that.
-        first, useful: the step that it goes on from, and the useful work in it; `clock` says when.
+        first, useful: the step that it resumes from, and the useful work in it; `clock` says when.
         arrived: hears of each snapshot that is durable on the nearest tier, and when.
         most: boundaries that are looked at; it ends early after those.
         sink: gets what the cadence says.
@@ -334,7 +334,7 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
         self.origin = self.clock.now
-        # What training goes on from.
+        # What training resumes from.
         self.base = Point(0, self.origin, 0.0)
         self.durable = self.base
         self.further = [replace(tier) for tier in self.tiers]

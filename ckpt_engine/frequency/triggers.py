@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, Protocol
 
-from ckpt_engine.frequency.measure import Usual
+from ckpt_engine.frequency.measure import RobustBaseline
 from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, settle
 from ckpt_engine.observe.units import duration
 
@@ -354,19 +354,19 @@ class MemoryTrigger:
 
     def __init__(self, rhythm: MemoryRhythm) -> None:
         self._rhythm = rhythm
-        self._cost, self._first = Usual(ASSUMED_STALL_SECONDS), True
+        self._cost, self._first = RobustBaseline(ASSUMED_STALL_SECONDS), True
         self.interval_seconds = self.limit_seconds = math.inf
         self.restart(0, 0.0)
 
     def restart(self, step: int, now: float) -> None:
-        """Training starts or goes on at `step`; what one costs stays known."""
+        """Training starts or resumes at `step`; what one costs stays known."""
         self._open_seconds: float | None = None
         self._step, self._time, self._trained = step, now, 0.0
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first one."""
         if self._first:
-            self._cost = Usual(max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND))
+            self._cost = RobustBaseline(max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND))
 
     @property
     def cost_seconds(self) -> float:
@@ -429,7 +429,7 @@ class MemoryTrigger:
         """What one cost is known once its fence is over: at the next boundary."""
         if self._open_seconds is not None:
             if self._first:
-                self._cost, self._first = Usual(min(self._open_seconds, self._cost.value)), False
+                self._cost, self._first = RobustBaseline(min(self._open_seconds, self._cost.value)), False
             else:
                 self._cost.add(self._open_seconds)
             self._open_seconds = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.copy.job import EntryLayout
-from ckpt_engine.copy.write_snapshot import SideBySide, cut, part_piece_bytes
+from ckpt_engine.copy.write_snapshot import ParallelMap, cut, part_piece_bytes
 from ckpt_engine.errors import UnstorableLeafError
 from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.state.entries import dtype_name
@@ -117,7 +117,7 @@ class Container:
             layouts.append(EntryLayout(one.name, dtype, shape, code, at, nbytes, whole))
             at += nbytes
         pairs, least_bytes = list(zip(self._arrays, layouts, strict=True)), part_piece_bytes(layouts)
-        return SideBySide(lambda pair: _block(*pair, least_bytes), pairs, DIGEST_THREADS, "ckpt-digest").result()
+        return ParallelMap(lambda pair: _block(*pair, least_bytes), pairs, DIGEST_THREADS, "ckpt-digest").result()
 
 
 def _block(array: DcpArray, layout: EntryLayout, least_bytes: int) -> Block:

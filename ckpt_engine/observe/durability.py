@@ -46,7 +46,7 @@ class TierStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Flying:
+class PendingCommit:
     """A snapshot that was taken and is not durable on the nearest tier. `since`: monotonic seconds of its instant."""
 
     step: int
@@ -55,7 +55,7 @@ class Flying:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DurabilityStatus:
     """Everything at one moment.
 
     Args:
@@ -69,7 +69,7 @@ class Standing:
     """
 
     tiers: tuple[TierStanding, ...]
-    in_flight: tuple[Flying, ...] = ()
+    in_flight: tuple[PendingCommit, ...] = ()
     state_bytes: int = 0
     stall_seconds: float = 0.0
     busy_since: float = 0.0
@@ -104,16 +104,16 @@ class Ledger:
         self._now = clock.monotonic
         self._tiers = {url: TierStanding(url) for url in map(place, urls)}
         self._rates: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_SAMPLES))
-        self._resumed: Flying | None = None
+        self._resumed: PendingCommit | None = None
         self._found: SnapshotFound | None = None
-        self.standing = Standing(tuple(self._tiers.values()))
+        self.standing = DurabilityStatus(tuple(self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
-        """Training goes on from the snapshot of `step` that came from `url`.
+        """Training resumes from the snapshot of `step` that came from `url`.
 
         If that was memory, the nearest tier counts as soon as its writer tells what it has.
         """
-        self._resumed = Flying(step, 0, self._now())
+        self._resumed = PendingCommit(step, 0, self._now())
         if (where := place(url)) in self._tiers:
             self._tiers[where] = TierStanding(where, newest_step=step, newest_instant=self._now())
         self._take_up()
@@ -128,7 +128,7 @@ class Ledger:
                 self._publish(
                     in_flight=(
                         *now.in_flight,
-                        Flying(event.step, event.nbytes, self._now() - event.stall_seconds),
+                        PendingCommit(event.step, event.nbytes, self._now() - event.stall_seconds),
                     ),
                     state_bytes=event.nbytes,
                     stall_seconds=event.stall_seconds,
@@ -159,7 +159,7 @@ class Ledger:
                 self._publish()
 
     def _take_up(self) -> None:
-        """What the rescue has made durable of what training goes on from; the instant of an older one is not known."""
+        """What the rescue has made durable of what training resumes from; the instant of an older one is not known."""
         resumed, found = self._resumed, self._found
         if resumed is None or found is None:
             return

@@ -22,7 +22,7 @@ from ckpt_engine.observe.units import duration, size
 
 KINDS: dict[str, type[Event]] = {}
 ENDS = CLOSED, FAILED, GONE = "closed", "failed", "gone"
-"""How an attempt ends: by itself or as it was asked to, by an error, or as a process that disappears."""
+"""How an attempt ends: normally or as it was asked to, by an error, or as a process that disappears."""
 PROCESS, MACHINE, SITE = "process", "machine", "site"
 """Classes of failures: what is lost is the trainer; its machine too, with what is in memory; the nearest tier too."""
 UNKNOWN = "unknown"
@@ -167,7 +167,7 @@ class SnapshotReplicated(Event):
 
 @dataclass(frozen=True, slots=True)
 class TierDegraded(Event):
-    """A tier failed and is left out until it works again; the others go on.
+    """A tier failed and is left out until it works again; the others continue.
 
     Args:
         fatal: training is to stop for it.
@@ -356,7 +356,7 @@ def line(event: Event, *, count: int = 1) -> str:
                 f"[{event.code}] {event.message}; older snapshots are untouched" + _hint(event)
             )
         case SnapshotSkipped():
-            return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
+            return f"step {event.step}: snapshot postponed ({event.reason}), training continues"
         case SnapshotsForgotten():
             return f"{count_of(len(event.snapshots), 'older snapshot')} forgotten, {size(event.freed_bytes)} freed"
         case SnapshotReplicated():
@@ -391,7 +391,7 @@ def _hint(event: SnapshotFailed) -> str:
 class FanOutSink:
     """Passes every event to every sink, in the order they were added.
 
-    A sink that raises is disabled with one warning; training and the other sinks go on.
+    A sink that raises is disabled with one warning; training and the other sinks continue.
     """
 
     def __init__(self, *sinks: EventSink) -> None:
@@ -463,4 +463,4 @@ def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join(TELL_SECONDS)  # no thread of ours is left behind
+        timer.join(TELL_SECONDS)  # our thread is not left behind

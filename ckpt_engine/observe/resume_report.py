@@ -209,7 +209,7 @@ def resumed_by_others(saved: int, size: int) -> str:
 
     Args:
         saved: ranks that took the snapshot.
-        size: ranks that go on.
+        size: ranks that resume.
     """
     return f"{_BY_OTHERS}: {size} go{'es' if size == 1 else ''} on where {saved} {'was' if saved == 1 else 'were'}"
 

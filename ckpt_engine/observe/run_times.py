@@ -153,7 +153,7 @@ class RunTimes:
         self.step = step
 
     def waited(self, name: str, seconds: float) -> None:
-        """Training did not go on for so long, for a reason of `TIMES`."""
+        """Training made no progress for so long, for a reason of `TIMES`."""
         self.seconds[name] += seconds
         self._waited += seconds
 
@@ -172,7 +172,7 @@ class RunTimes:
         self._earlier, self._ended = RunSpent(**earlier.spent), earlier.until
 
     def fresh(self) -> None:
-        """Training does not go on from what is there: nothing is done again."""
+        """Training does not resume from what exists: nothing is done again."""
         self._fresh, self._reached = True, -1
 
     @property

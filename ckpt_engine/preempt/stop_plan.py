@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.config.sections import Status
-from ckpt_engine.observe.durability import Standing, TierStanding
+from ckpt_engine.observe.durability import DurabilityStatus, TierStanding
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.observe.units import duration, size
 
@@ -244,7 +244,13 @@ def _loss(plan: StopPlan) -> str:
 
 
 def outlook(
-    standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
+    standing: DurabilityStatus,
+    facts: StopFacts,
+    *,
+    now: float,
+    started: float,
+    step_seconds: float,
+    stopping: str | None,
 ) -> dict[str, Any]:
     """A run at `now` (monotonic seconds) that started at `started` and whose last step took so long, as JSON values.
 

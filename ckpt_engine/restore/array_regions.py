@@ -20,7 +20,7 @@ from ckpt_engine.errors import CorruptError
 from ckpt_engine.ranks.boxes import Box, runs
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES, Landing, Move, private_memory, read_moves
+from ckpt_engine.restore.read import READ_BYTES, Move, StagingBuffer, private_memory, read_moves
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.manifest import RAW, Manifest, Piece
 
@@ -133,7 +133,7 @@ def _read_part(sources: Sources, manifest: Manifest, one: _Wanted) -> None:
     one.place(address_of(memoryview(data)), len(data), one.first)
 
 
-class _Scatter(Landing):
+class _Scatter(StagingBuffer):
     """Copies what is needed of pieces to all regions that overlap them."""
 
     is_host = True

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
+from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, ReadLimiter
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo, by_age
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -34,7 +34,7 @@ LONGER_SECONDS = 120.0
 SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 RECENT_SECONDS = 0.5
-"""A place that has given a sign since then gets on."""
+"""A place that has given a sign since then makes progress."""
 READS_ON_MACHINE = max(4, min(16, len(os.sched_getaffinity(0))))
 """Digests of one core keep up with no bus."""
 READS_FROM_SERVER = 16
@@ -45,7 +45,7 @@ _LOOK_SECONDS = 0.1
 """For a place that is not watched for signs."""
 
 T = TypeVar("T")
-Places = Callable[[], Sequence[Repository]]
+FindPlaces = Callable[[], Sequence[Repository]]
 """All places of a run as they can be reached now, nearest first."""
 _left: dict[str, tuple[Future[Any], str]] = {}
 """By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
@@ -53,7 +53,7 @@ that."""
 
 
 @dataclass(slots=True)
-class PlaceAnswer(Generic[T]):
+class TierReply(Generic[T]):
     """What one place answered: `value`, or `error`. Neither: nothing yet."""
 
     place: Repository
@@ -61,21 +61,21 @@ class PlaceAnswer(Generic[T]):
     error: CkptError | None = None
 
 
-Patience = Callable[[Sequence[PlaceAnswer[T]]], float]
+WaitPolicy = Callable[[Sequence[TierReply[T]]], float]
 """How many seconds are waited for those that have not answered yet, given all answers so far."""
 
 
-def until_one_answers(answers: Sequence[PlaceAnswer[T]]) -> float:
+def until_one_answers(answers: Sequence[TierReply[T]]) -> float:
     """Longer until one place has answered."""
     return ANSWER_SECONDS if any(answer.value is not None for answer in answers) else LONGER_SECONDS
 
 
-def until_one_has_some(answers: Sequence[PlaceAnswer[T]]) -> float:
+def until_one_has_some(answers: Sequence[TierReply[T]]) -> float:
     """Longer until one place has snapshots: a run must not begin again because of a place that is slow."""
     return ANSWER_SECONDS if any(answer.value for answer in answers) else LONGER_SECONDS
 
 
-def at_most(_: Sequence[PlaceAnswer[T]]) -> float:
+def at_most(_: Sequence[TierReply[T]]) -> float:
     """Not longer, also where not all have answered."""
     return ANSWER_SECONDS
 
@@ -98,12 +98,12 @@ class ListedOnce(Repository):
 def ask(
     places: Sequence[Repository],
     question: Callable[[Repository], T],
-    patience: Patience[T] = until_one_answers,
+    patience: WaitPolicy[T] = until_one_answers,
     say: Callable[[str], object] = _say,
     *,
     silence: float = math.inf,
-) -> list[PlaceAnswer[T]]:
-    """The answers of all places, in their order, asked side by side. A place where no server listens is away at once.
+) -> list[TierReply[T]]:
+    """The answers of all places, in their order, asked at once. A place where no server listens is unreachable.
 
     Args:
         say: takes the line about a wait of some seconds.
@@ -112,8 +112,8 @@ def ask(
     Raises:
         CkptError: no place answered; the error of the nearest.
     """
-    answers: list[PlaceAnswer[T]] = [PlaceAnswer(place) for place in places]
-    _Round(answers, question, patience, say, silence).wait()
+    answers: list[TierReply[T]] = [TierReply(place) for place in places]
+    _Query(answers, question, patience, say, silence).wait()
     if all(answer.error is not None for answer in answers):
         assert answers[0].error is not None
         raise answers[0].error
@@ -121,12 +121,12 @@ def ask(
 
 
 @dataclass(slots=True)
-class _Round(Generic[T]):
+class _Query(Generic[T]):
     """One question to several places, each asked on a thread of its own, a daemon: it may hang for ever."""
 
-    _answers: Sequence[PlaceAnswer[T]]
+    _answers: Sequence[TierReply[T]]
     _question: Callable[[Repository], T]
-    _patience: Patience[T]
+    _patience: WaitPolicy[T]
     _say: Callable[[str], object]
     _silence: float
     _open: dict[int, Future[T]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class _Round(Generic[T]):
         """Ask, and wait for as long as it makes sense. Afterwards each answer has a value or an error.
 
         Raises:
-            BaseException: of the question, if it is none of ours.
+            BaseException: of the question, if it is not of this project.
         """
         began, said = time.monotonic(), 0.0
         for number, answer in enumerate(self._answers):
@@ -192,7 +192,7 @@ class _Round(Generic[T]):
         return found
 
 
-def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
+def of_one_run(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
 
     A snapshot in memory is left out, as if it was not there, if it is of a run that no other place knows and all of
@@ -219,15 +219,15 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     return answers
 
 
-def _without_memory_of_other_runs(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
+def _without_memory_of_other_runs(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:
     others = [answer for answer in answers if not _in_memory(answer)]
     known = {run_of(answer.place) for answer in others if answer.error is None}
     if known <= {None} and any(answer.error is not None for answer in others):
-        return answers  # a place that is away may know it
+        return answers  # a place that is unreachable may know it
     return [answer for answer in answers if not _in_memory(answer) or not others or run_of(answer.place) in known]
 
 
-def _in_memory(answer: PlaceAnswer[T]) -> bool:
+def _in_memory(answer: TierReply[T]) -> bool:
     return answer.place.storage.capabilities.view is not None
 
 
@@ -317,7 +317,7 @@ class Sources:
         self._dead: set[int] = set()
         first = self._storages[0]
         at_once = READS_ON_MACHINE if first.capabilities.cheap_reads else READS_FROM_SERVER
-        self._turns = Turns(at_once, f"reading from {first.url}")
+        self._turns = ReadLimiter(at_once, f"reading from {first.url}")
         self.threads = at_once + AT_WORK
         """How many read from here: some verify, decode and wait for a turn while others read."""
 
@@ -382,9 +382,9 @@ class Sources:
     def decoder(
         self,
         manifest: Manifest,
-        glance: Fetch | None = None,
+        glance: FetchPiece | None = None,
         there: Callable[[Piece], memoryview | None] = lambda _: None,
-        rooms: Rooms | None = None,
+        rooms: BufferPool | None = None,
     ) -> Decoder:
         """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired.
 

@@ -34,7 +34,7 @@ from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import unpacked
 
-Check = Callable[[Manifest], None]
+ManifestCheck = Callable[[Manifest], None]
 """Raises if a snapshot does not fit its user (for example a model with other keys); asked before data is read."""
 _Sizes = Callable[[Repository], Mapping[str, int]]
 MAX_TOLD = 20
@@ -51,7 +51,7 @@ class RejectedCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class UnreachableTier:
     """A place that could not be asked, and why."""
 
     url: str
@@ -60,7 +60,7 @@ class Away:
 
 
 @dataclass(slots=True)
-class Search:
+class SearchLog:
     """What was passed over on the way to a snapshot: filled while `candidates` is used.
 
     Args:
@@ -71,17 +71,17 @@ class Search:
     rejected: list[RejectedCandidate] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting again."""
-    away: list[Away] = field(default_factory=list)
+    away: list[UnreachableTier] = field(default_factory=list)
     newest_seq: int = 0
     """The highest number of all snapshots that were there, usable or not."""
 
-    def missed(self, where: Sequence[Repository]) -> tuple[Away, ...]:
+    def missed(self, where: Sequence[Repository]) -> tuple[UnreachableTier, ...]:
         """The places that are away. Some nodes that do not answer are only found out about when they are asked."""
         found = {one.url: one for one in self.away}
         for place in where:
             nodes = place.storage.capabilities.nodes
             for url, why in nodes.silent.items() if nodes is not None else ():
-                found.setdefault(url, Away(url, StorageError.code, why))
+                found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
     def reject(self, snapshot: str, error: CkptError) -> None:
@@ -112,10 +112,10 @@ class Candidate:
 
 def candidates(
     where: Sequence[Repository],
-    search: Search,
+    search: SearchLog,
     *,
     step: int | None = None,
-    check: Check | None = None,
+    check: ManifestCheck | None = None,
     only: str | None = None,
     refused: Mapping[str, CkptError] = MappingProxyType({}),
 ) -> Iterator[Candidate]:
@@ -140,7 +140,7 @@ def candidates(
     silence = ask_tiers.SILENT_SECONDS if only is None else math.inf
     for answer in ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence)):
         if answer.error is not None:
-            search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
+            search.away.append(UnreachableTier(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
     newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
@@ -174,7 +174,7 @@ def candidates(
     yield from _passing(slimmed, check, search)
 
 
-def _passing(found: Iterable[Candidate], check: Check | None, search: Search) -> Iterator[Candidate]:
+def _passing(found: Iterable[Candidate], check: ManifestCheck | None, search: SearchLog) -> Iterator[Candidate]:
     for candidate in found:
         if check is not None:
             try:
@@ -302,7 +302,7 @@ def _assemble(
     return [Candidate(one.manifest.info, one.manifest, one.sources(), tuple(notes)) for one in usable]
 
 
-def require_none(where: Sequence[Repository], search: Search, step: int | None) -> None:
+def require_none(where: Sequence[Repository], search: SearchLog, step: int | None) -> None:
     """Where no snapshot was chosen: that there were none at all. Raises as `choose` otherwise."""
     named = [place.storage.url for place in where if place.storage.url != URL] or [URL]
     urls = ", ".join(named)
@@ -335,10 +335,10 @@ def require_none(where: Sequence[Repository], search: Search, step: int | None) 
 def choose(
     where: Sequence[Repository],
     step: int | None = None,
-    check: Check | None = None,
+    check: ManifestCheck | None = None,
     *,
     only: str | None = None,
-    search: Search | None = None,
+    search: SearchLog | None = None,
     refused: Mapping[str, CkptError] = MappingProxyType({}),
 ) -> Candidate | None:
     """The snapshot `load` would try first, or None if there are none at all.
@@ -351,7 +351,7 @@ def choose(
         NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
         ResumeError: no snapshot of `step`.
     """
-    search = search or Search()
+    search = search or SearchLog()
     found = next(candidates(where, search, step=step, check=check, only=only, refused=refused), None)
     if found is None:
         require_none(where, search, step)
@@ -359,7 +359,7 @@ def choose(
 
 
 def notes_about(
-    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search
+    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: SearchLog
 ) -> Iterator[str]:
     """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
     if len(where) == 1:

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_engine.copy import fresh_pages
 from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.restore.read import READ_BYTES, Landing, Move, moves_of, private_memory, read_moves
+from ckpt_engine.restore.read import READ_BYTES, Move, StagingBuffer, moves_of, private_memory, read_moves
 from ckpt_engine.snapshot.cuda import CUDA, Cuda, Pinned, home, split
 from ckpt_engine.store.manifest import Manifest
 
@@ -65,7 +65,7 @@ class _Strip:
         self._pinned.unpin()
 
 
-class _PageLocked(Landing):
+class _PageLocked(StagingBuffer):
     """Two strips for each thread: one is filled while a device copies from the other.
 
     Copies are queued behind what is queued in the streams that are current where this is made.

@@ -12,7 +12,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Capabilities, Storage, WrapperStorage
 from ckpt_engine.store.storage.object_requests import split_url
-from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
+from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, WatchedStorage
 
 
 class FarStorage(WrapperStorage):
@@ -31,7 +31,7 @@ class FarStorage(WrapperStorage):
         self._open = partial(open_storage, url, options)
         self._lock = threading.Lock()
         self._opened: Storage | None = None
-        self._signs = Signs()
+        self._signs = ResponsivenessProbe()
 
     @property
     def capabilities(self) -> Capabilities:

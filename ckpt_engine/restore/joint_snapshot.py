@@ -54,12 +54,14 @@ class JointSnapshot:
 
 Began = Callable[[SnapshotInfo, Sequence[int]], bool]
 """Whether a snapshot is the first one that was ever begun, and the nodes of these ranks had not finished it."""
-Ask = Callable[[int, str], tuple[bytes, dict[str, int]]]
+AskManifest = Callable[[int, str], tuple[bytes, dict[str, int]]]
 """The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `manifest_at`.
 """
 
 
-def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[str, str], began: Began) -> JointSnapshot:
+def gather(
+    snapshot: str, holders: Collection[int], ask: AskManifest, silent: Mapping[str, str], began: Began
+) -> JointSnapshot:
     """What the manifests of these places are together.
 
     Args:

@@ -36,13 +36,13 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
-from ckpt_engine.restore.ask_tiers import ListedOnce, Places, Repair, Sources
+from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
 from ckpt_engine.restore.choose import (
-    Away,
     Candidate,
-    Check,
+    ManifestCheck,
     RejectedCandidate,
-    Search,
+    SearchLog,
+    UnreachableTier,
     candidates,
     choose,
     notes_about,
@@ -104,7 +104,7 @@ class Loaded:
     seconds: float
     place: str = ""
     repairs: tuple[Repair, ...] = ()
-    away: tuple[Away, ...] = ()
+    away: tuple[UnreachableTier, ...] = ()
     lost_steps: int | None = None
     own: Mapping[int, Any] = field(default_factory=dict, repr=False)
     unverified_bytes: int = 0
@@ -132,7 +132,7 @@ def load(
     *,
     into: Any = None,
     live: Live | None = None,
-    check: Check | None = None,
+    check: ManifestCheck | None = None,
     pickle_paths: Sequence[str] = (),
     only: str | None = None,
     rank: int = 0,
@@ -150,17 +150,17 @@ def load(
             overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
         live: in the place of `into`: makes, for the snapshot that is read, some of the live state.
-        check: see `choose.Check`.
+        check: see `choose.ManifestCheck`.
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
-        known: see `choose.Search`.
+        known: see `choose.SearchLog`.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
         MismatchError: `into` has other tensors; raised before data is read.
     """
     began = time.perf_counter()
-    search = Search(known={} if known is None else known)
+    search = SearchLog(known={} if known is None else known)
 
     def fits(found: Manifest) -> None:
         manifest = found.as_rank(rank)
@@ -247,12 +247,12 @@ def _read(
 
 
 def choose_together(
-    session: Session, where: Places, step: int | None, check: Check | None, known: dict[bytes, Manifest]
+    session: Session, where: FindPlaces, step: int | None, check: ManifestCheck | None, known: dict[bytes, Manifest]
 ) -> Candidate | None:
     """As `choose`, on all ranks."""
     seen = None if check is None else lambda manifest: check(manifest.as_rank(session.ranks.rank))
     with JointTiers(session, where) as gathered:
-        look = partial(choose, check=seen, search=Search(known=known))
+        look = partial(choose, check=seen, search=SearchLog(known=known))
         chosen, found = _agree_on(session, gathered, lambda: look(gathered.places(), step))
         if chosen is None or session.coordinates:
             return found
@@ -279,12 +279,12 @@ def _agree_on(
 
 def load_together(
     session: Session,
-    where: Places,
+    where: FindPlaces,
     step: int | None,
     *,
     into: Any,
     live: Live | None,
-    check: Check | None,
+    check: ManifestCheck | None,
     pickle_paths: Sequence[str],
     known: dict[bytes, Manifest],
 ) -> Loaded | None:
@@ -303,7 +303,7 @@ def load_together(
         Sharing(session, gathered.places, into, alike=live is None) as sharing,
     ):
         while True:
-            search = Search(known=known)
+            search = SearchLog(known=known)
             look = partial(choose, step=step, check=seen, search=search, refused=refused)
             chosen, _ = _agree_on(session, gathered, lambda: look(sharing.places()))  # noqa: B023
             if chosen is None:
@@ -348,7 +348,7 @@ class Restorer:
 
     Args:
         session: of several ranks; None: this process is alone.
-        pipeline: takes the snapshots: it hears what it goes on from.
+        pipeline: takes the snapshots: it learns what it resumes from.
         emit: takes events.
         owner: says whether another one of this process writes the run.
     """
@@ -371,13 +371,13 @@ class Restorer:
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
-    def choose(self, step: int | None, check: Check | None) -> Candidate | None:
+    def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
         """See `Engine.choose`."""
         self._listed.clear()
         if self._session is not None:
             self.attach()
             return choose_together(self._session, self._listed_once, step, check, self._known)
-        return choose(self._listed_once(), step, check, search=Search(known=self._known))
+        return choose(self._listed_once(), step, check, search=SearchLog(known=self._known))
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
@@ -417,7 +417,7 @@ class Restorer:
         self._agree(info, lambda: continued(info, (), ()))
 
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
-        """All ranks go on from a snapshot in the line that rank 0 sees."""
+        """All ranks resume from a snapshot in the line that rank 0 sees."""
 
         if self._session is None:
             before = look()
@@ -524,6 +524,6 @@ def before_of(
 
 
 def _damaged(found: Loaded) -> set[str]:
-    """What a load has passed over for good. A place that is away may still have it whole."""
+    """What a load has passed over for good. A place that is unreachable may still have it whole."""
     useless = FormatError.code[:-2], StorageMissingError.code
     return set() if found.away else {one.snapshot for one in found.rejected if one.code.startswith(useless)}

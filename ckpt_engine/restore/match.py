@@ -10,12 +10,12 @@ from ckpt_engine.errors import MismatchError, ResumeError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.tree import TreePath, keyed
 
-Shapes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 _SHOWN = 8
 _SAME = "use the model this run was started with, or another folder for the new model"
 _PRUNED = (
-    "pruning has renamed its weights, and a pruned run is not resumed: go on in another folder, from `ckpt export`"
+    "pruning has renamed its weights, and a pruned run is not resumed: start in another folder, from `ckpt export`"
 )
 ANY_SHAPE = (-1,)
 """Of a lazy weight (its first forward would make it, or loading does) and of a pickled one. It may be missing."""
@@ -30,7 +30,7 @@ def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[in
     }
 
 
-def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
+def require_match(expected: TensorShapes, found: TensorShapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
     """Raise if tensors are missing, unexpected or of another shape.
 
     Args:
@@ -91,11 +91,11 @@ def require_size(manifest: Manifest, size: int) -> None:
     if manifest.world_size != size:
         raise ResumeError(
             f"{manifest.world_size} ranks took snapshot {manifest.info.id}, and this run has {size}",
-            hint=f"start it with {manifest.world_size} ranks, or with rng: derive, which lets any number go on",
+            hint=f"start it with {manifest.world_size} ranks, or with rng: derive, which lets any number resume",
         )
 
 
-def require_fit(into: Any, shapes: Shapes, manifest: Manifest) -> None:
+def require_fit(into: Any, shapes: TensorShapes, manifest: Manifest) -> None:
     """Raises where the snapshot has others than `into`, whose shapes these are, but for components that are None there.
 
     Raises:

@@ -22,7 +22,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, ReadOnlyStorage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.channel import Received
-from ckpt_engine.writer.pulse import Beat
+from ckpt_engine.writer.pulse import Heartbeat
 
 URL = "memory"
 """How the place is called."""
@@ -41,7 +41,9 @@ class MemoryStorage(ReadOnlyStorage):
 
     url = URL
 
-    def __init__(self, texts: Mapping[str, bytes], files: Mapping[str, memoryview], beat: Beat | None = None) -> None:
+    def __init__(
+        self, texts: Mapping[str, bytes], files: Mapping[str, memoryview], beat: Heartbeat | None = None
+    ) -> None:
         self._beat = beat
         self._texts = texts
         self._files = dict(files)
@@ -169,10 +171,10 @@ def close_all(reply: Received) -> None:
         os.close(fd)
 
 
-def beat_of(reply: Received) -> Beat | None:
+def beat_of(reply: Received) -> Heartbeat | None:
     """How far the trainer was that the writer worked for."""
     said = reply.body["beat"]
-    return None if said is None else Beat(int(said["step"]), float(said["instant_monotonic"]))
+    return None if said is None else Heartbeat(int(said["step"]), float(said["instant_monotonic"]))
 
 
 def address_of(view: memoryview) -> int:

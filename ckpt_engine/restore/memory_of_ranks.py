@@ -36,7 +36,7 @@ from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Received
 from ckpt_engine.writer.parity import restore_chunk
 from ckpt_engine.writer.peer_service import PeerShare, connect, verify
-from ckpt_engine.writer.pulse import Beat
+from ckpt_engine.writer.pulse import Heartbeat
 
 
 def attach_together(
@@ -167,7 +167,7 @@ def _joined(snapshot: str, replies: Sequence[Received]) -> MemoryStorage:
     parts = [part_records.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
     # In memory the shares of all ranks make one snapshot, also where nodes have roots of their own.
     manifest = part_records.merge([replace(part, place=()) for part in parts])
-    beats: list[Beat] = [beat for one in replies if (beat := beat_of(one)) is not None]
+    beats: list[Heartbeat] = [beat for one in replies if (beat := beat_of(one)) is not None]
     texts = {
         names.RECORD: str(replies[0].body["record"]).encode(),
         names.manifest_name(snapshot): manifest_codec.encode(manifest),

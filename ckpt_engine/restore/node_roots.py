@@ -22,7 +22,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.ranks.session import Places as RanksByRoot
-from ckpt_engine.restore.ask_tiers import Places
+from ckpt_engine.restore.ask_tiers import FindPlaces
 from ckpt_engine.restore.folder_service import FolderClient, FolderServer, manifest_at
 from ckpt_engine.restore.joint_snapshot import JointSnapshot, gather
 from ckpt_engine.store import names
@@ -43,7 +43,7 @@ class JointTiers:
         WaitTimeoutError, RanksError: rank 0 is not there.
     """
 
-    def __init__(self, session: Session, where: Places) -> None:
+    def __init__(self, session: Session, where: FindPlaces) -> None:
         self._session = session
         self._where = where
         self._lender: FolderServer | None = None

@@ -32,7 +32,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Rooms, chain_of, joined
+from ckpt_engine.store.decode import BufferPool, Decoder, chain_of, joined
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
@@ -131,7 +131,7 @@ def _fresh(
     return found
 
 
-class Landing(ABC):
+class StagingBuffer(ABC):
     """Host memory in which pieces are made whose place is elsewhere. Several threads at once."""
 
     is_host = False
@@ -175,7 +175,7 @@ def read_moves(
     sources: Sources,
     manifest: Manifest,
     moves: Sequence[Move],
-    landing: Landing | None = None,
+    landing: StagingBuffer | None = None,
     others: Iterable[Callable[[], None]] = (),
     laid: Container[str] | None = None,
 ) -> None:
@@ -228,7 +228,7 @@ class _Filler:
     _sources: Sources
     _manifest: Manifest
     _laid: Container[str] | None
-    _landing: Landing | None
+    _landing: StagingBuffer | None
     _buffers: threading.local = field(default_factory=threading.local)
     pages: fresh_pages.FreshPages = field(default_factory=fresh_pages.FreshPages)
 
@@ -339,7 +339,7 @@ def _memory(address: int, nbytes: int) -> memoryview:
 
 
 def _together(moves: Sequence[Move]) -> list[list[Move]]:
-    """Each by itself, but those of a group, which come out together."""
+    """Each alone, but those of a group, which come out together."""
     found: list[list[Move]] = []
     for move in sorted(moves, key=lambda move: (move.piece.group, move.start if move.piece.group else 0)):
         if found and move.piece.group == found[-1][0].piece.group != () and move.start == found[-1][0].start:
@@ -359,7 +359,7 @@ class Move:
     address: int
 
 
-class Memory(Rooms):
+class Memory(BufferPool):
     """As they are, with pages that are present, and big as a rule: buffers that are read into around the page cache."""
 
     def __init__(self, pages: fresh_pages.FreshPages) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
-from ckpt_engine.restore.ask_tiers import Places
+from ckpt_engine.restore.ask_tiers import FindPlaces
 from ckpt_engine.restore.node_storage import NodeStorage
 from ckpt_engine.restore.shared_blocks import (
     SHARED_MEMORY,
@@ -125,7 +125,7 @@ class Sharing:
         WaitTimeoutError, RanksError: as `meet`.
     """
 
-    def __init__(self, session: Session, where: Places, into: Any, *, alike: bool = True) -> None:
+    def __init__(self, session: Session, where: FindPlaces, into: Any, *, alike: bool = True) -> None:
         self._session = session
         self._where = where
         self._seat: Seat | None = None

@@ -40,7 +40,7 @@ from ckpt_engine.snapshot.writer_link import (
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
 from ckpt_engine.writer.client import WriterClient, never
-from ckpt_engine.writer.pulse import Pulse
+from ckpt_engine.writer.pulse import HeartbeatPage
 
 BEHIND_SECONDS = 0.5
 _FLUSH_SECONDS = 0.01
@@ -91,7 +91,7 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         self.memory = memory
         self._newest = Newest(self.slots.release, of_ranks=session is not None)
-        self._pulse: Pulse | None = None
+        self._pulse: HeartbeatPage | None = None
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
         self._copier = Copier()
@@ -120,7 +120,7 @@ class Pipeline:
         """
         if self._writer is not None:
             return
-        self._pulse = self._pulse or Pulse()
+        self._pulse = self._pulse or HeartbeatPage()
         if self._starting is None:
             self._group.reopens()
         if self._lost:

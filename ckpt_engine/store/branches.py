@@ -66,9 +66,9 @@ def branches(infos: Sequence[SnapshotInfo]) -> list[Branch]:
 def continued(
     resumed: SnapshotInfo, newer: Sequence[SnapshotInfo], superseded: Collection[str]
 ) -> tuple[tuple[str, int], ...]:
-    """What is `before` in the line of a process that goes on from `resumed`; empty: it begins a line of its own.
+    """What is `before` in the line of a process that resumes from `resumed`; empty: it begins a line of its own.
 
-    Going on from a snapshot that was continued already would make two histories of one. Unless what continued it is of
+    To resume from a snapshot that was continued already would make two histories of one. Unless what continued it is of
     no use any more: then that belongs to the line, and retention removes it like all that is old.
 
     Args:

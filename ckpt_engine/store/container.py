@@ -165,7 +165,7 @@ def build_header(
 
 
 def data_header(entries: Sequence[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The header of a data file of ours: as `build_header`, with a digest of itself in its metadata."""
+    """The header of our data files: as `build_header`, with a digest of itself in its metadata."""
     header = build_header(entries, {"format": "pt", _SEAL: _NO_DIGEST})
     sealed = _SEALED.match(header)
     assert sealed is not None
@@ -195,7 +195,7 @@ def _row(name: str, row: Mapping[str, Any]) -> tuple[int, int, str, str, tuple[i
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse a header from the start of a file; `data` may go on after it.
+    """Parse a header from the start of a file; `data` may continue after it.
 
     Raises:
         CorruptError: truncated, not JSON, not what its digest says, arrays with holes, overlaps or wrong sizes.

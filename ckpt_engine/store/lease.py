@@ -160,7 +160,7 @@ class LocalLease(Lease):
 def _write_text(fd: int, text: bytes) -> None:
     """Replace what the lease file says. On a full disk the lock alone must do, or nothing could be pruned."""
     nbytes = os.fstat(fd).st_size
-    if nbytes > names.SMALL_BYTES:  # no lease of ours, and more than is to be written or read
+    if nbytes > names.SMALL_BYTES:  # not our lease, and more than is to be written or read
         os.ftruncate(fd, _TEXT_BYTES + 1)
         nbytes = _TEXT_BYTES + 1
     padded = text.ljust(max(_TEXT_BYTES, nbytes - 1)) + b"\n"

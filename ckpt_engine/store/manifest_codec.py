@@ -151,7 +151,7 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
 
     Raises:
         CorruptError: truncated, changed, or contradicting itself.
-        ForeignError: not a manifest of ours.
+        ForeignError: not our manifest.
         NewerFormatError: written by a later version.
     """
     body = _verified_body(data)

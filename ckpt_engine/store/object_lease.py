@@ -151,7 +151,7 @@ def _try_to_take(
 
 
 class ObjectLease(Lease):
-    """A lease that a thread goes on renewing. `check` asks the store."""
+    """A lease that a thread keeps renewing. `check` asks the store."""
 
     def __init__(self, slot: LeaseSlot, record: Record, written: float, timing: Timing) -> None:
         self._slot = slot
@@ -223,4 +223,4 @@ class ObjectLease(Lease):
             except LeaseHeldError:
                 return  # the next `check` raises it
             except CkptError:
-                continue  # the store is away; whether somebody took the lease meanwhile shows at the next beat
+                continue  # the store is unreachable; whether somebody took the lease meanwhile shows at the next beat

@@ -345,7 +345,7 @@ class Repository:
 
     def _require_gone(self, snapshots: Collection[str]) -> None:
         def is_there(snapshot: str) -> bool:
-            with suppress(StorageMissingError, CorruptError):  # no file of ours has that name
+            with suppress(StorageMissingError, CorruptError):  # none of our files has that name
                 return bool(self.storage.get(names.manifest_name(snapshot), 0, 1))
             return False
 

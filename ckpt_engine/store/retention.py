@@ -42,7 +42,7 @@ class Usage:
 
     Args:
         files: by snapshot the files it needs, manifest included, with their bytes. Several may need the same file.
-        other_bytes: all the rest of ours, garbage included.
+        other_bytes: all our other objects, garbage included.
     """
 
     files: Mapping[str, Mapping[str, int]]

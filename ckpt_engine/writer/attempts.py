@@ -259,7 +259,7 @@ class AttemptRecord:
         self._thread.start()
 
     def end(self, how: str | None) -> None:
-        """How the attempt has ended; call it before the lease is given back. None: the trainer goes on, or is lost."""
+        """How the attempt has ended; call it before the lease is given back. None: it continues, or is lost."""
         self._over.set()
         if how is not None:
             with self._lock:

@@ -73,11 +73,11 @@ class WriterClient(abc.ABC):
         history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
         peer_port: where the writers of other machines reach this one; 0: nowhere.
         news: what `poll` has to give.
-        died: the writer has ended by itself; `poll` has given the `WriterLost`, or gives it next time.
+        died: the writer has ended unasked; `poll` has given the `WriterLost`, or gives it next time.
     """
 
     _who: str
-    """It goes on by itself when the trainer waits no more."""
+    """It continues alone when the trainer waits no more."""
     _takes_care: str
     """Who does so with what further tiers lack then."""
 
@@ -242,8 +242,8 @@ class WriterClient(abc.ABC):
 
         Until it has, the slots of open jobs and of the newest one in memory MUST NOT change.
 
-        If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
-        with a dead writer.
+        If not, open jobs count as failed here, while the writer continues for at most `drain_seconds`. Idempotent;
+        works with a dead writer.
 
         Args:
             failed: training has ended because of an error.
@@ -257,7 +257,7 @@ class WriterClient(abc.ABC):
         closed = self._wait_for_the_end(timeout, hurries)
         if not closed or self._goes_on:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
-            why = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} goes on by itself")
+            why = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone")
             self._lose(why, expected=True)
         return closed
 
@@ -351,7 +351,7 @@ class WriterClient(abc.ABC):
         self._tell({"kind": messages.PARTNER, **others})
 
     def attach_pulse(self, fd: int) -> None:
-        """Share where the trainer says how far it is, see `pulse.Pulse`. Sent to a dead writer this does nothing."""
+        """Share where the trainer says how far it is, see `HeartbeatPage`. Sent to a dead writer this does nothing."""
         self._tell({"kind": messages.PULSE}, [fd])
 
     def attach_rows(self, name: str, about: Mapping[str, Any], fd: int) -> None:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import Copied, CopySourceError, Put, reading_source
-from ckpt_engine.copy.write_snapshot import Finish, Staged
+from ckpt_engine.copy.write_snapshot import CommitStrategy, Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
@@ -79,7 +79,7 @@ class SessionSnapshots(Container[str]):
         return found
 
 
-class Gathering(Finish):
+class Gathering(CommitStrategy):
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
     Where nodes have roots of their own each of these has a coordinator, and the ranks are those that see it.
@@ -158,7 +158,7 @@ class Gathering(Finish):
         return _other_parts(storage, mine, members, LOOKS, until, pause, lambda part: part.rank in members)
 
 
-class Contributing(Finish):
+class Contributing(CommitStrategy):
     """The way of all other ranks: leaves a part record for the coordinator. Nothing exists by it.
 
     Args:

@@ -228,14 +228,14 @@ class Control:
         self._clients.append(_Client(channel, time.monotonic() + REQUEST_SECONDS))
 
     def _attend(self, client: _Client) -> bool:
-        """Get on with a client; whether it stays."""
+        """Advance the exchange with a client; whether it stays."""
         channel = client.channel
         channel.clear_wake()
         channel.flush()
         try:
             messages, is_open = channel.receive()
         except WriterError:
-            return False  # not one of ours
+            return False  # not one of our processes
         if client.replied:
             return is_open and channel.backlog
         if client.request is None and messages:

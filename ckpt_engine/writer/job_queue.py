@@ -34,7 +34,7 @@ _SEAL_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _QueueItem:
     """Work that waits, for an order or for none. `flush`: it is only in memory, and its outcome is not reported."""
 
     work: Callable[[], object]
@@ -80,7 +80,7 @@ class JobQueue:
         self._persister = Persister(config, emit, self._ids, self.held.spent)
         self._on_news = on_news
         self._caught_up = caught_up
-        self._todo: deque[_Turn] = deque()
+        self._todo: deque[_QueueItem] = deque()
         self._at_hand: StagedJob | None = None
         self._finishing = self._abandoned = self._hurried = self._written = False
         self._broken: str | None = None
@@ -132,7 +132,7 @@ class JobQueue:
                 if self.peers is not None:
                     self.peers.meet(body)
             case messages.CANCEL:
-                self._todo.append(_Turn(partial(self._persister.cancel, body["snapshot"], body["why"])))
+                self._todo.append(_QueueItem(partial(self._persister.cancel, body["snapshot"], body["why"])))
             case kind:
                 order = self._intake.take(body, fds)
                 if order is None:
@@ -144,7 +144,7 @@ class JobQueue:
                     if self.peers is not None:
                         self.peers.offer(order)
                 if kind == messages.PERSIST:
-                    self._todo.append(_Turn(partial(self._persister.persist, order), order))
+                    self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
                     return
                 order.release()
                 if not order.known:
@@ -165,7 +165,7 @@ class JobQueue:
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
                 newest.retain()
-                self._todo.append(_Turn(partial(self._flush, newest), newest, flush=True))
+                self._todo.append(_QueueItem(partial(self._flush, newest), newest, flush=True))
                 self._changed.notify()
             return newest.job.step
 
@@ -324,7 +324,7 @@ class JobQueue:
         order.unchanged = lambda: self._caught_up() and self.held.newest is order
         self._persister.recover([order])
 
-    def _next(self) -> _Turn | None:
+    def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
         with self._changed:
             while not self._todo and not self._finishing:

@@ -30,7 +30,7 @@ ENTRY = Path(__file__).with_name("__main__.py")
 _TAIL_BYTES = 8192
 _LOOK_SECONDS = 5.0
 _LOOKS = 2
-"""So often in a row a writer is found stopped before that is said: a job that goes on as a whole does so bit by bit."""
+"""A writer is reported as stopped when it is found so that often in a row: a suspended job continues bit by bit."""
 
 
 class ThreadWriter(WriterClient):
@@ -42,7 +42,7 @@ class ThreadWriter(WriterClient):
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config.url)
         self._who = "the writer thread"
-        self._takes_care = f"{self._who} goes on with it as long as this process lives, and then the next run does"
+        self._takes_care = f"{self._who} continues it as long as this process lives, and then the next run does"
         self._queue = JobQueue(config, self._hear, self._ended)
 
     @classmethod
@@ -65,7 +65,7 @@ class ThreadWriter(WriterClient):
         return True
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
-        # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
+        # Through JSON like everywhere else: nothing the trainer keeps using is shared with the writer.
         self._queue.put(decode(encode(body)), duplicates(fds))
 
     def _ended(self, broken: str | None) -> None:
@@ -89,7 +89,7 @@ class ProcessWriter(WriterClient):
     def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
         super().__init__(config.url)
         self._who = f"the writer process {process.pid}"
-        self._takes_care = f"{self._who} goes on with it, and then the next run does"
+        self._takes_care = f"{self._who} continues it, and then the next run does"
         self._process = process
         self._channel = channel
         self._leaving = False
@@ -211,7 +211,7 @@ class ProcessWriter(WriterClient):
     def _say_stopped(self) -> None:
         """Nothing else does: its socket takes what it is sent, and snapshots are busy."""
         text = f"{self._who} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
-        self._hear(channel.event(Notice("WARNING", f"{text} {self.pid}` lets it go on")))
+        self._hear(channel.event(Notice("WARNING", f"{text} {self.pid}` resumes it")))
 
     def _read(self, stderr: int) -> None:
         with suppress(BlockingIOError):

@@ -23,7 +23,7 @@ from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.writer import messages, part_records
 from ckpt_engine.writer.messages import Body, Reply, nothing
-from ckpt_engine.writer.pulse import Beat, SpentTimes, read_fill, read_pulse, read_spent
+from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
 
 SHARES = 3
 """Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
@@ -35,7 +35,7 @@ def stays() -> bool:
 
 
 class StagedJob:
-    """A job with what it refers to. It keeps its slot until it is released as often as it was retained.
+    """A job with what it refers to. It keeps its slot until each retain is matched by a release.
 
     It is made with one reference.
 
@@ -235,7 +235,7 @@ class MemorySnapshots:
             return self._orders[-1] if self._orders else None
 
     @property
-    def beat(self) -> Beat | None:
+    def beat(self) -> Heartbeat | None:
         """How far the trainer said it was."""
         with self._lock:
             return read_pulse(self._pulse) if self._pulse >= 0 else None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_engine.copy.job import KeySkeleton, Layout, RankConfig
-from ckpt_engine.copy.write_snapshot import SideBySide
+from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names, repository
 from ckpt_engine.store.json_checks import are_sizes, is_shape, is_whole, require
@@ -209,7 +209,7 @@ def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[in
 
     ordered = sorted(ranks)
     threads = min(READS_AT_ONCE, len(ordered)) if len(ordered) > 1 else 0
-    found = SideBySide(attempt, ordered, threads, "ckpt-parts").result()
+    found = ParallelMap(attempt, ordered, threads, "ckpt-parts").result()
     return {part.rank: part for part in found if part is not None}
 
 

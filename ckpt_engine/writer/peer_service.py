@@ -140,7 +140,7 @@ class PeerConnection:
     """One end of a connection. One thread; every wait ends after `SECONDS` without progress.
 
     Raises:
-        OSError, WriterError: from every method: the other end is gone, hangs, or is not one of ours.
+        OSError, WriterError: from every method: the other end is gone, hangs, or is not our writer.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -188,7 +188,7 @@ class PeerConnection:
         self._sock.settimeout(SECONDS)
 
     def wait(self, seconds: float) -> None:
-        """How long the next frame may take to begin; it goes on with `SECONDS`."""
+        """How long the next frame may take to begin; it continues with `SECONDS`."""
         self._sock.settimeout(seconds)
         if not self._sock.recv(1, socket.MSG_PEEK):
             raise ConnectionResetError("the other writer hung up")

@@ -38,7 +38,7 @@ from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
-from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
+from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader, StuckCallRunner, WatchedStorage
 from ckpt_engine.writer import channel, messages
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
@@ -86,7 +86,7 @@ class Persister:
         self._ids = ids
         self._spent = spent
         self._primary: PrimaryTier
-        self._lane: Lane
+        self._lane: StuckCallRunner
         self.first_seq = 0
         """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
         self._holds = SlotReaders(lambda slot: self._emit({"kind": messages.FREED, "slot": slot}))
@@ -107,14 +107,14 @@ class Persister:
 
         Raises:
             LeaseHeldError: another writer holds it, naming it.
-            ForeignError, CorruptError, NewerFormatError: the folder is not one of ours to write.
+            ForeignError, CorruptError, NewerFormatError: the folder is not ours to write.
             StorageError: it cannot be written.
         """
         config = self._config
         holder = config.holder or LeaseHolder.current()
         policy = policy_of(config, self._notice)
         plain = open_storage(config.url, config.storage_options)
-        self._lane = lane = Lane(plain.url)
+        self._lane = lane = StuckCallRunner(plain.url)
         self.rows = RowFile(plain, self._emit_event)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
@@ -217,9 +217,9 @@ class Persister:
         policy: RetentionPolicy,
         in_flight: SessionSnapshots | None,
     ) -> PrimaryTier:
-        reads = Lane(self._lane.url)
+        reads = StuckCallRunner(self._lane.url)
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
-        aside = Aside(Repository(storage), reads, self._lane.progress)
+        aside = GuardedReader(Repository(storage), reads, self._lane.progress)
         emit, gone = self._emit_event, self._gone
         return PrimaryTier(self._config, repository, lease, again, policy, aside, emit, gone, in_flight, self._alone)
 
@@ -246,7 +246,7 @@ class Persister:
         self.rows.end()
         try:
             self._primary.release()
-        except (CkptError, OSError) as err:  # a tier that is away does not hear it
+        except (CkptError, OSError) as err:  # a tier that is unreachable does not receive it
             self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def drain(self) -> None:
@@ -440,7 +440,7 @@ class Persister:
             return committed
         return None
 
-    def _in_lane(self, lane: Lane, staged: Staged, work: Callable[[], T]) -> T:
+    def _in_lane(self, lane: StuckCallRunner, staged: Staged, work: Callable[[], T]) -> T:
         """What `work` returns. While it runs, left behind or not, the trainer does not get back its slot."""
         lane.refuse_if_stuck()
         release = self._holds.take(staged.job.slot)

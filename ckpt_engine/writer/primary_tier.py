@@ -20,7 +20,7 @@ from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
-from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import ALONE, CommitStrategy, RawContents, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     ForeignError,
@@ -45,7 +45,7 @@ from ckpt_engine.store.retention import RESERVE_BYTES
 from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
-from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
+from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 
@@ -89,7 +89,7 @@ class PrimaryTier:
         lease: Lease | None,
         acquire: Callable[[], Lease] | None,
         policy: RetentionPolicy,
-        aside: Aside,
+        aside: GuardedReader,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
         in_flight: SessionSnapshots | None,
@@ -122,7 +122,7 @@ class PrimaryTier:
         self._common_seq = 0
         self._lacked: set[str] = set()
         self._line: Line | None = None
-        self._finish: Finish = ALONE
+        self._finish: CommitStrategy = ALONE
         if lease is None:
             if repository.record() is None:
                 raise ForeignError(
@@ -132,7 +132,7 @@ class PrimaryTier:
             self._tier = part_records.share_place(config.url, ranks.rank)
             self._finish = Contributing(ranks)
         elif in_flight is not None:
-            alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others by itself
+            alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others anyway
             self._finish = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
         self.settle_at(repository)
 
@@ -201,7 +201,7 @@ class PrimaryTier:
         return committed
 
     def cancel(self, snapshot: str, why: str) -> None:
-        """See `Finish.cancel`."""
+        """See `CommitStrategy.cancel`."""
         self._finish.cancel(self._repository, snapshot, why)
 
     def shares(self) -> dict[str, set[int]]:
@@ -225,7 +225,7 @@ class PrimaryTier:
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
             return self.left[snapshot]
-        contents: Plain = Plain(staged, self._repository)
+        contents: RawContents = RawContents(staged, self._repository)
         if self._codec != RAW:
             contents = encoded(staged, self._repository, self._codec, plan_alone)
         not_undone = partial(self._not_undone, staged)
@@ -261,13 +261,13 @@ class PrimaryTier:
             self.left[snapshot] = replace(self.left[snapshot], nbytes=whole.info.nbytes)
         return True
 
-    def _contents(self, staged: Staged) -> Plain:
+    def _contents(self, staged: Staged) -> RawContents:
         if self._codec != RAW:
             make_plan = self._known.plan_share if self._finish.is_shared else None
             return encoded(staged, self._repository, self._codec, make_plan)
-        return self._shared(staged) or Plain(staged, self._repository)
+        return self._shared(staged) or RawContents(staged, self._repository)
 
-    def _shared(self, staged: Staged) -> Plain | None:
+    def _shared(self, staged: Staged) -> RawContents | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
         try:
             found = self._known.contents(staged)
@@ -279,7 +279,7 @@ class PrimaryTier:
         self._drafts_fail = False
         return found
 
-    def _make_room(self, contents: Plain, *, full: bool = False) -> bool:
+    def _make_room(self, contents: RawContents, *, full: bool = False) -> bool:
         """Whether something has gone; `full`: as of `make_room`."""
         if self._lease is None:
             return False

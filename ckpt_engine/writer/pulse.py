@@ -28,7 +28,7 @@ _LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """What the trainer said last: the step that it has begun, counted so that the snapshot before it has `step - 1`.
 
     `instant_monotonic` is the machine's `time.monotonic()` at that moment.
@@ -55,7 +55,7 @@ class SpentTimes:
     times: dict[str, float]
 
 
-class Pulse:
+class HeartbeatPage:
     """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes.
 
     Raises:
@@ -98,13 +98,13 @@ class Pulse:
             self.fd = -1
 
 
-def read_pulse(fd: int) -> Beat | None:
+def read_pulse(fd: int) -> Heartbeat | None:
     """The last beat; None if there was none, or the descriptor is something else than a pulse.
 
     Only of a trainer that is gone: a beat under way is read torn.
     """
     found = _read(fd, _BEAT, 0)
-    return Beat(*found) if found is not None and found[0] >= 0 else None
+    return Heartbeat(*found) if found is not None and found[0] >= 0 else None
 
 
 def read_fill(fd: int) -> Fill | None:

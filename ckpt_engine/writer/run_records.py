@@ -257,10 +257,10 @@ def known_fields(kind: type, row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in names}
 
 
-_Row = TypeVar("_Row", TierStatus, WriterStatus)
+_Status = TypeVar("_Status", TierStatus, WriterStatus)
 
 
-def _checked(row: _Row) -> _Row:
+def _checked(row: _Status) -> _Status:
     """The same, if every field is of its type; they have those of JSON."""
     for one in dataclasses.fields(row):
         value, kind = getattr(row, one.name), str(one.type)

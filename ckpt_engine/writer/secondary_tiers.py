@@ -33,16 +33,16 @@ from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.retries import ask_apart
 from ckpt_engine.store.storage.watchdog import (
     CallProgress,
-    Lane,
-    Signs,
+    ResponsivenessProbe,
+    StuckCallRunner,
     WatchedSource,
     WatchedStorage,
 )
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
-from ckpt_engine.writer.replicate import Gate, Replicator
+from ckpt_engine.writer.replicate import CopyThrottle, Replicator
 from ckpt_engine.writer.run_records import StatusWriter, TierHealth, TierStatus, Unfinished
-from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
+from ckpt_engine.writer.secondary_tier import SecondaryTier, TierStorages
 
 TELL_SECONDS = 3.0
 """A longer wait of the trainer is said."""
@@ -104,17 +104,17 @@ class SecondaryTiers:
         limit = config.bandwidth_bytes_per_second
         throttle = Throttle(limit) if limit is not None else None
         url = self._open(number).url
-        signs = Signs()
-        copies = Lane(url, keeps=False)
-        direct = Lane(url, ended=lambda: replicator.wake())
-        gate = Gate(throttle)
+        signs = ResponsivenessProbe()
+        copies = StuckCallRunner(url, keeps=False)
+        direct = StuckCallRunner(url, ended=lambda: replicator.wake())
+        gate = CopyThrottle(throttle)
         gather = self._gather(gate, copies.progress)
         # Storages of their own: what stops a copy does not stop direct writes.
-        places = Places(
+        places = TierStorages(
             WatchedStorage(self._open(number), signs),
             WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
             WatchedStorage(
-                metered(self._open(number), lambda meter: Gate(throttle) if throttle is not None else meter),
+                metered(self._open(number), lambda meter: CopyThrottle(throttle) if throttle is not None else meter),
                 direct.progress,
             ),
         )
@@ -135,7 +135,7 @@ class SecondaryTiers:
         replicator = Replicator(tier, gate, self._emit, self._note)  # `direct` refers to it
         return replicator
 
-    def _gather(self, gate: Gate, progress: CallProgress) -> Gather | None:
+    def _gather(self, gate: CopyThrottle, progress: CallProgress) -> Gather | None:
         ranks = self._config.ranks
         if ranks is None or not ranks.places:
             return None
@@ -294,7 +294,7 @@ class SecondaryTiers:
             nearest_hangs: whether the nearest tier is one that does not have everything.
             settled: called once, when the trainer need not wait any more: every tier has what it wants, has failed in
                 its last attempt, or gives no sign, or `end_wait_seconds` are over; with those that lack something.
-            waits: called once if that takes long, and the tiers that it waits for get on; with these.
+            waits: called once if that takes long, and the tiers that it waits for make progress; with these.
         """
         deadline = time.monotonic() + timeout
         if self._started:

@@ -26,7 +26,7 @@ from ckpt_engine.writer.launch import ThreadWriter
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.messages import Reply, nothing
 from ckpt_engine.writer.persister import Persister
-from ckpt_engine.writer.pulse import Pulse, read_pulse
+from ckpt_engine.writer.pulse import HeartbeatPage, read_pulse
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
 RUN = RunText("0" * 32, b"{}")
@@ -312,7 +312,7 @@ def test_a_request_waits_once(stage: Stage) -> None:
 
 def test_the_pulse_is_read_from_its_descriptor() -> None:
     """The last beat; none before the first, and none in what is no pulse."""
-    pulse = Pulse()
+    pulse = HeartbeatPage()
     assert read_pulse(pulse.fd) is None
     for step in (1, 2):
         pulse.beat(step)
@@ -327,7 +327,7 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
 
 def test_a_new_pulse_replaces_the_old_one(snapshots: MemorySnapshots) -> None:
     """Only the newest descriptor stays open."""
-    pulses = [Pulse(), Pulse()]
+    pulses = [HeartbeatPage(), HeartbeatPage()]
     before = files()
     for step, pulse in enumerate(pulses):
         pulse.beat(step)
@@ -399,7 +399,7 @@ def test_one_of_several_ranks_keeps_three(sending: Trainer, share: MemorySnapsho
 def test_what_was_being_overwritten_is_not_kept(sending: Trainer, share: MemorySnapshots) -> None:
     """The trainer has said whose slot it fills before it did; one that is complete there again is whole."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2))]
-    pulse = Pulse()
+    pulse = HeartbeatPage()
     pulse.fill(2, 3)
     share.take_pulse(os.dup(pulse.fd))
     share.drop_torn()

@@ -30,7 +30,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import control, unix_sockets
-from ckpt_engine.writer.pulse import Beat
+from ckpt_engine.writer.pulse import Heartbeat
 from tests.snapshot.passage import same
 
 N = 3_000_000
@@ -51,7 +51,7 @@ def write(root: Path, *steps: int) -> Repository:
 class Memory:
     """The newest snapshot of a folder, as a dead trainer's writer would offer it."""
 
-    def __init__(self, disk: Repository, beat: Beat | None = None) -> None:
+    def __init__(self, disk: Repository, beat: Heartbeat | None = None) -> None:
         newest = disk.list()[-1].id
         (file,) = disk.read(newest).files
         self.file, self.nbytes = file.name, file.nbytes
@@ -81,7 +81,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Repository:
 
 @pytest.fixture
 def memory(disk: Repository) -> Iterator[Memory]:
-    made = Memory(disk, Beat(4, 0.0))
+    made = Memory(disk, Heartbeat(4, 0.0))
     yield made
     made.close()
 

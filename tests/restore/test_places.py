@@ -28,7 +28,7 @@ from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.watchdog import Signs
+from ckpt_engine.store.storage.watchdog import ResponsivenessProbe
 from tests.snapshot.passage import same
 from tests.support.hanging import hanging
 
@@ -332,8 +332,8 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     run: Path, near: Any, far: Any, left: list[int]
 ) -> None:
     """The answers of the other places are waited for."""
-    answers = [ask_tiers.PlaceAnswer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
-    asked = ask_tiers._Round(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
+    answers = [ask_tiers.TierReply(place, value) for place, value in zip(where(run), (near, far), strict=True)]
+    asked = ask_tiers._Query(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
     asked._open = {number: Future() for number, value in enumerate((near, far)) if value is None}
     assert asked._silent(2.5, 2.0) == left
     assert asked._silent(1.5, 2.0) == []
@@ -359,7 +359,7 @@ def test_a_far_place_is_opened_by_the_thread_that_asks_it(run: Path, monkeypatch
         return Slow(run / "far")
 
     monkeypatch.setattr(far_storage, "open_storage", opens)
-    monkeypatch.setattr(far_storage, "Signs", lambda: Signs(lambda: now[0]))
+    monkeypatch.setattr(far_storage, "ResponsivenessProbe", lambda: ResponsivenessProbe(lambda: now[0]))
     place = Repository(far_storage.storage_of(Tier(url="s3://bucket/far/")))
     assert place.storage.url == "s3://bucket/far"
     assert opened == []

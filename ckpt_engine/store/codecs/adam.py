@@ -79,7 +79,7 @@ class AdamCodec:
         numbers: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
         """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base: then each
-        array is encoded by itself.
+        array is encoded alone.
 
         Args:
             numbers: those named by `NUMBERS`; several where it is not sure which were used: those that fit are taken.

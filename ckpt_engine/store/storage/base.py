@@ -162,7 +162,7 @@ class Folder(Storage, Protocol):
         """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
 
         Args:
-            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token go on with
+            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token continue with
                 what there is.
             fill: writes what is missing. What it raises is raised, and what has arrived stays until it is swept.
 

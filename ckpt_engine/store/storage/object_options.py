@@ -44,7 +44,7 @@ class ObjectOptions:
         """Ours, and the rest for the library.
 
         Raises:
-            StorageError: one of ours has an impossible value.
+            StorageError: one of our options has an impossible value.
         """
         rest = dict(options)
         ours = cls(**{field.name: rest.pop(field.name) for field in fields(cls) if field.name in rest})  # type: ignore[arg-type]

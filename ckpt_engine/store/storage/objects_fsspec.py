@@ -51,7 +51,7 @@ _TRANSIENT_NAMES = frozenset(
 """Of aiohttp, requests, Azure's libraries and httpx, which have trees of their own."""
 
 _T = TypeVar("_T")
-_Rows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
+_FsspecRows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
 
 _publishing = threading.Lock()
 """Makes looking and renaming one step, at least within this process."""
@@ -215,10 +215,10 @@ class FsspecStorage:
             raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}")
         return data
 
-    def _found(self, folder: str) -> _Rows:
+    def _found(self, folder: str) -> _FsspecRows:
         top = f"{self._root}/{folder}" if folder else self._root
 
-        def find() -> _Rows:
+        def find() -> _FsspecRows:
             there = self._info(top)
             if there is not None and there["type"] != "directory":
                 raise NotADirectoryError(20, "Not a directory", top)

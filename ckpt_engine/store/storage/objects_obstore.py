@@ -68,7 +68,7 @@ _STATUSES = {
 _LOOK_SECONDS = 0.01
 
 _T = TypeVar("_T")
-_Rows = list[ObjectInfo]  # inside ObstoreStorage, `list` is its method
+_ObstoreRows = list[ObjectInfo]  # inside ObstoreStorage, `list` is its method
 _Views = list[memoryview]
 
 
@@ -303,7 +303,7 @@ class ObstoreStorage:
                 raise
             return self._store().get_range(key, start=start, end=size) if _status(err) in (0, 416) else b""
 
-    def _found(self, folder: str, prefix: str) -> _Rows:
+    def _found(self, folder: str, prefix: str) -> _ObstoreRows:
         rows = [row for rows in self._store().list(prefix=folder.rstrip("/") or None) for row in rows]
         inner = prefix.removeprefix(self._prefix)
         if not rows:  # the library takes any answer for an empty listing

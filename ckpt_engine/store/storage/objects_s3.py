@@ -45,7 +45,7 @@ from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart, pla
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
 _DELETES = 16
-_Rows = tuple[tuple[str, int, str], ...]
+_S3Rows = tuple[tuple[str, int, str], ...]
 """Objects of a listing: key, size, ETag."""
 
 
@@ -299,7 +299,7 @@ class S3Storage:
     async def _get_verified(self, name: str, start: int, nbytes: int | None) -> bytes:
         """Small objects steer what is kept and what is deleted: they have to match the store's own digest.
 
-        Of the others (which have digests of ours) a small part has to be answered twice alike.
+        Of the others (which have our digests) a small part has to be answered twice alike.
         """
         key = self._key(name)
         head = await self._multipart.head(key)
@@ -353,7 +353,7 @@ class S3Storage:
                 return None
             raise
 
-    async def _page(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
+    async def _page(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
         first = await self._page_once(prefix, after)
         if not self._calls.verifying:
             return first
@@ -365,7 +365,7 @@ class S3Storage:
             first = second
         raise DamagedInTransitError("the listing is different each time")
 
-    async def _page_once(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
+    async def _page_once(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
         more: dict[str, Any] = {"ContinuationToken": after} if after else {}
         answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **more, **self._extra)
         rows = answer.get("Contents") or ()

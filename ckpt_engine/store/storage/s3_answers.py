@@ -23,7 +23,7 @@ from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.object_requests import CREDENTIALS_HINT, explained
 from ckpt_engine.store.storage.redaction import redacted
 
-Answer = dict[str, Any]
+S3Answer = dict[str, Any]
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _TRANSIENT_CODES = frozenset(
     {
@@ -75,7 +75,7 @@ OTHER_ANSWERS = 6
 _NO_CONTENT = frozenset({"DeleteObject", "AbortMultipartUpload"})
 
 
-async def require_s3(http_response: Any, parsed: Answer, model: Any, **_: Any) -> None:
+async def require_s3(http_response: Any, parsed: S3Answer, model: Any, **_: Any) -> None:
     """An answer with a good status has to be that of an S3 store; else nothing was listed, stored or removed.
 
     Raises:

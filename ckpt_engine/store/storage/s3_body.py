@@ -42,7 +42,7 @@ def wait_of(meter: Meter, nbytes: int) -> float:
         raise MeterStoppedError(err) from err
 
 
-class Body(Payload):
+class UploadBody(Payload):
     """Bytes `start` to `start + nbytes` of `blocks`; may be sent several times.
 
     Args:

@@ -25,15 +25,15 @@ from ckpt_engine.store.storage.object_options import ObjectOptions
 from ckpt_engine.store.storage.retries import SLOWEST_BYTES_PER_SECOND, Backoff, is_hopeless
 from ckpt_engine.store.storage.s3_answers import (
     OTHER_ANSWERS,
-    Answer,
     DamagedInTransitError,
     NotS3Error,
+    S3Answer,
     is_transient,
     require_s3,
     retry_after_seconds,
     translated,
 )
-from ckpt_engine.store.storage.s3_body import Body, MeterStoppedError, wait_of
+from ckpt_engine.store.storage.s3_body import MeterStoppedError, UploadBody, wait_of
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks
 
 READ_BYTES = 256 << 10
@@ -67,7 +67,7 @@ class S3Calls:
         self._prepared: object = None
 
     def run(self, work: Coroutine[Any, Any, _T], what: str, name: str) -> _T:
-        """The result of `work`. When this returns or raises, nothing of it goes on in the background.
+        """The result of `work`. When this returns or raises, nothing of it continues in the background.
 
         Raises:
             StorageError: saying what could not be done to which object.
@@ -115,12 +115,12 @@ class S3Calls:
         """Whether bytes have to be checked beyond what the protocol does."""
         return self.options.verifying(encrypted=self.encrypted)
 
-    async def call(self, method: str, *, backoff: Backoff | None = None, **arguments: Any) -> Answer:
+    async def call(self, method: str, *, backoff: Backoff | None = None, **arguments: Any) -> S3Answer:
         """The answer to a request without much of a body."""
 
-        async def once(client: Any, _moved: Callable[[], None]) -> Answer:
+        async def once(client: Any, _moved: Callable[[], None]) -> S3Answer:
             try:
-                answer: Answer = await getattr(client, method)(**arguments)
+                answer: S3Answer = await getattr(client, method)(**arguments)
             except ValueError as err:  # a flipped bit in a date or number of the answer; arguments fail otherwise
                 raise DamagedInTransitError(f"the answer to {method} cannot be read: {err}") from err
             return answer
@@ -134,22 +134,22 @@ class S3Calls:
         start: int,
         nbytes: int,
         *,
-        check: Callable[[Answer], Awaitable[None]] | None = None,
+        check: Callable[[S3Answer], Awaitable[None]] | None = None,
         backoff: Backoff | None = None,
         **arguments: Any,
-    ) -> Answer:
+    ) -> S3Answer:
         """The answer to a request that uploads a range of `blocks`.
 
         Args:
             check: raises `DamagedInTransitError` if the answer says that other bytes arrived.
         """
 
-        async def once(client: Any, moved: Callable[[], None]) -> Answer:
-            body = Body(blocks, start, nbytes, moved=moved, meter=self.meter) if nbytes else b""
+        async def once(client: Any, moved: Callable[[], None]) -> S3Answer:
+            body = UploadBody(blocks, start, nbytes, moved=moved, meter=self.meter) if nbytes else b""
             try:
-                answer: Answer = await getattr(client, method)(Body=body, **arguments)
+                answer: S3Answer = await getattr(client, method)(Body=body, **arguments)
             except Exception:
-                if isinstance(body, Body) and body.stopped is not None:
+                if isinstance(body, UploadBody) and body.stopped is not None:
                     raise body.stopped from None
                 raise
             if check is not None:
@@ -161,7 +161,7 @@ class S3Calls:
     async def receive(self, out: memoryview, start: int, **arguments: Any) -> int:
         """Fill `out` with an object's bytes from `start` on; returns how many there were.
 
-        Interrupted, it goes on where it was.
+        Interrupted, it continues where it was.
         """
         done = 0
         backoff = self.backoff()
@@ -186,14 +186,14 @@ class S3Calls:
             await self.trying(once, nbytes=len(out), backoff=backoff)
         return done
 
-    async def receive_all(self, name: str, **arguments: Any) -> tuple[bytes, Answer]:
+    async def receive_all(self, name: str, **arguments: Any) -> tuple[bytes, S3Answer]:
         """A whole object of moderate size, and what the store says of it.
 
         Raises:
             CorruptError: it has more bytes than an object of this name can have.
         """
 
-        async def once(client: Any, moved: Callable[[], None]) -> tuple[bytes, Answer]:
+        async def once(client: Any, moved: Callable[[], None]) -> tuple[bytes, S3Answer]:
             answer = await client.get_object(**arguments)
             expected = int(answer["ContentLength"])
             found = bytearray()

@@ -1,4 +1,4 @@
-"""ckpt-engine: asynchronous, exact, crash-safe snapshots of training runs.
+"""Asynchronous snapshots of training runs that resume exactly.
 
 Names are imported on first use, so that the writer process and the command line start without torch.
 """

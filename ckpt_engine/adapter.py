@@ -1,4 +1,4 @@
-"""All that adapters of trainers import of the engine; docs/adapters.md shows how they use it.
+"""All that adapters of trainers import of the engine (docs/adapters.md shows how).
 
 Names are imported on first use, so that the class of a callback is there before the engine is.
 """
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from ckpt_engine.observe.curves import WriterCurve as WriterCurve
     from ckpt_engine.observe.resume_report import NotRestored as NotRestored
     from ckpt_engine.observe.resume_report import Restored as Restored
-    from ckpt_engine.plugins import of_framework as of_framework
     from ckpt_engine.ranks.process_group import ProcessGroupRanks as ProcessGroupRanks
     from ckpt_engine.state.flatten import problems as problems
     from ckpt_engine.state.sharding import parts_of as parts_of
     from ckpt_engine.store.manifest import Manifest as Manifest
+    from ckpt_engine.whose_code import of_framework as of_framework
 
 _HOMES = {
     "BoundaryRecord": "ckpt_engine.loop.failing_loop",
@@ -80,7 +80,7 @@ _HOMES = {
     "WriterCurve": "ckpt_engine.observe.curves",
     "attach": "ckpt_engine.data.position",
     "load_config": "ckpt_engine.config",
-    "of_framework": "ckpt_engine.plugins",
+    "of_framework": "ckpt_engine.whose_code",
     "parts_of": "ckpt_engine.state.sharding",
     "problems": "ckpt_engine.state.flatten",
     "require_names": "ckpt_engine.data.private_names:require",

@@ -1,4 +1,4 @@
-"""What users call in plain PyTorch loops and under Lightning Fabric: seven methods, and `track`."""
+"""What users call in plain PyTorch loops and under Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ from ckpt_engine.state.wrapped import kinds_of, with_made
 from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
+_FABRIC_LOADER = "_dataloader"
+_FABRIC_COUNTER = "_num_iter_calls"
+_FOLLOWED = (DataLoader, Optimizer, torch.nn.Module)
+_MOST_OBJECTS, _MOST_ITEMS = 200, 16
 
 
 class Checkpointer:
@@ -142,7 +146,7 @@ class Checkpointer:
         notes: Mapping[str, Any] | None = None,
         durable: bool = True,
     ) -> SaveHandle:
-        """Take a snapshot of this instant; returns when training may go on.
+        """Take a snapshot of this instant; returns when training may continue.
 
         Args:
             state: any nesting of dicts, lists, tuples, dataclasses, tensors, arrays and plain values. Top-level string
@@ -247,10 +251,10 @@ class Checkpointer:
 
         Args:
             timeout: seconds for all of that; None: 10 min, and `wait_at_end`.
-            failed: training did not end by itself: ranks with the memory tier leave their newest snapshot there.
+            failed: training did not end normally: ranks with the memory tier leave their newest snapshot there.
 
         Raises:
-            WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself. This is
+            WaitTimeoutError: snapshots are still being written; the writer process finishes them alone. This is
                 only logged where a stop leaves less time.
             SnapshotFailedError: the last state that was to be saved is durable nowhere (not with `on_error: warn`, nor
                 while another exception is handled); with `on_error: raise`, a failure that was not surfaced yet.
@@ -278,10 +282,6 @@ class Checkpointer:
                 raise
             # The user must see the exception that stopped training, not this one.
             logging.getLogger(LOGGER_NAME).error("while handling %s: %s", kind.__name__, err)
-
-
-_FABRIC_LOADER = "_dataloader"
-_FABRIC_COUNTER = "_num_iter_calls"
 
 
 def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
@@ -315,10 +315,6 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
             "of an optimizer that is none of torch's no step is seen: call save(state, step=step)",
         )
     return Tracker(engine, parts, sources, Surroundings(), trainer="loop", folder=Path.cwd())
-
-
-_FOLLOWED = (DataLoader, Optimizer, torch.nn.Module)
-_MOST_OBJECTS, _MOST_ITEMS = 200, 16
 
 
 def _instead(name: str, value: Any) -> str:

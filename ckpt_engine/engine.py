@@ -28,6 +28,7 @@ from ckpt_engine.errors import (
     StorageError,
     WaitTimeoutError,
 )
+from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import (
     LOGGER_NAME,
     AttemptsFound,
@@ -37,19 +38,18 @@ from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
-    SystemClock,
     TierDegraded,
     WriterLost,
     announce,
 )
-from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
+from ckpt_engine.observe.run_times import times_of
 from ckpt_engine.probe.recorder import NOTE, FlightRecorder
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.restore.choose import Candidate, ManifestCheck
 from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.ownership import Tenure
@@ -463,7 +463,7 @@ class Engine:
         if self._fatal or self._pipeline.failures:
             self._surface()
 
-    def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None:
+    def choose(self, step: int | None = None, *, check: ManifestCheck | None = None) -> Candidate | None:
         """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
 
         A `load` after it goes by what further tiers have listed for it.
@@ -487,7 +487,7 @@ class Engine:
         *,
         into: Any = None,
         live: restore.Live | None = None,
-        check: Check | None = None,
+        check: ManifestCheck | None = None,
         back: bool = False,
     ) -> Any | None:
         """See `Checkpointer.load`.

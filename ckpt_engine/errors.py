@@ -54,7 +54,7 @@ def visible(text: str) -> str:
 
 
 class CkptError(Exception):
-    """Base of every error of this project; by itself what has no code of its own.
+    """Base of every error of this project; alone what has no code of its own.
 
     Usually a version of a trainer lacks what is needed: use one that docs/support.md lists.
 
@@ -110,7 +110,7 @@ class StateError(CkptError):
     - *cannot reserve host memory*: a snapshot needs room for `slots` copies of the state. Lower `slots`, or give the
       job more memory.
 
-    Earlier snapshots are whole, and training goes on unless `on_error: raise`.
+    Earlier snapshots are whole, and training continues unless `on_error: raise`.
     """
 
     code = "CKPT200"
@@ -150,7 +150,7 @@ class StorageError(CkptError):
     - A package is missing: `pip install "ckpt-engine[s3]"` for `s3://`, else what the message names.
     - Credentials are missing or wrong: give them in `storage_options` or where the storage's own tools look, never in
       the URL.
-    - The network or the service is down: a further tier is tried again by itself, and training goes on.
+    - The network or the service is down: a further tier is tried again automatically, and training continues.
 
     `ckpt doctor ROOT` tries the place step by step and says what works there.
     """
@@ -163,7 +163,7 @@ class StorageFullError(StorageError):
 
     `ckpt prune ROOT --dry-run` shows what stays and why, `ckpt prune ROOT --keep last=1` makes room now, and `ckpt ls
     ROOT` shows the sizes. Pinned snapshots stay: `ckpt unpin ROOT SNAPSHOT`. Older snapshots are whole, and training
-    goes on; as soon as there is room snapshots become durable again.
+    continues; as soon as there is room snapshots become durable again.
     """
 
     code = "CKPT301"
@@ -208,7 +208,7 @@ class NotAFolderError(StorageError):
 class StorageStalledError(StorageError):
     """A storage has accepted or given nothing for so long that it counts as hanging; what was asked of it still hangs.
 
-    Look at the disk, the mount (`dmesg`, a stale NFS handle) or the network. Training goes on: the tier is left out,
+    Look at the disk, the mount (`dmesg`, a stale NFS handle) or the network. Training continues: the tier is left out,
     `ckpt status` says so, and it is used again as soon as it answers.
     """
 
@@ -269,8 +269,8 @@ class LeaseHeldError(CkptError):
     """Another process writes this run, and two writers would overwrite each other; the message names it.
 
     - The job runs twice: stop one of them. `ckpt status ROOT` says who writes and where.
-    - A trainer died a moment ago: its writer finishes its last snapshots, and a new start waits for that by itself.
-    - A machine died: its lease on object storage ends by itself within minutes.
+    - A trainer died a moment ago: its writer finishes its last snapshots, and a new start waits for that automatically.
+    - A machine died: its lease on object storage ends within minutes.
     - Two runs on purpose: they need two folders.
     - The folder is a copy by hard links (`cp -al`): the message says which file of it to remove.
     """
@@ -281,7 +281,7 @@ class LeaseHeldError(CkptError):
 class ClosedError(CkptError):
     """This Checkpointer, callback or tracker was closed, or a newer one of the same process writes the run now.
 
-    In a notebook that is the cell that was run again: go on with the newer object.
+    In a notebook that is the cell that was run again: continue with the newer object.
     """
 
     code = "CKPT501"
@@ -314,7 +314,7 @@ class SnapshotSkippedError(WriterError):
 class SnapshotFailedError(WriterError):
     """A snapshot did not become durable; the message has the cause. Older ones are whole.
 
-    Training goes on, and the next snapshot tries again; `on_failure: fail` of a tier and `on_error: raise` end it.
+    Training continues, and the next snapshot tries again; `on_failure: fail` of a tier and `on_error: raise` end it.
     `close()`, or the end of `fit` or `train`, raises this if the last state that was to be saved is durable nowhere, so
     that the job does not end with status 0: save the state that is still in memory elsewhere, or set `on_error: warn`
     to end without it. `ckpt doctor ROOT` tries the place.
@@ -324,9 +324,9 @@ class SnapshotFailedError(WriterError):
 
 
 class WaitTimeoutError(WriterError, TimeoutError):
-    """Something was waited for as long as the call allows, and is not done; it goes on in the background.
+    """Something was waited for as long as the call allows, and is not done; it continues in the background.
 
-    After `close()` the writer process finishes what is left by itself, also when the trainer is gone; the next start
+    After `close()` the writer process finishes what is left alone, also when the trainer is gone; the next start
     waits for it. `wait_at_end` says how long the end waits for copies to further tiers.
     """
 
@@ -334,7 +334,7 @@ class WaitTimeoutError(WriterError, TimeoutError):
 
 
 class ResumeError(CkptError):
-    """The run cannot go on from what was chosen; the message says why and what to do.
+    """The run cannot resume from what was chosen; the message says why and what to do.
 
     - No snapshot of the step that was named: `ckpt ls ROOT` lists those that exist.
     - The snapshot is of another kind of run: give this one a folder of its own.
@@ -356,7 +356,7 @@ class NoUsableSnapshotError(ResumeError):
 
 
 class OvertakenError(ResumeError):
-    """After this job had loaded its snapshot, another job made newer ones: to go on would fork the run.
+    """After this job had loaded its snapshot, another job made newer ones: to continue would fork the run.
 
     Usually a job that was thought dead was not. Stop one of them and start again: it resumes from the newest snapshot.
     """
@@ -377,7 +377,7 @@ class ReplayError(ResumeError):
 class DivergedError(CkptError):
     """The loss is not finite, or stays far above its usual values, and `guard` or `rollback` is set.
 
-    No snapshot was taken since. Start again with a change (learning rate, data): it goes on at the last good step.
+    No snapshot was taken since. Start again with a change (learning rate, data): it resumes at the last good step.
     `rollback: {on: loss_spike}` lets the next start go back and skip the batches that did it. docs/diverging.md
     says how.
     """
@@ -388,7 +388,7 @@ class DivergedError(CkptError):
 class RollbackRequestedError(DivergedError):
     """As CKPT800, and `rollback` is set: start the same command again, and it goes back and skips batches.
 
-    A launcher that restarts failed jobs does that by itself. After `rollback.at_most` times it is CKPT800, for good.
+    A launcher that restarts failed jobs does so automatically. After `rollback.at_most` times it is CKPT800, for good.
     """
 
     code = "CKPT801"

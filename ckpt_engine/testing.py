@@ -1,4 +1,4 @@
-"""What every storage and every codec promises, as tests that a new one inherits; needs pytest and hypothesis.
+"""What every storage and every codec promises, as tests that a new one inherits.
 
 ```python
 class TestMine(StorageContract):
@@ -45,6 +45,20 @@ _EXAMPLES = settings(
         HealthCheck.differing_executors,
     ],
 )
+FENCE = b"\xa5" * 64
+DTYPES = (
+    *("bool", "uint8", "float8_e4m3fn", "int16", "float16", "bfloat16"),
+    *("float32", "int32", "complex64", "float64", "int64", "complex128"),
+)
+UNKNOWN = "quaternion512"
+_BYTES: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
+    "random": lambda nbytes, rng: rng.integers(0, 256, size=nbytes, dtype=np.uint8),
+    "normal": lambda nbytes, rng: np.frombuffer(
+        (rng.standard_normal(nbytes // 4 + 1) * 0.02).astype(np.float32).tobytes(), np.uint8, nbytes
+    ),
+    "zero": lambda nbytes, _: np.zeros(nbytes, np.uint8),
+    "few": lambda nbytes, rng: rng.integers(0, 3, size=nbytes).astype(np.uint8),
+}
 
 
 def put(storage: Storage, name: str, *parts: bytes, exclusive: bool = True) -> None:
@@ -254,14 +268,6 @@ class StorageContract:
         assert open_storage(storage.url).get("a") == b"x"
 
 
-FENCE = b"\xa5" * 64
-DTYPES = (
-    *("bool", "uint8", "float8_e4m3fn", "int16", "float16", "bfloat16"),
-    *("float32", "int32", "complex64", "float64", "int64", "complex128"),
-)
-UNKNOWN = "quaternion512"
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Bytes to encode, what a codec may know about them, and the bytes of an older snapshot."""
@@ -285,16 +291,6 @@ class Sample:
         finally:
             assert buffer.startswith(FENCE) and buffer.endswith(FENCE)
         return bytes(out)
-
-
-_BYTES: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
-    "random": lambda nbytes, rng: rng.integers(0, 256, size=nbytes, dtype=np.uint8),
-    "normal": lambda nbytes, rng: np.frombuffer(
-        (rng.standard_normal(nbytes // 4 + 1) * 0.02).astype(np.float32).tobytes(), np.uint8, nbytes
-    ),
-    "zero": lambda nbytes, _: np.zeros(nbytes, np.uint8),
-    "few": lambda nbytes, rng: rng.integers(0, 3, size=nbytes).astype(np.uint8),
-}
 
 
 @st.composite

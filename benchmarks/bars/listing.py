@@ -16,7 +16,7 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series
 from ckpt_engine import Checkpointer
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import container, repository
+from ckpt_engine.store import catalog, container
 from ckpt_engine.store import names as layout
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
@@ -74,7 +74,7 @@ def run(bench: Bench) -> BarResult:
             "ckpt ls": "the command from start to exit, output to a pipe",
             "load": "`Checkpointer.load()`: choose the newest, verify and rebuild it",
             "S3": f"requests to a store in memory, {PAGE_NAMES:,} names per page of a listing; "
-            f"the {repository.EVERY - 1} newest snapshots are not in the catalog yet, the most that there can be",
+            f"the {catalog.EVERY - 1} newest snapshots are not in the catalog yet, the most that there can be",
         },
         (
             Check("ckpt ls", "s", "at most", LIMIT_SECONDS, tuple(taken["ls"])),
@@ -84,7 +84,7 @@ def run(bench: Bench) -> BarResult:
                 "S3 requests of a listing, without its pages",
                 "",
                 "at most",
-                float(repository.EVERY + FEW_REQUESTS),
+                float(catalog.EVERY + FEW_REQUESTS),
                 (listing[size.snapshots] - _pages(size.snapshots),),
             ),
             Check(
@@ -181,7 +181,7 @@ def _load(root: Path) -> None:
 def _requests(count: int) -> tuple[float, float]:
     """Requests of a listing and of choosing and reading the newest snapshot."""
     storage = CountedStorage()
-    _fill(storage, count, lambda _: None, newer=repository.EVERY - 1)
+    _fill(storage, count, lambda _: None, newer=catalog.EVERY - 1)
     storage.requests.clear()
     if len(Repository(storage).list()) != count:
         raise RuntimeError("the listing is not complete")

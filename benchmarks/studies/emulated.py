@@ -16,7 +16,8 @@ from benchmarks.workloads import SEED, State, change_everything, everything_lazy
 from ckpt_engine import Checkpointer
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.observe.events import AttemptsFound, SystemClock
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import AttemptsFound
 
 Shapes = Sequence[tuple[int, ...]]
 

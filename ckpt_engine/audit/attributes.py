@@ -51,7 +51,7 @@ from ckpt_engine.audit.values import (
     text_of,
 )
 from ckpt_engine.data import rng
-from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework
+from ckpt_engine.whose_code import is_function_of_user, is_library, is_standard, of_framework
 
 _MOST_OF_LIBRARIES = 500
 """Objects of installed packages among those that the loop uses."""

@@ -46,7 +46,7 @@ from ckpt_engine.audit.values import (
     reached,
 )
 from ckpt_engine.data.position import followed_by
-from ckpt_engine.plugins import is_library_file, of_framework
+from ckpt_engine.whose_code import is_library_file, of_framework
 
 _MOST_FRAMES = 16
 _NEXT, _ITER = "next(", "iter("

@@ -48,7 +48,7 @@ from ckpt_engine.audit.values import (
     is_own,
     tensors_in,
 )
-from ckpt_engine.plugins import is_function_of_user, is_library, is_library_file, is_standard_name, of_framework
+from ckpt_engine.whose_code import is_function_of_user, is_library, is_library_file, is_standard_name, of_framework
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))

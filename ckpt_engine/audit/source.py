@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
-from ckpt_engine.plugins import is_function_of_user
+from ckpt_engine.whose_code import is_function_of_user
 
 _SHOW = frozenset({"print"})
 _SHOW_METHODS = frozenset({"debug", "info", "warning", "error", "set_description", "set_postfix", "write"})

@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_engine.audit.source import names_in, slots_of
 from ckpt_engine.data import streams
-from ckpt_engine.plugins import is_function_of_user, is_library, is_standard, of_framework, of_us
 from ckpt_engine.state.sharding import here, is_wrapper, parts_of
+from ckpt_engine.whose_code import is_function_of_user, is_library, is_standard, of_framework, of_us
 
 DEPTH = 8
 MOST_ITEMS = 256

@@ -23,7 +23,7 @@ from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.errors import CkptError, StorageExistsError
 from ckpt_engine.observe import units
-from ckpt_engine.store.lease import lockable
+from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 

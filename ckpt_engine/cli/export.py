@@ -38,7 +38,6 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate, assemble
-from ckpt_engine.restore.match import as_rank
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Entry, Manifest, require_whole
 from ckpt_engine.store.repository import Repository
@@ -210,7 +209,7 @@ def _of_rank(snapshot: Candidate, rank: int) -> Candidate:
     if size == 1:
         return snapshot
     note = f"of {size:,} ranks: what each of them had of its own is that of rank {rank}"
-    return replace(snapshot, manifest=as_rank(snapshot.manifest, rank), notes=(*snapshot.notes, note))
+    return replace(snapshot, manifest=snapshot.manifest.as_rank(rank), notes=(*snapshot.notes, note))
 
 
 Write = Callable[[Sources, bool, Callable[[int], object]], tuple[str, ...]]

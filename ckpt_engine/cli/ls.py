@@ -25,11 +25,11 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore import ask_tiers
-from ckpt_engine.restore.choose import Away
+from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store import names, pins
+from ckpt_engine.store.branches import Branch, branches
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
-from ckpt_engine.store.retention import Branch, branches
 from ckpt_engine.store.storage import open_storage
 
 
@@ -104,7 +104,7 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
     print_text(f"{count(len(rows), 'run')} below {root}")
 
 
-def listings(run: Run) -> tuple[list[TierListing], tuple[Away, ...]]:
+def listings(run: Run) -> tuple[list[TierListing], tuple[UnreachableTier, ...]]:
     """What the tiers of a run have, and those that do not say it."""
     answers = ask_tiers.ask(run.places, _look, say=say_waiting)
     found = [
@@ -140,7 +140,7 @@ def named_branches(rows: Sequence[tuple[SnapshotInfo, list[TierListing]]]) -> tu
     return found, {info.id: branch.id for branch in reversed(found) for info in branch.snapshots}
 
 
-def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Away]) -> None:
+def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:
     rows = merged(tiers)
     found, named = named_branches(rows)
     print_json(
@@ -178,7 +178,7 @@ def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Aw
     )
 
 
-def _print(root: str, tiers: Sequence[TierListing], away: Sequence[Away], *, is_tiered: bool) -> None:
+def _print(root: str, tiers: Sequence[TierListing], away: Sequence[UnreachableTier], *, is_tiered: bool) -> None:
     rows = merged(tiers)
     found, named = named_branches(rows)
     if rows:

@@ -23,7 +23,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.store.storage.disk import translated
 
 if TYPE_CHECKING:
-    from ckpt_engine.restore.choose import Away
+    from ckpt_engine.restore.choose import UnreachableTier
 
 
 _LINES_SECONDS = 30.0
@@ -67,7 +67,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     click.echo("".join(f"{line(row)}\n" for row in rows), nl=False)
 
 
-def print_away(away: Sequence[Away]) -> None:
+def print_away(away: Sequence[UnreachableTier]) -> None:
     """Says which tiers are left out of what was printed, and why."""
     for one in away:
         print_text(f"{one.url} is left out: [{one.code}] {one.reason}", fg="red")

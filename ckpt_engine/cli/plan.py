@@ -37,9 +37,10 @@ from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, Rule, Ruled, SimulatedJob
 from ckpt_engine.frequency.triggers import SnapshotTimer
 from ckpt_engine.observe import units
-from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, Clock, EventSink
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, EventSink
 from ckpt_engine.observe.units import count
-from ckpt_engine.writer.run_records import BEAT_SECONDS, Attempt, read_attempts
+from ckpt_engine.writer.attempts import BEAT_SECONDS, Attempt, read_attempts
 
 DAY = 86400.0
 LLAMA3_SECONDS = 3.09 * 3600.0

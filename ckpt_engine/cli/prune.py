@@ -18,19 +18,13 @@ from ckpt_engine.errors import ConfigError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import pins
+from ckpt_engine.store.branches import OTHER_LINE, branches
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import (
-    OTHER_LINE,
-    KeepAll,
-    Retention,
-    RetentionPlan,
-    RetentionPolicy,
-    branches,
-    policy_from,
-)
+from ckpt_engine.store.retention import RetentionPlan
+from ckpt_engine.store.retention_rules import KeepAll, Retention, RetentionPolicy, policy_from
 
 
 @dataclass(frozen=True, slots=True)

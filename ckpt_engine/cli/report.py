@@ -20,13 +20,13 @@ from ckpt_engine.cli.status import MEANINGS, failure_of, history_of, percent
 from ckpt_engine.cli.verify import all_ok, check_run
 from ckpt_engine.errors import CkptError, visible
 from ckpt_engine.observe import units
-from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.observe.resume_report import ResumeReport, last_resume
+from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.observe.units import count
+from ckpt_engine.store.branches import Branch
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
-from ckpt_engine.store.retention import Branch
-from ckpt_engine.writer.run_records import AttemptHistory, after
+from ckpt_engine.writer.attempts import AttemptHistory, after
 
 DEFAULT = "ckpt-report.html"
 _TEMPLATE = Path(__file__).with_name("report.html")

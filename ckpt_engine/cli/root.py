@@ -18,7 +18,7 @@ from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.config.models import MEMORY, Tiers
 from ckpt_engine.errors import ConfigError, ForeignError, StorageMissingError
 from ckpt_engine.restore import ask_tiers
-from ckpt_engine.restore.choose import Away
+from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.names import RECORD, ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
@@ -111,7 +111,7 @@ class Run:
 
     places: tuple[Repository, ...]
     holders: Mapping[ParsedId, tuple[Repository, ...]]
-    away: tuple[Away, ...]
+    away: tuple[UnreachableTier, ...]
     tiers: tuple[str, ...]
 
     @property
@@ -194,9 +194,11 @@ def open_run(root: str, config: Config | None = None, *, every: bool = False) ->
     return Run(tuple(place for place, _ in there), in_order, away, urls)
 
 
-def away_of(answers: Sequence[ask_tiers.PlaceAnswer[ask_tiers.T]]) -> tuple[Away, ...]:
+def away_of(answers: Sequence[ask_tiers.TierReply[ask_tiers.T]]) -> tuple[UnreachableTier, ...]:
     """Those that did not answer, and why."""
-    return tuple(Away(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None)
+    return tuple(
+        UnreachableTier(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None
+    )
 
 
 def _ids_of_run(place: Repository) -> tuple[ParsedId, ...]:

@@ -23,24 +23,18 @@ from ckpt_engine.config import Config
 from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import CkptError, StorageMissingError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import units
-from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.observe.resume_report import replay_of
+from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore import ask_tiers
-from ckpt_engine.store.lease import LeaseHolder, read_holder
+from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.writer import control
-from ckpt_engine.writer.run_records import (
-    WORKING,
-    Attempt,
-    AttemptHistory,
-    TierStatus,
-    WriterStatus,
-    read_attempts,
-    read_status,
-)
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, read_attempts
+from ckpt_engine.writer.run_records import WORKING, TierStatus, WriterStatus, read_status
 
 LIVE_SECONDS = 5.0
 ANSWER_SECONDS = 10.0

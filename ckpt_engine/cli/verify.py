@@ -19,15 +19,16 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import parse_rollback
-from ckpt_engine.restore.choose import Away
-from ckpt_engine.store import container, names, pins, repository
+from ckpt_engine.restore.choose import UnreachableTier
+from ckpt_engine.store import catalog, container, names, pins
 from ckpt_engine.store.container import PIECE_BYTES, digest
-from ckpt_engine.store.decode import is_plain, joined, require_decodable, stored_pieces
-from ckpt_engine.store.lease import parse_holder
+from ckpt_engine.store.decode import joined, require_decodable, stored_pieces
+from ckpt_engine.store.lease_holder import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.run_records import parse_attempts, parse_status
+from ckpt_engine.writer.attempts import parse_attempts
+from ckpt_engine.writer.run_records import parse_status
 
 MAX_SHOWN = 20
 """Problems of one snapshot that are printed; JSON has all of them."""
@@ -63,7 +64,9 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         sys.exit(1)
 
 
-def check_run(run: Run, snapshots: Sequence[str] = (), *, hidden: bool) -> tuple[list[CheckedCopies], list[Away]]:
+def check_run(
+    run: Run, snapshots: Sequence[str] = (), *, hidden: bool
+) -> tuple[list[CheckedCopies], list[UnreachableTier]]:
     """Read every byte of snapshots (none: of all, and all other files) at each place of a run, with a progress bar.
 
     Returns:
@@ -82,7 +85,7 @@ def check_run(run: Run, snapshots: Sequence[str] = (), *, hidden: bool) -> tuple
             except CkptError as err:
                 if not run.is_tiered:
                     raise
-                away.append(Away(place.storage.url, err.code, err.message))
+                away.append(UnreachableTier(place.storage.url, err.code, err.message))
             else:
                 checked.append(CheckedCopies(place.storage.url, verdicts, others))
     return checked, away
@@ -102,7 +105,7 @@ def all_ok(checked: Sequence[CheckedCopies]) -> bool:
     return all(not copies.others and all(verdict.ok for verdict in copies.verdicts) for copies in checked)
 
 
-def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> dict[str, object]:
+def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[UnreachableTier]) -> dict[str, object]:
     rows = [
         {
             "id": verdict.snapshot,
@@ -124,7 +127,7 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Away]) -> d
     return {"root": run.tiers[0], "ok": all_ok(checked), "snapshots": rows, "others": others, "away": away}
 
 
-def _print(checked: Sequence[CheckedCopies], away: Sequence[Away], *, is_tiered: bool) -> None:
+def _print(checked: Sequence[CheckedCopies], away: Sequence[UnreachableTier], *, is_tiered: bool) -> None:
     for copies in checked:
         if is_tiered:
             print_text(copies.url, bold=True)
@@ -262,7 +265,7 @@ class Checker:
             names.STATUS: parse_status,
             names.ROLLBACK: parse_rollback,
             names.ATTEMPTS: parse_attempts,
-            names.CATALOG: lambda text, _: repository.decode(text, self._repository.run_id, {}),
+            names.CATALOG: lambda text, _: catalog.decode(text, self._repository.run_id, {}),
         }
         return readers.get(name)
 
@@ -397,7 +400,7 @@ def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, di
         stored.setdefault(manifest.files[piece.file].name, []).append(_Stored(entry_name, piece))
     whole: dict[str, dict[str, Entry]] = {}
     for entry_name, entry in manifest.entries.items():
-        if is_plain(entry) and (entry.pieces or len(manifest.files) == 1):
+        if entry.is_plain and (entry.pieces or len(manifest.files) == 1):
             file = manifest.files[entry.pieces[0].file if entry.pieces else 0]
             whole.setdefault(file.name, {})[entry_name] = entry
     return stored, whole

@@ -1,1 +1,1 @@
-"""Getting a snapshot to a place: what it needs there, the copy itself, and making room."""
+"""How a snapshot gets to a place."""

@@ -1,4 +1,4 @@
-"""Finds in a snapshot's tree which weights, moments and steps belong together, and Adam's numbers.
+"""Finds in the tree of a snapshot which weights and moments of Adam belong together.
 
 Optimizers are found by their form, that of torch's `state_dict()`, wherever they are in the tree: `param_groups` with
 numbers, and `state` by the number of the parameter. Which weights those numbers stand for is not written anywhere: as
@@ -72,10 +72,10 @@ def find(
     return found
 
 
-_Row = tuple[_Array, _Array, str | float, tuple[AdamNumbers, ...]]
+_Match = tuple[_Array, _Array, str | float, tuple[AdamNumbers, ...]]
 
 
-def _rows(optimizer: Mapping[str, Any], older: Mapping[str, Any] | None, shapes: Mapping[str, Any]) -> Iterator[_Row]:
+def _rows(optimizer: Mapping[str, Any], older: Mapping[str, Any] | None, shapes: Mapping[str, Any]) -> Iterator[_Match]:
     """Moments, step and numbers of each parameter, in the order of the optimizer's groups."""
     state = dict(_items(optimizer["state"]))
     old_groups = [dict(_items(group)) for _, group in _items(older["param_groups"])] if older is not None else []
@@ -114,7 +114,7 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[AdamNumbers]:
         yield {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": one}
 
 
-def _weights(rows: list[_Row], arrays: Mapping[tuple[str, ...], list[_Array]]) -> dict[int, str]:
+def _weights(rows: list[_Match], arrays: Mapping[tuple[str, ...], list[_Array]]) -> dict[int, str]:
     """The weights of each row: from the first place that has as many of each form, else from wherever numbers agree."""
     wanted: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, (first, *_) in enumerate(rows):

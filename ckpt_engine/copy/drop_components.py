@@ -1,4 +1,4 @@
-"""Slimming: a snapshot is written again without the components that retention drops, then the first is forgotten.
+"""Slimming: a snapshot is written again without the components that retention drops.
 
 Data files are never changed, so this costs one copy of what stays. The slim snapshot has the same `seq` and step; its
 id follows from the first one's and from what it lacks, so that an interrupted slimming is recognised and finished. A
@@ -9,16 +9,17 @@ What is written again is one plain file, whatever it was before. So compaction i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ckpt_engine.copy.transfer import mapped, scratch_file, scratch_of
 from ckpt_engine.errors import StorageExistsError
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import decoder_of, is_plain
-from ckpt_engine.store.manifest import RAW, SLIMMED, DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.decode import decoder_of
+from ckpt_engine.store.manifest import RAW, SLIMMED, DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import entries_in
 
@@ -146,19 +147,4 @@ class _Decoded:
 def is_compact(manifest: Manifest) -> bool:
     """Whether a snapshot is plain and has all of its data in files of its own."""
     owners = {owner.id for file in manifest.files if (owner := names.data_owner(file.name))}
-    return owners <= {manifest.info.id} and all(map(is_plain, manifest.entries.values()))
-
-
-def twins(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
-    """Slim snapshots beside the one they were made of, slim → whole: what an interrupted slimming leaves."""
-    of_seq: dict[tuple[int, int], list[SnapshotInfo]] = {}
-    for info in infos:
-        of_seq.setdefault((info.seq, info.step), []).append(info)
-    found = {}
-    for same in of_seq.values():
-        for slim in same if len(same) > 1 else ():
-            for whole in same:
-                lost = set(whole.components) - set(slim.components)
-                if slim.id == slim_id(whole.id, lost):
-                    found[slim.id] = whole.id
-    return found
+    return owners <= {manifest.info.id} and all(map(attrgetter("is_plain"), manifest.entries.values()))

@@ -1,4 +1,4 @@
-"""Encodes the pieces of a planned snapshot on threads of its own, and makes its data files and manifest of them.
+"""Encodes the pieces of a planned snapshot on threads of its own.
 
 Each piece is verified before it is encoded, and a difference is decoded once to be sure.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
 from ckpt_engine.copy.transfer import reading_source
-from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan
-from ckpt_engine.copy.write_snapshot import SideBySide
+from ckpt_engine.copy.write_plan import ROWS, Bases, DeltaBase, Job, Key, Needed, SharingBounds, Work, WritePlan
+from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, get_codec, get_group_codec
 from ckpt_engine.store.container import digest
@@ -42,6 +42,8 @@ View = Callable[[str, Piece], memoryview]
 """The stored bytes of a plain piece of an entry, verified, where they are in memory."""
 CHANGED, SETTLED, DELTAS = 1, 2, 3
 """Parts of a snapshot: its data files of what changes, those of what stays, and those of what changes in few rows."""
+_PART_NUMBERS = 10**12
+"""Parts that are named by what they hold have numbers from here on: no others do."""
 
 
 class Encoder:
@@ -84,11 +86,11 @@ class Encoder:
             CopySourceError: what is copied is damaged or cannot be read.
         """
         threads = THREADS if self._planned.bounds.part_bytes is not None else 0
-        begun: SideBySide[Job, list[EncodedPiece]] | None = None
+        begun: ParallelMap[Job, list[EncodedPiece]] | None = None
         try:
             for part in (*self._planned.parts, ()):
                 done = list(chain.from_iterable(begun.result())) if begun is not None else []
-                begun = SideBySide(self._encode, part, threads, "ckpt-encode")
+                begun = ParallelMap(self._encode, part, threads, "ckpt-encode")
                 if done:
                     yield done
         finally:
@@ -246,16 +248,12 @@ def _number(dtype: str, data: memoryview) -> float | None:
     return found if found.is_integer() else None
 
 
-def _is_worth_it(overs: Sequence[Over], stored: Sequence[bytes | memoryview], bounds: SharingBounds) -> bool:
+def _is_worth_it(overs: Sequence[DeltaBase], stored: Sequence[bytes | memoryview], bounds: SharingBounds) -> bool:
     """Whether differences are smaller than what their chains end at, and the chains within their bounds."""
     stored_bytes, full_bytes = sum(map(len, stored)), sum(over.chain[-1].nbytes for over in overs)
     under_bytes = sum(piece.nbytes for over in overs for piece in over.chain)
     raw_bytes = sum(over.chain[-1].raw_nbytes for over in overs)
     return stored_bytes < full_bytes and stored_bytes + under_bytes <= bounds.most_bytes * raw_bytes
-
-
-_PART_NUMBERS = 10**12
-"""Parts that are named by what they hold have numbers from here on: no others do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Stores a planned snapshot at a place in its codec, from another place or from the arena, which it verifies.
+"""Stores a planned snapshot at a place in the codec of that place.
 
 It works in parts of bounded size: while one part is sent the next one is encoded. The name of a part follows from what
 it holds, so that an interrupted copy finds what it has sent, and a part that another snapshot needs is never written
@@ -9,50 +9,33 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
 from ckpt_engine.copy import write_plan
-from ckpt_engine.copy.encode_pieces import DELTA, EncodedPiece, Encoder, Files, Pick, in_rows
+from ckpt_engine.copy.codec_selector import EncodeStats
+from ckpt_engine.copy.encode_pieces import DELTA, Encoder, Files, Pick, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
 from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
-from ckpt_engine.copy.write_snapshot import Plain, Staged
+from ckpt_engine.copy.write_snapshot import RawContents, Staged
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
-from ckpt_engine.observe.units import size
 from ckpt_engine.store import manifest_codec
-from ckpt_engine.store.codecs.codec import codec_on_slow_link
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
-from ckpt_engine.store.manifest import RAW, DataFile, Manifest, Piece
+from ckpt_engine.store.manifest import DataFile, Manifest, Piece
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.watchdog import Aside, CallProgress
+from ckpt_engine.store.storage.watchdog import CallProgress, GuardedReader
 
-
-@dataclass(slots=True)
-class Tally:
-    """What encoding has saved, and what sending has taken.
-
-    Args:
-        raw_bytes: before encoding.
-        codecs: stored bytes by the codec that was used.
-    """
-
-    raw_bytes: int = 0
-    codecs: Counter[str] = field(default_factory=Counter)
-    put_bytes: int = 0
-    put_seconds: float = 0.0
-
-    def add(self, done: EncodedPiece) -> None:
-        """Note an encoded piece."""
-        self.raw_bytes += done.work.piece.raw_nbytes
-        self.codecs[done.codec] += len(done.stored)
+SMALL_BYTES = 64 << 20
+"""Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
+SAMPLES = 8
+ROW_SAMPLES = 4
+"""Rows of an entry that are looked at first."""
 
 
 def put_encoded(
-    source: Repository, target: Repository, manifest: Manifest, pick: Pick, tally: Tally
+    source: Repository, target: Repository, manifest: Manifest, pick: Pick, tally: EncodeStats
 ) -> tuple[Manifest, Copied]:
     """Store the data of a snapshot, encoded; every piece is compared with its digest first. See `transfer.Put`.
 
@@ -97,7 +80,7 @@ def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
     return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
 
 
-class Encoded(Plain):
+class Encoded(RawContents):
     """A staged snapshot as it was planned: data files of encoded pieces.
 
     With a codec at most two parts of the image (`SharingBounds.part_bytes`) are in memory beside it, and each piece is
@@ -206,13 +189,6 @@ def encoded(
     return Encoded(staged, repository, source, planned, codec, older_at(repository, planned.before), seconds)
 
 
-SMALL_BYTES = 64 << 20
-"""Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
-SAMPLES = 8
-ROW_SAMPLES = 4
-"""Rows of an entry that are looked at first."""
-
-
 class DedupBaseline:
     """What one repository is known to have already, by which the next snapshot of one writer is planned.
 
@@ -225,7 +201,7 @@ class DedupBaseline:
             the others have, so nothing is read: whole pieces of its own share are spared from its second snapshot on.
     """
 
-    def __init__(self, repository: Repository, aside: Aside | None) -> None:
+    def __init__(self, repository: Repository, aside: GuardedReader | None) -> None:
         self._repository = repository
         self._first_look = self._aside = aside
         self._rows_from = aside if repository.storage.capabilities.cheap_reads else None
@@ -364,65 +340,3 @@ class DedupBaseline:
 def _newest(repository: Repository) -> Manifest | None:
     ids = repository.ids()
     return repository.read(ids[-1].id) if ids else None
-
-
-AUTO = "auto"
-LINK_BYTES_PER_SECOND = 200e6
-"""`auto` encodes what a slower link takes: a quarter of a core encodes 0.19 to 0.27 GB/s of trained states.
-
-The source is docs/benchmarks.md: the rows "codecs" have 0.761 GB/s per core for bf16 weights and 1.08 for fp32 states.
-"""
-LEAST_BYTES = 1 << 20
-"""Smaller transfers say nothing of the rate of the link: it is latency that they take."""
-_LINKS = 2
-
-
-class Encoding:
-    """Selects the codec of each snapshot of one tier, one after another.
-
-    Args:
-        codec: a codec's name, or `auto`: as it is at first, to measure the link, and encoded while the link is slow.
-    """
-
-    def __init__(self, codec: str) -> None:
-        self._codec = codec
-        self._links: list[float] = []
-        self.why = ""
-        """How the snapshot under way is stored, in one line; empty: as it is, always."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether everything is copied as it is, always."""
-        return self._codec == RAW
-
-    @property
-    def needs_bases(self) -> bool:
-        """Whether what the tier has is worth keeping near: the next snapshot is made against it."""
-        return self._codec == DELTA
-
-    def pick(self) -> Pick | None:
-        """The codecs of the next snapshot; None: it is copied as it is."""
-        if self._codec != AUTO:
-            return None if self.is_plain else lambda _: self._codec
-        if not self._links:
-            self.why = "as it is, to measure the link"
-            return None
-        link = max(self._links)  # whatever else runs makes a link look slower, never faster
-        if link >= LINK_BYTES_PER_SECOND:
-            self.why = f"as it is: the link takes {size(link)}/s, encoding is slower"
-            return None
-        self.why = f"auto: the link takes {size(link)}/s, encoding is faster"
-        return codec_on_slow_link
-
-    def done(self, tally: Tally) -> None:
-        """Note what copying the snapshot has taken."""
-        if tally.put_bytes >= LEAST_BYTES and tally.put_seconds > 0:
-            self._links = [*self._links, tally.put_bytes / tally.put_seconds][-_LINKS:]
-        if self.is_plain or (self._codec == AUTO and not tally.raw_bytes):
-            return
-        saved = f"{tally.raw_bytes / 1e6:.3g} MB → {tally.codecs.total() / 1e6:.3g} MB"
-        used = ", ".join(f"{codec} {nbytes / 1e6:.3g} MB" for codec, nbytes in tally.codecs.most_common())
-        if self._codec == AUTO:
-            self.why = f"{self.why}; {saved} ({used})"
-        else:
-            self.why = f"{self._codec}: {saved}" + (f" ({used})" if self.needs_bases and used else "")

@@ -1,4 +1,4 @@
-"""The values that cross between trainer and writer: layouts, jobs, their outcome, the writer's configuration.
+"""The values that cross between trainer and writer.
 
 Everything here is JSON-able, by a function here or by `asdict`, except the arena itself, which crosses as file
 descriptors.
@@ -11,13 +11,15 @@ every `{"$": "v", "i": n}` stands for `values[n]` of the job.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ckpt_engine import errors
-from ckpt_engine.store.lease import LeaseHolder
-from ckpt_engine.store.manifest import UNNAMED, Line
+from ckpt_engine.errors import WriterError
+from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.store.manifest import PACKED, UNNAMED, Line
 from ckpt_engine.store.manifest_codec import line_from_json, line_to_json
 
 
@@ -120,9 +122,10 @@ class ErrorRecord:
 
     def exception(self) -> errors.CkptError:
         """An exception of the same class with the same text."""
-        return _CLASSES.get(self.code, errors.WriterError)(*self.message.split("\n"), hint=self.hint)
+        return _classes().get(self.code, errors.WriterError)(*self.message.split("\n"), hint=self.hint)
 
 
+@cache
 def _classes() -> dict[str, type[errors.CkptError]]:
     found: dict[str, type[errors.CkptError]] = {}
     todo = [errors.CkptError]
@@ -131,9 +134,6 @@ def _classes() -> dict[str, type[errors.CkptError]]:
         found[kind.code] = kind
         todo += kind.__subclasses__()
     return found
-
-
-_CLASSES = _classes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class RankConfig:
         rank, size: of `size` ranks.
         session: unique text that the ranks have agreed on; empty: there is one process.
         first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
-        wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
+        wait_seconds: how long the coordinator waits for the part of a rank that makes no progress.
         node: name of the rank's machine.
         mirrors: the writer keeps its newest shares at writers of other machines too.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
@@ -281,13 +281,13 @@ class WriterConfig:
             each key optional, empty keeps everything.
         lease_wait_seconds: how long `start` waits for another holder of the run's lease.
         holder: who asks for the lease; None: this process.
-        drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
+        drain_seconds: how long a writer whose trainer is gone may take to finish its jobs.
         end_wait_seconds: how long a trainer that ends waits for what further tiers still want.
         tiers: further tiers, nearest first.
         fatal: a snapshot that `url` does not take fails, even if a further tier would.
         memory: the writer is a tier too: it keeps the newest job that it received, makes it durable if the trainer is
             gone, and serves it from memory.
-        linger_seconds: how long it goes on serving that once it is durable.
+        linger_seconds: how long it keeps serving that once it is durable.
         ranks: who writes the run together.
         codec: how snapshots are stored at `url`: a codec's name, or `delta`.
     """
@@ -354,3 +354,67 @@ def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
     ranks = data["ranks"]
     places = {"place": tuple(ranks["place"]), "places": tuple(tuple(place) for place in ranks["places"])}
     return WriterConfig(**{**data, "tiers": tiers, "holder": holder, "ranks": RankConfig(**{**ranks, **places})})
+
+
+class KeySkeleton:
+    """The typed JSON tree of one top-level key, in which `{"$": "v", "i": n}` stands for value n.
+
+    `entries` names the arrays the tree refers to (`{"$": ..., "entry": name}`), without repetition.
+
+    Raises:
+        WriterError: a placeholder without a whole number.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._changing: set[int] = set()
+        self._values = 0
+        entries: dict[str, None] = {}
+        self._study(tree, entries)
+        self.entries = tuple(entries)
+
+    def _study(self, node: Any, entries: dict[str, None]) -> bool:
+        """Collect entries; whether `node` contains a placeholder. Parts that do not are shared, never copied."""
+        if isinstance(node, dict):
+            kind = node.get("$")
+            if kind == "v":
+                index = node.get("i")
+                if not isinstance(index, int) or index < 0:
+                    raise WriterError(f"a placeholder of a skeleton has no value number: {node}")
+                self._values = max(self._values, index + 1)
+                self._changing.add(id(node))
+                return True
+            if kind is not None and isinstance(node.get("entry"), str):
+                entries[node["entry"]] = None
+                if kind == PACKED:
+                    entries.update(dict.fromkeys(node["entries"]))
+            children = list(node.values())
+        elif isinstance(node, list):
+            children = node
+        else:
+            return False
+        changing = False
+        for child in children:
+            changing |= self._study(child, entries)
+        if changing:
+            self._changing.add(id(node))
+        return changing
+
+    def fill(self, values: Sequence[Any]) -> Any:
+        """The tree with `values` in place of its placeholders. Values are inserted as they are.
+
+        Raises:
+            WriterError: fewer or more values than placeholders.
+        """
+        if len(values) != self._values:
+            raise WriterError(f"a skeleton with {self._values} placeholders was given {len(values)} values")
+        return self._fill(self._tree, values)
+
+    def _fill(self, node: Any, values: Sequence[Any]) -> Any:
+        if id(node) not in self._changing:
+            return node
+        if isinstance(node, list):
+            return [self._fill(child, values) for child in node]
+        if node.get("$") == "v":
+            return values[node["i"]]
+        return {key: self._fill(child, values) for key, child in node.items()}

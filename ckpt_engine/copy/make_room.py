@@ -11,28 +11,18 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckpt_engine.copy.drop_components import foresee, twins, write_slim
+from ckpt_engine.copy.drop_components import foresee, slim_id, write_slim
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, SnapshotsForgotten
 from ckpt_engine.store import names, pins
-from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.branches import OTHER_LINE, branches
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Data, Repository, lacking
-from ckpt_engine.store.retention import (
-    OTHER_LINE,
-    RESERVE_BYTES,
-    SLACK_BYTES,
-    ByteLimits,
-    Retention,
-    RetentionPlan,
-    RetentionPolicy,
-    Usage,
-    branches,
-    plan,
-    plan_before_write,
-    preflight,
-)
+from ckpt_engine.store.retention import RESERVE_BYTES, SLACK_BYTES, RetentionPlan, Usage, plan, plan_before_write
+from ckpt_engine.store.retention_preflight import preflight
+from ckpt_engine.store.retention_rules import ByteLimits, Retention, RetentionPolicy
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_LIMITS = ByteLimits()
@@ -116,7 +106,7 @@ def plan_prune(
         verified: ids known to be whole, such as the one just committed.
     """
     scanned, others = _of_line(repository, line)
-    doubles = twins(scanned)
+    doubles = _doubles(scanned)
     infos = [info for info in scanned if info.id not in doubles]
     whole = _newest_whole(repository, infos, verified)
     if whole is None and infos:
@@ -335,7 +325,7 @@ def _forget(repository: Repository, lease: Lease, snapshots: Collection[str], *,
 
 
 def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[str], limits: ByteLimits) -> str:
-    """Replace a snapshot by itself without the components `lost`; returns its new id.
+    """Replace a snapshot by a copy without the components `lost`; returns its new id.
 
     Raises:
         FormatError, StorageMissingError, StorageFullError: it is as it was.
@@ -456,7 +446,7 @@ def shortage(repository: Repository, policy: RetentionPolicy, data_bytes: int) -
 
 
 def measure(repository: Repository) -> Usage:
-    """The bytes of every snapshot and of all the rest of ours. What a put has not finished yet is not counted.
+    """The bytes of every snapshot and of all our other objects. What a put has not finished yet is not counted.
 
     A damaged snapshot counts as `other_bytes`: nothing is known to become free with it.
     """
@@ -485,3 +475,18 @@ def measure(repository: Repository) -> Usage:
     needed_by_any = {name for one in files.values() for name in one}
     other_bytes += sum(nbytes for name, nbytes in data.items() if name not in needed_by_any)
     return Usage(files, other_bytes)
+
+
+def _doubles(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
+    """Slim snapshots beside the one they were made of, slim → whole: what an interrupted slimming leaves."""
+    of_seq: dict[tuple[int, int], list[SnapshotInfo]] = {}
+    for info in infos:
+        of_seq.setdefault((info.seq, info.step), []).append(info)
+    found = {}
+    for same in of_seq.values():
+        for slim in same if len(same) > 1 else ():
+            for whole in same:
+                lost = set(whole.components) - set(slim.components)
+                if slim.id == slim_id(whole.id, lost):
+                    found[slim.id] = whole.id
+    return found

@@ -1,8 +1,8 @@
-"""Copies snapshots from one run folder to another of the same run: byte for byte, data before manifests.
+"""Copies snapshots byte for byte from one run folder to another of the same run.
 
 Bounded memory: what is local is mapped; what is remote is streamed in ranges to a local target, each piece verified
-before it is written, and comes through a mapped scratch file to a remote one. Whatever is interrupted goes on where it
-was (see also `storage.s3multipart`); nothing half-copied is ever seen as a snapshot.
+before it is written, and comes through a mapped scratch file to a remote one. Whatever is interrupted continues where
+it was (see also `storage.s3_multipart`); nothing half-copied is ever seen as a snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from ckpt_engine.copy.write_plan import is_sound
-from ckpt_engine.copy.write_snapshot import SideBySide
+from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.container import digest
@@ -30,7 +30,8 @@ from ckpt_engine.store.manifest import (
 )
 from ckpt_engine.store.repository import Repository, encode_record, lacking, parse_record
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.disk import PartialFile, open_regular, translating
+from ckpt_engine.store.storage.disk import open_regular, translating
+from ckpt_engine.store.storage.partial_file import PartialFile
 
 RANGE_BYTES = 16 << 20
 """Bytes per read of a remote object, and at most per read of the check before a copy."""
@@ -192,7 +193,7 @@ def adopt_run(run: RunText, target: Storage) -> Repository:
 
 
 def has_file(storage: Storage, file: DataFile) -> bool:
-    """Whether the data file is there whole. One of another size is none of ours to rely on: it is removed."""
+    """Whether the data file is there whole. One of another size is not reliable: it is removed."""
     for item in storage.list(file.name):
         if item.name == file.name:
             if item.nbytes == file.nbytes:
@@ -259,7 +260,7 @@ def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piec
             partial.write(part.start, buffer)
             return len(buffer)
 
-        fetched.extend(SideBySide(move, _ranges(file.nbytes, pieces), RANGES_AT_ONCE, "ckpt-fetch").result())
+        fetched.extend(ParallelMap(move, _ranges(file.nbytes, pieces), RANGES_AT_ONCE, "ckpt-fetch").result())
 
     try:
         sink.receive(file.name, file.nbytes, token, fill)
@@ -340,7 +341,7 @@ def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: st
                 with image[start : start + RANGE_BYTES] as part:
                     source.get_into(file.name, start, part)
 
-            SideBySide(fetch, range(0, file.nbytes, RANGE_BYTES), RANGES_AT_ONCE, "ckpt-fetch").result()
+            ParallelMap(fetch, range(0, file.nbytes, RANGE_BYTES), RANGES_AT_ONCE, "ckpt-fetch").result()
             for piece in pieces:
                 with image[piece.offset : piece.offset + piece.nbytes] as part:
                     _require_digest(file, piece, part)

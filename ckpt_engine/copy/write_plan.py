@@ -1,4 +1,4 @@
-"""Plans what a snapshot writes at a place, what it refers to there, and what it stores as differences. Pure.
+"""Plans what a snapshot writes at a place, given the snapshots that are there.
 
 The plan builds on the newest of the older snapshots there. A piece that has not changed is referred to, with whatever
 it was encoded against; one that has changed may be stored as the difference. Chains of differences are bounded in
@@ -22,6 +22,25 @@ from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
+HEADER_BYTES = 16 << 10
+"""Smaller files are hardly more than a header."""
+MOST_SPACE = 2.5
+"""Bytes that older files may have, of those of the state."""
+ROWS = "rows"
+_OLDER_COUNTS = 0.5
+"""A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
+changes is then written a second time, and hardly ever a third time."""
+_ROW_BYTES, _MORE_BYTES = 160, 260
+"""Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
+ReadInto = Callable[[str, int, memoryview], object]
+"""As `Storage.get_into`."""
+Key = tuple[str, int]
+"""An entry, and a byte of it at which a piece begins."""
+Needed = Mapping[tuple[str | None, str], Piece]
+"""As of `needed_for`: pieces of the older snapshot and of its bases."""
+_PieceOf = tuple[str, int, str]
+"""An entry, a byte of it, and the digest of the decoded bytes that begin there."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharingBounds:
@@ -36,7 +55,7 @@ class SharingBounds:
         most_bytes: what a piece and all its bases may have together, as a share of its decoded bytes: a restore reads
             all of it.
         most_share: what the differences of all pieces of an entry may have together, of its bytes; then a few pieces
-            at a time are written in full. None: each piece is judged by itself.
+            at a time are written in full. None: each piece is judged separately.
         most_small: files that are hardly more than a header which one snapshot refers to.
     """
 
@@ -54,34 +73,17 @@ PLAIN = SharingBounds(1 << 20, 0.05, None, True, 40, 1.75, 0.3, 128)
 """Where bytes are stored as they are: writing a megabyte takes a millisecond, and another file and its sync as long."""
 ENCODED = SharingBounds(0, 0.0, 128 << 20, False, 4, 1.5, None, 16)
 """Where bytes are dear."""
-HEADER_BYTES = 16 << 10
-"""Smaller files are hardly more than a header."""
-MOST_SPACE = 2.5
-"""Bytes that older files may have, of those of the state."""
-ROWS = "rows"
-_OLDER_COUNTS = 0.5
-"""A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
-changes is then written a second time, and hardly ever a third time."""
-_ROW_BYTES, _MORE_BYTES = 160, 260
-"""Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
-
-ReadInto = Callable[[str, int, memoryview], object]
-"""As `Storage.get_into`."""
-Key = tuple[str, int]
-"""An entry, and a byte of it at which a piece begins."""
-Needed = Mapping[tuple[str | None, str], Piece]
-"""As of `needed_for`: pieces of the older snapshot and of its bases."""
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class DeltaBase:
     """What the older snapshot has where a piece may be stored as a difference.
 
     Args:
         base: the snapshot whose piece it is.
         chain: the piece there and its bases.
         needed: all that decoding it takes.
-        alone: whether the bounds allow a difference of this piece by itself.
+        alone: whether the bounds allow a difference of this piece alone.
         rows: whether only one of few rows: it is made against the end of a chain that may not get longer.
     """
 
@@ -103,7 +105,7 @@ class Work:
     name: str
     start: int
     piece: Piece
-    over: Over | None = None
+    over: DeltaBase | None = None
     settled: bool = False
 
     @property
@@ -353,7 +355,7 @@ def _kept(
 
 def _overs(
     before: Manifest, changed: Mapping[Key, Needed], grouped: Container[Key], bounds: SharingBounds
-) -> dict[Key, Over]:
+) -> dict[Key, DeltaBase]:
     """What each piece may be stored as a difference to; those that are written in full are left out."""
     counts: dict[str, dict[int, int]] = {}
     found = {}
@@ -379,7 +381,7 @@ def _over(
     count: int,
     grouped: bool,
     bounds: SharingBounds,
-) -> Over | None:
+) -> DeltaBase | None:
     """What a piece may be stored as a difference to; None: it is written in full.
 
     Args:
@@ -389,13 +391,13 @@ def _over(
         return None  # all of the group are written in full, so that the next ones may be predicted again
     alone = not count and _in_bounds([chain], bounds)
     if alone or grouped:
-        return Over(before.info.id, chain, needed, alone)
+        return DeltaBase(before.info.id, chain, needed, alone)
     count = count or len(chain) - 1
     left = chain[count:]
     if chain[0].codec != ROWS or not left or any(one.group for one in left):
         return None
     levels = [str(one.base) for one in chain[count - 1 : -1]]
-    return Over(levels[0], left, {(level, name): one for level, one in zip(levels, left, strict=True)}, rows=True)
+    return DeltaBase(levels[0], left, {(level, name): one for level, one in zip(levels, left, strict=True)}, rows=True)
 
 
 def replaced(chains: Mapping[int, Sequence[int]], bounds: SharingBounds = PLAIN) -> dict[int, int]:
@@ -491,10 +493,6 @@ def _parts(jobs: Sequence[Job], bounds: SharingBounds) -> tuple[tuple[Job, ...],
     return tuple(map(tuple, found))
 
 
-_Place = tuple[str, int, str]
-"""An entry, a byte of it, and the digest of the decoded bytes that begin there."""
-
-
 class Bases:
     """The bytes of pieces that a target has. Thread safe. Trouble with reading them costs the difference, no more.
 
@@ -509,10 +507,10 @@ class Bases:
         self._source = source
         self._lock = threading.Lock()
         self._left: list[str] | None = None
-        self._found: dict[_Place, tuple[Decoder, Piece]] = {}
+        self._found: dict[_PieceOf, tuple[Decoder, Piece]] = {}
         self._there = there
 
-    def read(self, name: str, start: int, over: Over, out: memoryview) -> bool:
+    def read(self, name: str, start: int, over: DeltaBase, out: memoryview) -> bool:
         """Fill `out` with the bytes at the head of a chain; whether that worked."""
         piece = over.chain[0]
         wanted = piece.content_digest
@@ -528,7 +526,7 @@ class Bases:
             return True
         return False
 
-    def _near(self, place: _Place) -> tuple[Decoder, Piece] | None:
+    def _near(self, place: _PieceOf) -> tuple[Decoder, Piece] | None:
         with self._lock:
             while place not in self._found and self._look_further():
                 pass

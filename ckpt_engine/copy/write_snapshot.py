@@ -1,6 +1,6 @@
-"""Writes one staged snapshot from its slot of the arena into one repository: pieces, digests, data, manifest.
+"""Writes one staged snapshot from its slot of the arena into one repository.
 
-To its writer it is a slot of the arena, mapped, cut into pieces and digested. `SideBySide` does such work on threads
+To its writer it is a slot of the arena, mapped, cut into pieces and digested. `ParallelMap` does such work on threads
 that also run while the interpreter ends, for other copies too.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ckpt_engine.copy.host_memory import shared_bytes
-from ckpt_engine.copy.job import EntryLayout, Layout, PersistJob
+from ckpt_engine.copy.job import EntryLayout, KeySkeleton, Layout, PersistJob
 from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.store import names
@@ -25,7 +25,21 @@ from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress
-from ckpt_engine.store.tree import KeySkeleton
+
+T = TypeVar("T")
+U = TypeVar("U")
+_MAX_THREADS = 4
+THREAD_BYTES = 4 << 20
+"""What is smaller is digested while a thread would start."""
+PIECES_PER_PART = 16
+"""Other numbers of ranks have other parts of an array: so many pieces of a part let them read, and verify, little else.
+"""
+LEAST_PIECE_BYTES = 128 << 10
+"""The least that is worth 100 bytes of a manifest."""
+PIECE_ALIGN = 4096
+"""A cut inside a row is at a multiple of this, and inside no number."""
+MOST_PART_PIECES = 1 << 18
+"""So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
 class ArenaSlot:
@@ -92,30 +106,12 @@ class ArenaSlot:
                 self._fd = -1
 
 
-T = TypeVar("T")
-U = TypeVar("U")
-_MAX_THREADS = 4
-THREAD_BYTES = 4 << 20
-"""What is smaller is digested while a thread would start."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A range of bytes of a file."""
 
     offset: int
     nbytes: int
-
-
-PIECES_PER_PART = 16
-"""Other numbers of ranks have other parts of an array: so many pieces of a part let them read, and verify, little else.
-"""
-LEAST_PIECE_BYTES = 128 << 10
-"""The least that is worth 100 bytes of a manifest."""
-PIECE_ALIGN = 4096
-"""A cut inside a row is at a multiple of this, and inside no number."""
-MOST_PART_PIECES = 1 << 18
-"""So many pieces more, at most, has a snapshot of many ranks for that: each of them reads its manifest."""
 
 
 def part_piece_bytes(entries: Iterable[EntryLayout]) -> int:
@@ -197,7 +193,7 @@ class CutLayout:
         return found
 
 
-class SideBySide(Generic[T, U]):
+class ParallelMap(Generic[T, U]):
     """Does something with each of many items on threads of its own, and perhaps none: then it is done at once.
 
     The threads are daemons: a writer thread still writes while the interpreter ends, when executors take no work.
@@ -263,11 +259,11 @@ class SideBySide(Generic[T, U]):
         self._items = ()
 
 
-def digesting(image: memoryview, cut_layout: CutLayout) -> SideBySide[memoryview, str]:
+def digesting(image: memoryview, cut_layout: CutLayout) -> ParallelMap[memoryview, str]:
     """Digests the pieces of a file image, while the caller writes the same memory to storage."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if len(image) >= THREAD_BYTES else 0
     pieces = [image[one.offset : one.offset + one.nbytes] for extents in cut_layout.extents for one in extents]
-    return SideBySide(digest, pieces, threads, "ckpt-digest")
+    return ParallelMap(digest, pieces, threads, "ckpt-digest")
 
 
 class SupersededError(WriterError):
@@ -367,7 +363,7 @@ class Staged:
             return self.digests.settle(begun.result()), begun.cpu_seconds
 
 
-class Finish:
+class CommitStrategy:
     """A writer's part in the commit of snapshots: the one writer of a run commits what it has written."""
 
     is_shared = False
@@ -391,10 +387,10 @@ class Finish:
         """There is no part of this writer in a snapshot: say so where others wait for it."""
 
 
-ALONE = Finish()
+ALONE = CommitStrategy()
 
 
-class Plain:
+class RawContents:
     """What a staged snapshot stores in one repository: the whole image as one file, digested while it is written.
 
     For one attempt.
@@ -447,11 +443,11 @@ class Plain:
 
 
 def write_snapshot(
-    contents: Plain,
+    contents: RawContents,
     tier: str,
     progress: CallProgress,
     undo_failed: Callable[[CkptError], object],
-    finish: Finish = ALONE,
+    finish: CommitStrategy = ALONE,
 ) -> tuple[SnapshotCommitted, Manifest]:
     """Make a staged snapshot durable in a repository. Needs its lease.
 

@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from ckpt_engine.data import native, rng
 from ckpt_engine.data.native import is_stateful
-from ckpt_engine.plugins import is_function_of_user
+from ckpt_engine.whose_code import is_function_of_user
 
 Streams = dict[str, Any]
 """`{"rng": global streams, "generators": {path: state}, "counters": {path: value}, "samplers": {path: state}}`."""

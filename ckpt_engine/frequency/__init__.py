@@ -1,1 +1,1 @@
-"""How often: from measured costs and failure rates to the interval, and when a snapshot is due."""
+"""How often a run takes a snapshot."""

@@ -1,4 +1,4 @@
-"""When a run takes its snapshots: asked at every boundary, it joins triggers, policy, costs and account."""
+"""When a run takes its snapshots, asked at every boundary."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.frequency.failures import Evidence, FailureBelief, prior_of
-from ckpt_engine.frequency.measure import (
-    CLEAN_WINDOW,
-    ENOUGH_STEPS,
-    CostMeter,
-    Learned,
-    Settled,
-    StepTimes,
-    UnsettledSnapshot,
-    measured,
-)
+from ckpt_engine.frequency.learned import Learned, Settled, UnsettledSnapshot
+from ckpt_engine.frequency.measure import CLEAN_WINDOW, ENOUGH_STEPS, CostMeter, StepTimes, measured
 from ckpt_engine.frequency.policy import AdaptivePolicy, Costs, Decision, FarCosts, FrequencyPolicy, FrequencySettings
 from ckpt_engine.frequency.triggers import (
     ASSUMED_STALL_SECONDS,
@@ -30,10 +22,10 @@ from ckpt_engine.frequency.triggers import (
     MemoryTrigger,
     Moment,
 )
+from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import (
     UNKNOWN,
     AttemptsFound,
-    Clock,
     Event,
     EventSink,
     IntervalChanged,
@@ -43,7 +35,7 @@ from ckpt_engine.observe.events import (
     SnapshotReplicated,
     SnapshotSkipped,
 )
-from ckpt_engine.observe.metrics import MEASURED
+from ckpt_engine.observe.run_times import MEASURED
 
 WARM_UP_STEPS = 2
 RETRY_SECONDS = 10.0
@@ -267,8 +259,8 @@ class Cadence:
             self._held_back = True
         elif reason == "error":
             self._retry_time = self._now() + RETRY_SECONDS
-        told, self._obstacle = self._obstacle, reason
-        if told is None:
+        earlier, self._obstacle = self._obstacle, reason
+        if earlier is None:
             self._sink.emit(SnapshotSkipped(step=step, reason=reason))
 
     def committed(
@@ -347,7 +339,7 @@ class Cadence:
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """See `metrics.MEASURED`. Cheap: what a step takes is that of the newest decision."""
+        """See `run_times.MEASURED`. Cheap: what a step takes is that of the newest decision."""
         (slowdown, error), costs = self._meter.slowdown_of_all, self._meter.costs(self._step_seconds)
         memory = 0.0 if self._memory is None else self._memory.cost_seconds
         values = (slowdown + self._background_seconds, error, costs.step_seconds, costs.stall_seconds)
@@ -381,7 +373,7 @@ class Cadence:
         because it was lost itself, the belief of the snapshot counts, and later attempts there add to it.
 
         Args:
-            failure: what has ended the earlier run, as far as the snapshot tells; "": nothing, it ended by itself.
+            failure: what has ended the earlier run, as far as the snapshot tells; "": nothing, it ended normally.
         """
         try:
             learned = Learned.from_json(state)

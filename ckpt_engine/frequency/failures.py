@@ -1,4 +1,4 @@
-"""How often a run fails, by class of failure: a Gamma belief that time without failures lowers and failures raise.
+"""How often a run fails, by class of failure.
 
 The classes say what a failure takes with it (`events.PROCESS`, `MACHINE`, `SITE`), which decides what kind of snapshot
 is of use after it. A belief is a value, and everything here is a pure function of values.
@@ -30,7 +30,7 @@ RANK_SECONDS = 86400.0 * 8 / 6.5e-3
 STATED_WEIGHT = 2.0
 """What an `mtbf` of the user weighs, in failures; an assumption weighs one."""
 DOUBT = 0.5
-"""That an assumption is wrong; of one that weighs as much as several failures, as often as that in a row."""
+"""That an assumption is wrong; of one that weighs as much as several failures, that many of them in a row."""
 SCALE, SCALES = 4.0, 6
 """Then the truth is so many steps of this factor away at most, up or down, each as likely: 4,096 times."""
 DISCOUNT, SHARES_DISCOUNT = 0.9, 0.98
@@ -43,6 +43,8 @@ LEAST_SECONDS = 30.0
 """Half of what a heartbeat leaves unknown of an attempt's length."""
 MOST_FACTOR = 4.0
 _LEAST_SHAPE, _MOST_SHAPE, _NEWTON_STEPS = 0.05, 20.0, 40
+Failures = Iterator[tuple[float, str]]
+"""Seconds from the failure before, or the start, to the next one, and its class."""
 
 
 def assumed_mtbf(ranks: int = 1) -> float:
@@ -270,7 +272,7 @@ class Evidence:
     Args:
         prior: what was believed before there was any.
         lasted, failures: of those that the nearest tier knows, as of `FailureBelief.after`.
-        remembered: what the snapshot that training goes on from knew, which counts where that tier knows of none.
+        remembered: what the snapshot that training resumes from knew, which counts where that tier knows of none.
         before: what was believed before the first one that it knows, where another one was lost.
     """
 
@@ -305,10 +307,6 @@ class Evidence:
             return rates
         factor = hazard_factor(self._shape, seconds, belief.mtbf_seconds)
         return {one: factor * rate for one, rate in rates.items()}
-
-
-Failures = Iterator[tuple[float, str]]
-"""Seconds from the failure before, or the start, to the next one, and its class."""
 
 
 def poisson(mtbf_seconds: float, rng: random.Random, shares: Mapping[str, float] = SHARES) -> Failures:

@@ -1,4 +1,4 @@
-"""How far apart snapshots are best, and how close they can be, for all levels: from costs and failure rates.
+"""How far apart snapshots are best, for all levels.
 
 Symbols of the literature, in seconds: `cost` (δ, o) blocks training at each snapshot, `mtbf` (M) is the mean time
 between failures, τ the interval, L the time until a snapshot is safe, R detection, restart and load. Source for one
@@ -16,6 +16,11 @@ from dataclasses import dataclass, replace
 # Measured seconds divided by measured seconds must not differ because 0.7 / 0.05 is not 14 in binary.
 _ROUNDING = 1e-9
 _CLOSE = 1e-5
+BYTE_PRICE = 1e-11
+"""Seconds of training that a written byte is worth: 1 TB wears a drive made for one write a day by what 10 s of eight
+GPUs cost."""
+_LEAST_RATIO = 0.01
+"""A level counts as at least so much dearer than the one before it, as a share of its cost, whatever was measured."""
 
 
 def optimal(cost: float, mtbf: float) -> float:
@@ -40,13 +45,6 @@ def optimal(cost: float, mtbf: float) -> float:
         if abs(change) <= 1e-15:
             break
     return mtbf * min(share, 1.0)
-
-
-BYTE_PRICE = 1e-11
-"""Seconds of training that a written byte is worth: 1 TB wears a drive made for one write a day by what 10 s of eight
-GPUs cost."""
-_LEAST_RATIO = 0.01
-"""A level counts as at least so much dearer than the one before it, as a share of its cost, whatever was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,8 @@
-"""Turns what happens at boundaries into costs: clean step time, slowdown next to a snapshot, stall, latency.
+"""Turns what happens at boundaries into costs.
 
 No clock here: everything arrives as numbers of seconds. Step times and stalls have heavy tails (logging, evaluation, a
 data loader that waits): one slow step is no evidence about snapshots, and every estimate here says what it does
 with one.
-
-The values a cadence remembers: snapshots on their way, and what a run has learned from those that are settled.
 """
 
 from __future__ import annotations
@@ -12,11 +10,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from ckpt_engine.frequency.failures import FailureBelief
 from ckpt_engine.frequency.policy import Costs
 
 LATENCY_WINDOW = 4
@@ -33,9 +29,10 @@ SLOW_STEP = 2.0
 # steps next to it are fewer the longer they are: where steps are skewed the median of their surplus is above 0, and the
 # mean is not (Wald 1944).
 FEW = 0.1
+_REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
 
 
-class Usual:
+class RobustBaseline:
     """The usual value of a series: an outlier moves nothing, a lasting change is followed with the third value.
 
     The mean of the values since the last change without the lowest and the highest. A change is lasting where the
@@ -109,7 +106,7 @@ class Outliers:
         """One more value; `changed`: the newest ones were no outliers but the beginning of what is usual now."""
         self._excess.append(value - usual if value > self.LARGE * usual else 0.0)
         if changed:
-            for back in range(1, min(Usual.RISEN, len(self._excess)) + 1):
+            for back in range(1, min(RobustBaseline.RISEN, len(self._excess)) + 1):
                 self._excess[-back] = 0.0
 
     @property
@@ -339,16 +336,13 @@ class _Summary(NamedTuple):
         return 4.5 * self.deviation / math.sqrt(SHIFT_WINDOW)
 
 
-_REMEMBERED = ("stall_seconds", "slowdown_seconds", "latency_seconds", "busy_seconds", "written_bytes")
-
-
 class CostMeter:
     """What one snapshot costs, from those so far; one that is unlike the others moves no estimate."""
 
     def __init__(self) -> None:
-        self._stall, self._outliers = Usual(), Outliers()
-        self._slowdown = Usual(trim=FEW)
-        self._believed: deque[float] = deque([0.0], maxlen=Usual.RISEN)
+        self._stall, self._outliers = RobustBaseline(), Outliers()
+        self._slowdown = RobustBaseline(trim=FEW)
+        self._believed: deque[float] = deque([0.0], maxlen=RobustBaseline.RISEN)
         """Of slowdowns, after each of the newest snapshots."""
         self._slow = SlowSteps()
         self.slowdown_seconds = 0.0
@@ -381,7 +375,7 @@ class CostMeter:
     @property
     def slowdown_error(self) -> float:
         """One standard deviation of `slowdown_seconds`, from the jitter of steps."""
-        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, Usual.WINDOW)))
+        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, RobustBaseline.WINDOW)))
         return math.hypot(max(jitter, self._slowdown.error), self._noise)
 
     @property
@@ -482,74 +476,6 @@ def quantile(values: Sequence[float] | deque[float], share: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-
-STATE_VERSION = 2
-
-
-@dataclass(slots=True)
-class UnsettledSnapshot:
-    """A snapshot that was taken and is not settled yet."""
-
-    step: int
-    instant: float
-    stall_seconds: float
-
-
-class Settled(NamedTuple):
-    """The end of an in-flight snapshot; `latency_seconds` is None where it failed."""
-
-    snapshot: UnsettledSnapshot
-    latency_seconds: float | None
-    busy_seconds: float
-    written_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What a run knows about its failures and its snapshots; None: not known yet.
-
-    `account`: seconds of clean training and of overhead since the run began. `before`: what was believed before the
-    first attempt that the nearest tier knows of, where another one was lost.
-    """
-
-    failures: FailureBelief
-    meter: CostMeter
-    step_seconds: float | None
-    interval_steps: int | None
-    account: tuple[float, float] = (0.0, 0.0)
-    before: FailureBelief | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            "version": STATE_VERSION,
-            "failures": self.failures.to_json(),
-            "costs": self.meter.to_json() if self.meter.known else None,
-            "step_seconds": self.step_seconds,
-            "interval_steps": self.interval_steps,
-            "account": list(self.account),
-            "before": self.before.to_json() if self.before is not None else None,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Learned:
-        """The inverse of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError, OverflowError: this version cannot read it.
-        """
-        if data["version"] != STATE_VERSION:
-            raise ValueError(f"version {data['version']!r}")
-        clean, spent = data.get("account", (0.0, 0.0))
-        return cls(
-            FailureBelief.from_json(data["failures"]),
-            CostMeter.from_json(data["costs"]) if data["costs"] is not None else CostMeter(),
-            None if data["step_seconds"] is None else measured(float(data["step_seconds"])),
-            None if data["interval_steps"] is None else int(data["interval_steps"]),
-            (measured(float(clean)), measured(float(spent))),
-            FailureBelief.from_json(before) if (before := data.get("before")) is not None else None,
-        )
 
 
 def measured(seconds: float) -> float:

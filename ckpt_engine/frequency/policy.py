@@ -36,6 +36,7 @@ _WORTH_SAYING = 5e-4
 
 # Measured seconds divided by measured seconds must not cost a whole step because 0.7 / 0.05 is not 14 in binary.
 _ROUNDING = 1e-9
+DEFAULT_OVERHEAD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +355,6 @@ def _rpo_steps(rpo: float, latency: float, step: float) -> int:
     if math.isinf(rpo):
         return MAX_INTERVAL_STEPS
     return min(MAX_INTERVAL_STEPS, math.floor(_quotient(rpo - latency, step) * (1.0 + _ROUNDING)))
-
-
-DEFAULT_OVERHEAD = 0.01
 
 
 @dataclass(frozen=True, slots=True)

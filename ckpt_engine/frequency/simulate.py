@@ -1,4 +1,4 @@
-"""A training loop, its writer and its failures on a virtual clock: to try policies on.
+"""A training loop on a virtual clock, to try policies on.
 
 The cadence is the one that trains: it is driven as an adapter drives it, and learns what a run would let it learn. What
 happens to the simulated run is known exactly, so that what the cadence believes, and what a run records of itself
@@ -21,8 +21,9 @@ from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
 from ckpt_engine.frequency.failures import Failures
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.triggers import SnapshotTimer
-from ckpt_engine.observe.events import CLOSED, GONE, MACHINE, PROCESS, SITE, AttemptsFound, Clock, EventSink, FanOutSink
-from ckpt_engine.writer.run_records import BEAT_SECONDS, MOST, Attempt
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import CLOSED, GONE, MACHINE, PROCESS, SITE, AttemptsFound, EventSink, FanOutSink
+from ckpt_engine.writer.attempts import BEAT_SECONDS, MOST, Attempt
 
 GRID_SECONDS = 2.0**-20
 # What one more life costs to simulate, in boundaries.
@@ -92,7 +93,7 @@ class FurtherTier:
 
     Args:
         seconds: to copy one snapshot there.
-        every: at least between two; 0.0: as often as the tier keeps up.
+        every: at least between two; 0.0: whenever the tier is ready.
     """
 
     seconds: float
@@ -141,7 +142,7 @@ class Training:
         memory_stall: of a snapshot that stays in memory, where `settings` want some.
         nbytes: that a snapshot writes.
         rhythm: None: the cadence of this project; a `Cadence` of somebody else's is treated as that.
-        first, useful: the step that it goes on from, and the useful work in it; `clock` says when.
+        first, useful: the step that it resumes from, and the useful work in it; `clock` says when.
         arrived: hears of each snapshot that is durable on the nearest tier, and when.
         most: boundaries that are looked at; it ends early after those.
         sink: gets what the cadence says.
@@ -333,7 +334,7 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
         self.origin = self.clock.now
-        # What training goes on from.
+        # What training resumes from.
         self.base = Point(0, self.origin, 0.0)
         self.durable = self.base
         self.further = [replace(tier) for tier in self.tiers]

@@ -1,4 +1,4 @@
-"""The triggers: when a snapshot is due, by fixed rules, under the decision in force, and within the overhead account.
+"""The triggers: when a snapshot is due.
 
 Each trigger is a pure value that says when it fires next; `FixedTriggers` combines those a run has and remembers what
 has fired. The adaptive trigger follows the decision in force and the overhead account; `cadence.Cadence` asks both. No
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, Protocol
 
-from ckpt_engine.frequency.measure import Usual
+from ckpt_engine.frequency.measure import RobustBaseline
 from ckpt_engine.frequency.policy import Decision, FrequencySettings, MemoryRhythm, settle
 from ckpt_engine.observe.units import duration
 
@@ -27,6 +27,27 @@ RESUME: Final = "resume"
 END: Final = "end"
 MEMORY: Final = "memory"
 """Of snapshots that only stay in memory; they become durable if the trainer dies."""
+# A decision is made again after so many steps, or after that share of the interval where that is longer.
+REVIEW_STEPS = 256
+REVIEW_SHARE = 0.5
+# Assumed for the first snapshot only, whose cost is not measured yet.
+ASSUMED_STALL_SECONDS = 0.02
+ASSUMED_BYTES_PER_SECOND = 4e9
+FIRST_WITHIN_SECONDS = 600.0
+# Training whose budget may be saved up: a tenth of the six hours over which the budget counts as kept.
+CREDIT_SECONDS = 2160.0
+CREDIT_SHARE = 0.1
+# How far the account may stretch an interval to get out of debt, where the debt is as large as that.
+HOLD_FACTOR = 2.0
+# Over how much of itself an interval is spread where steps are uneven: the loss is 1 % of what it costs.
+SPREAD = 0.5
+# Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
+# many windows without any: what snapshots cost does not show in steps that are all disturbed.
+CALIBRATION_STEPS = 3
+CALIBRATION_SHARE = 0.1
+# How far waiting for them may stretch an interval.
+CALIBRATION_FACTOR = 2.0
+CALIBRATE_AFTER_WINDOWS = 16
 
 
 class SnapshotTimer(Protocol):
@@ -110,31 +131,6 @@ class FixedTriggers:
         if settings.at_end:
             parts.append("at the end")
         return f"{', '.join(parts) or 'never'}: fixed"
-
-
-# A decision is made again after so many steps, or after that share of the interval where that is longer.
-REVIEW_STEPS = 256
-REVIEW_SHARE = 0.5
-# Assumed for the first snapshot only, whose cost is not measured yet.
-ASSUMED_STALL_SECONDS = 0.02
-ASSUMED_BYTES_PER_SECOND = 4e9
-FIRST_WITHIN_SECONDS = 600.0
-# Training whose budget may be saved up: a tenth of the six hours over which the budget counts as kept.
-CREDIT_SECONDS = 2160.0
-CREDIT_SHARE = 0.1
-# How far the account may stretch an interval to get out of debt, where the debt is as large as that.
-HOLD_FACTOR = 2.0
-# Over how much of itself an interval is spread where steps are uneven: the loss is 1 % of what it costs.
-SPREAD = 0.5
-
-
-# Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
-# many windows without any: what snapshots cost does not show in steps that are all disturbed.
-CALIBRATION_STEPS = 3
-CALIBRATION_SHARE = 0.1
-# How far waiting for them may stretch an interval.
-CALIBRATION_FACTOR = 2.0
-CALIBRATE_AFTER_WINDOWS = 16
 
 
 class Moment(NamedTuple):
@@ -358,19 +354,19 @@ class MemoryTrigger:
 
     def __init__(self, rhythm: MemoryRhythm) -> None:
         self._rhythm = rhythm
-        self._cost, self._first = Usual(ASSUMED_STALL_SECONDS), True
+        self._cost, self._first = RobustBaseline(ASSUMED_STALL_SECONDS), True
         self.interval_seconds = self.limit_seconds = math.inf
         self.restart(0, 0.0)
 
     def restart(self, step: int, now: float) -> None:
-        """Training starts or goes on at `step`; what one costs stays known."""
+        """Training starts or resumes at `step`; what one costs stays known."""
         self._open_seconds: float | None = None
         self._step, self._time, self._trained = step, now, 0.0
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first one."""
         if self._first:
-            self._cost = Usual(max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND))
+            self._cost = RobustBaseline(max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND))
 
     @property
     def cost_seconds(self) -> float:
@@ -433,7 +429,7 @@ class MemoryTrigger:
         """What one cost is known once its fence is over: at the next boundary."""
         if self._open_seconds is not None:
             if self._first:
-                self._cost, self._first = Usual(min(self._open_seconds, self._cost.value)), False
+                self._cost, self._first = RobustBaseline(min(self._open_seconds, self._cost.value)), False
             else:
                 self._cost.add(self._open_seconds)
             self._open_seconds = None

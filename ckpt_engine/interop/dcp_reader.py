@@ -35,17 +35,20 @@ from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.errors import CkptError, ConfigError, FormatError, RanksError, StorageMissingError
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.boxes import Box, boxes_of
+from ckpt_engine.restore.array_regions import ArrayRegion, read_regions
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import choose
-from ckpt_engine.restore.load_in_place import ArrayRegion, fill, read_regions
+from ckpt_engine.restore.device_copies import fill
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.branches import continued
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy, continued
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import TreePath

@@ -30,7 +30,8 @@ from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, ended_by
-from ckpt_engine.observe.events import FanOutSink, SystemClock
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.divergence import Divergence, LossGuard, On, StaleWatch
 from ckpt_engine.preempt.stop_plan import Board

@@ -24,6 +24,7 @@ from torch import nn
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.audit.values import PLAIN, address, digest, freeze, tensors_in
+from ckpt_engine.copy.job import KeySkeleton
 from ckpt_engine.data import rng, sample_assignment
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState, Teams, derive, repeat
@@ -44,7 +45,7 @@ from ckpt_engine.state.optimizers import StoredOrder, clean_name
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
-from ckpt_engine.store.tree import KeySkeleton, check
+from ckpt_engine.store.tree import check
 
 OWN_VERSION = 1
 

@@ -26,10 +26,10 @@ from ckpt_engine.loop.boundary import RunInstant, TrainingRun
 from ckpt_engine.loop.components import Components, managed
 from ckpt_engine.loop.distributed_models import is_flat
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.plugins import of_framework
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.sharding import here, is_sharded, parts_of
 from ckpt_engine.state.wrapped import duplicate
+from ckpt_engine.whose_code import of_framework
 
 _EACH_ELEMENTS = 16
 

@@ -27,7 +27,8 @@ from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY, RESUME
-from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink, Notice, said_if_slow
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import SITE, UNKNOWN, EventSink, Notice, said_if_slow
 from ckpt_engine.observe.units import duration, place
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice

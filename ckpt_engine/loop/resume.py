@@ -41,7 +41,7 @@ from ckpt_engine.observe.resume_report import (
 )
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.load import Loaded
-from ckpt_engine.restore.match import as_rank, require_match
+from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _OVER = "where nothing more is trained, the random streams are the uninterrupted run's from close() on, and not before"
@@ -328,7 +328,7 @@ class LoopResume(Resume):
 
     def _fits(self, written: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
-        manifest = as_rank(written, self._rank)
+        manifest = written.as_rank(self._rank)
         self._require_ranks(manifest)
         tracked = OWN_KEY in manifest.tree or Surroundings.IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:

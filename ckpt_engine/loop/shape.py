@@ -34,7 +34,7 @@ from ckpt_engine.audit.carried import (
     made_before,
     only_shows_its_count,
 )
-from ckpt_engine.plugins import is_framework_name
+from ckpt_engine.whose_code import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]
 """Functions on the stack and the instructions they are at, innermost first."""

@@ -46,7 +46,7 @@ from ckpt_engine.observe.resume_report import (
 )
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore import choose
-from ckpt_engine.restore.ask_tiers import storage_of
+from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.state import optimizers as stored
 from ckpt_engine.store.container import digest

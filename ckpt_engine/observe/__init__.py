@@ -1,1 +1,1 @@
-"""Events, metrics and reports: how everything that happens is said."""
+"""How a run reports what happens in it."""

@@ -1,4 +1,4 @@
-"""The curves of a run's loggers: a resume keeps what they had at its snapshot, and cuts off what came after it."""
+"""Keeps the curves of a run's loggers as they were at the snapshot that a run resumes from."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Curve(Protocol):
         """What the user has chosen of the place: a curve continues in no other one."""
 
     def place(self) -> Mapping[str, Any] | None:
-        """What `begin` needs in another process, as JSON; None: this logger cannot go on."""
+        """What `begin` needs in another process, as JSON; None: this logger cannot continue."""
 
     def begin(self, place: Mapping[str, Any] | None) -> str:
-        """Before the logger writes: it goes on at `place`; None: it starts. Returns why it does not, or ""."""
+        """Before the logger writes: it continues at `place`; None: it starts. Returns why it does not, or ""."""
 
     def marks(self) -> Mapping[str, int]:
         """How much it has written by now; what waits in memory is written first."""
@@ -64,7 +64,7 @@ class Curves:
         return bool(self._curves)
 
     def begin(self, notes: Mapping[str, Any]) -> None:
-        """Before the loggers write: each goes on where it was.
+        """Before the loggers write: each continues where it was.
 
         Args:
             notes: of the snapshot that is the newest now; empty: the run starts fresh.
@@ -93,7 +93,7 @@ class Curves:
         """What came after a snapshot goes, because it comes again; what could not be done of that.
 
         Args:
-            notes: of the snapshot that the run goes on from.
+            notes: of the snapshot that the run resumes from.
         """
         problems, self._problems = self._problems, []
         return problems + self._each(
@@ -150,7 +150,7 @@ class EventFiles:
 
     @staticmethod
     def tag_of(suffix: str) -> str | None:
-        """The one in a `filename_suffix`; None: it is not of ours."""
+        """The one in a `filename_suffix`; None: it is not our suffix."""
         _, tag, random = suffix.rpartition(_TAG)
         return tag + random if tag else None
 
@@ -164,7 +164,7 @@ class EventFiles:
 
 
 class WriterCurve:
-    """A `SummaryWriter` of torch that is open already, and goes on in a file of ours.
+    """A `SummaryWriter` of torch that is open already, and continues in our file.
 
     Args:
         name: of the logger.
@@ -206,7 +206,7 @@ class WriterCurve:
 
 
 class TrackedRun:
-    """A run of W&B, MLflow and the like that is open already: it goes on by its id, which is given before it opens.
+    """A run of W&B, MLflow and the like that is open already: it continues by its id, which is given before it opens.
 
     Args:
         name: of the logger.

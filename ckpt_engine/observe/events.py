@@ -1,9 +1,7 @@
-"""The events of a run, one frozen value per thing that happened, and how users read them: as lines of the log.
+"""The events of a run, one frozen value per thing that happened.
 
 Events cross the process boundary as JSON (`to_json`, `from_json`), so their fields are JSON values only.
 Times are wall-clock seconds since the epoch for display; durations come from monotonic clocks.
-
-The clock everything that measures time is given, so that tests can own time.
 
 `LogSink` writes one line for each event. `announce` shows a line once, also where a program has configured no logging.
 """
@@ -14,7 +12,6 @@ import dataclasses
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +21,18 @@ from ckpt_engine.observe.units import count as count_of
 from ckpt_engine.observe.units import duration, size
 
 KINDS: dict[str, type[Event]] = {}
+ENDS = CLOSED, FAILED, GONE = "closed", "failed", "gone"
+"""How an attempt ends: normally or as it was asked to, by an error, or as a process that disappears."""
+PROCESS, MACHINE, SITE = "process", "machine", "site"
+"""Classes of failures: what is lost is the trainer; its machine too, with what is in memory; the nearest tier too."""
+UNKNOWN = "unknown"
+"""A failure of one of these classes."""
+LOGGER_NAME = "ckpt_engine"
+TENFOLD = 10
+WORTH_SAYING = 0.005
+"""Useful work that one more percent of budget would bring: with less, users need not hear of their first interval."""
+TELL_SECONDS = 3.0
+"""A longer wait is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +87,6 @@ class SnapshotFound(Event):
     tier: str
 
 
-ENDS = CLOSED, FAILED, GONE = "closed", "failed", "gone"
-"""How an attempt ends: by itself or as it was asked to, by an error, or as a process that disappears."""
-PROCESS, MACHINE, SITE = "process", "machine", "site"
-"""Classes of failures: what is lost is the trainer; its machine too, with what is in memory; the nearest tier too."""
-UNKNOWN = "unknown"
-"""A failure of one of these classes."""
-
-
 @dataclass(frozen=True, slots=True)
 class AttemptsFound(Event):
     """How earlier attempts of the run went, as the nearest tier knows it when the writer opens; nothing if of none.
@@ -95,7 +96,7 @@ class AttemptsFound(Event):
         failures: the class of the failure that ended it, or `UNKNOWN`; "": none.
         seconds: that the current one has lasted already: its writer was replaced.
         reached: the last step that any of them has completed; -1: not known.
-        spent: what went into their time, as `metrics.RunSpent`.
+        spent: what went into their time, as `run_times.RunSpent`.
         until: wall-clock seconds at which the last of them was known to live; 0.0: there is none.
     """
 
@@ -166,7 +167,7 @@ class SnapshotReplicated(Event):
 
 @dataclass(frozen=True, slots=True)
 class TierDegraded(Event):
-    """A tier failed and is left out until it works again; the others go on.
+    """A tier failed and is left out until it works again; the others continue.
 
     Args:
         fatal: training is to stop for it.
@@ -253,29 +254,6 @@ def from_json(data: Mapping[str, Any]) -> Event:
     """
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "event"}
     return KINDS[data["event"]](**fields)
-
-
-class Clock(Protocol):
-    """Two readings: one for durations, one for people. Both in seconds."""
-
-    def monotonic(self) -> float:
-        """Seconds from an arbitrary origin; never goes back; the only source of durations."""
-
-    def wall(self) -> float:
-        """Seconds since the epoch; for display and ordering by people only: it may jump."""
-
-
-class SystemClock:
-    """The machine's clocks. `monotonic` is comparable between processes of one boot."""
-
-    monotonic = staticmethod(time.monotonic)
-    wall = staticmethod(time.time)
-
-
-LOGGER_NAME = "ckpt_engine"
-TENFOLD = 10
-WORTH_SAYING = 0.005
-"""Useful work that one more percent of budget would bring: with less, users need not hear of their first interval."""
 
 
 class LogSink:
@@ -378,7 +356,7 @@ def line(event: Event, *, count: int = 1) -> str:
                 f"[{event.code}] {event.message}; older snapshots are untouched" + _hint(event)
             )
         case SnapshotSkipped():
-            return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
+            return f"step {event.step}: snapshot postponed ({event.reason}), training continues"
         case SnapshotsForgotten():
             return f"{count_of(len(event.snapshots), 'older snapshot')} forgotten, {size(event.freed_bytes)} freed"
         case SnapshotReplicated():
@@ -413,7 +391,7 @@ def _hint(event: SnapshotFailed) -> str:
 class FanOutSink:
     """Passes every event to every sink, in the order they were added.
 
-    A sink that raises is disabled with one warning; training and the other sinks go on.
+    A sink that raises is disabled with one warning; training and the other sinks continue.
     """
 
     def __init__(self, *sinks: EventSink) -> None:
@@ -465,10 +443,6 @@ def announce(logger: logging.Logger, text: str, *, line: str | None = None) -> N
         logging.lastResort.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, said, (), None))
 
 
-TELL_SECONDS = 3.0
-"""A longer wait is said."""
-
-
 @contextmanager
 def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
     """Announce what the block waits for if it takes some seconds.
@@ -489,4 +463,4 @@ def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join(TELL_SECONDS)  # no thread of ours is left behind
+        timer.join(TELL_SECONDS)  # our thread is not left behind

@@ -1,6 +1,4 @@
-"""The resume report as values and text: what a run came back with, what it did not, and which snapshots were passed
-over.
-"""
+"""The report of a resume: what came back with it."""
 
 from __future__ import annotations
 
@@ -211,7 +209,7 @@ def resumed_by_others(saved: int, size: int) -> str:
 
     Args:
         saved: ranks that took the snapshot.
-        size: ranks that go on.
+        size: ranks that resume.
     """
     return f"{_BY_OTHERS}: {size} go{'es' if size == 1 else ''} on where {saved} {'was' if saved == 1 else 'were'}"
 

@@ -1,4 +1,4 @@
-"""Durations, sizes, shares, counts and places as short text for one-line messages, without the credentials in a URL."""
+"""Quantities as short text for one-line messages."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
-from ckpt_engine.store.container import parsed, seal
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.sealed_json import parsed, seal
 from ckpt_engine.store.storage.base import Storage
 
 WINDOW = 128

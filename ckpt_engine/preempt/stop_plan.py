@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.config.sections import Status
+from ckpt_engine.observe.durability import DurabilityStatus, TierStanding
 from ckpt_engine.observe.events import LOGGER_NAME
-from ckpt_engine.observe.metrics import Standing, TierStanding
 from ckpt_engine.observe.units import duration, size
 
 MARGIN = 1.25
@@ -244,7 +244,13 @@ def _loss(plan: StopPlan) -> str:
 
 
 def outlook(
-    standing: Standing, facts: StopFacts, *, now: float, started: float, step_seconds: float, stopping: str | None
+    standing: DurabilityStatus,
+    facts: StopFacts,
+    *,
+    now: float,
+    started: float,
+    step_seconds: float,
+    stopping: str | None,
 ) -> dict[str, Any]:
     """A run at `now` (monotonic seconds) that started at `started` and whose last step took so long, as JSON values.
 
@@ -257,7 +263,7 @@ def outlook(
         seconds_to_durable: that a stop would need now, a whole step included; None: no speed was measured yet.
         snapshots_in_flight: taken, and not durable yet.
         stopping: who has asked the run to stop, if somebody has.
-        tiers: rows of what each has; see `metrics.TierStanding`.
+        tiers: rows of what each has; see `durability.TierStanding`.
     """
     near, safe = standing.tiers[0], standing.safest
     age = None if safe.newest_instant is None else max(0.0, now - safe.newest_instant)

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_engine.config.sections import Source
-from ckpt_engine.observe.events import Clock
+from ckpt_engine.observe.clock import Clock
 
 _SHELL_CODE = 128
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import LOGGER_NAME, Clock, Event, MemoryFlushed, Requested, SnapshotFailed
-from ckpt_engine.observe.metrics import Flying, Ledger, Standing
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.durability import DurabilityStatus, Ledger, PendingCommit
+from ckpt_engine.observe.events import LOGGER_NAME, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
     PendingSnapshot,
@@ -97,7 +98,7 @@ class PreemptionWatch:
         self._slots = slots
         self._newest = newest
         self._ask_to_flush = flush
-        self._flushed: Flying | None = None
+        self._flushed: PendingCommit | None = None
         self._wake = Wake()
         self._signals = SignalWatch(options.numbers(), clock, self._wake)
         launcher = launcher_source(clock)
@@ -213,7 +214,7 @@ class PreemptionWatch:
         """
         since, step = self._now(), self._ask_to_flush()
         if step is not None:
-            self._flushed = Flying(step, int(self._ledger.standing.state_bytes), since)
+            self._flushed = PendingCommit(step, int(self._ledger.standing.state_bytes), since)
         return step
 
     @property
@@ -286,7 +287,7 @@ class PreemptionWatch:
         ]
         flushed = self._flushed
         if flushed is not None and self.flushing:
-            left = Standing(standing.tiers, (flushed,), busy_since=flushed.since).left_bytes(now)[0]
+            left = DurabilityStatus(standing.tiers, (flushed,), busy_since=flushed.since).left_bytes(now)[0]
             in_flight.append(PendingSnapshot(flushed.step, left))
         return StopFacts(
             step=self._step,

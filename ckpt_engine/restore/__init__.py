@@ -1,1 +1,1 @@
-"""The way back: choose a snapshot, verify, read, and rebuild the state."""
+"""The way back, from stored snapshots to the live state."""

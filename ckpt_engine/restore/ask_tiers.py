@@ -1,33 +1,31 @@
-"""Asks the places of a run: all at once what they have, and for bytes the next one where one fails."""
+"""Asks all tiers of a run at once.
+
+For bytes it asks the next tier where one fails.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe.events import LOGGER_NAME, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Fetch, Rooms, Turns
-from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, ReadLimiter
+from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo, by_age
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import by_age
-from ckpt_engine.store.storage import open_storage
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, WrapperStorage
-from ckpt_engine.store.storage.object_requests import ask_apart, split_url
-from ckpt_engine.store.storage.watchdog import Signs, WatchedStorage
+from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.retries import ask_apart
 
 ANSWER_SECONDS = 20.0
 """How long a place may take to answer, if another one has what is needed."""
@@ -36,7 +34,7 @@ LONGER_SECONDS = 120.0
 SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 RECENT_SECONDS = 0.5
-"""A place that has given a sign since then gets on."""
+"""A place that has given a sign since then makes progress."""
 READS_ON_MACHINE = max(4, min(16, len(os.sched_getaffinity(0))))
 """Digests of one core keep up with no bus."""
 READS_FROM_SERVER = 16
@@ -47,12 +45,15 @@ _LOOK_SECONDS = 0.1
 """For a place that is not watched for signs."""
 
 T = TypeVar("T")
-Places = Callable[[], Sequence[Repository]]
+FindPlaces = Callable[[], Sequence[Repository]]
 """All places of a run as they can be reached now, nearest first."""
+_left: dict[str, tuple[Future[Any], str]] = {}
+"""By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
+that."""
 
 
 @dataclass(slots=True)
-class PlaceAnswer(Generic[T]):
+class TierReply(Generic[T]):
     """What one place answered: `value`, or `error`. Neither: nothing yet."""
 
     place: Repository
@@ -60,68 +61,27 @@ class PlaceAnswer(Generic[T]):
     error: CkptError | None = None
 
 
-Patience = Callable[[Sequence[PlaceAnswer[T]]], float]
+WaitPolicy = Callable[[Sequence[TierReply[T]]], float]
 """How many seconds are waited for those that have not answered yet, given all answers so far."""
 
 
-def until_one_answers(answers: Sequence[PlaceAnswer[T]]) -> float:
+def until_one_answers(answers: Sequence[TierReply[T]]) -> float:
     """Longer until one place has answered."""
     return ANSWER_SECONDS if any(answer.value is not None for answer in answers) else LONGER_SECONDS
 
 
-def until_one_has_some(answers: Sequence[PlaceAnswer[T]]) -> float:
+def until_one_has_some(answers: Sequence[TierReply[T]]) -> float:
     """Longer until one place has snapshots: a run must not begin again because of a place that is slow."""
     return ANSWER_SECONDS if any(answer.value for answer in answers) else LONGER_SECONDS
 
 
-def at_most(_: Sequence[PlaceAnswer[T]]) -> float:
+def at_most(_: Sequence[TierReply[T]]) -> float:
     """Not longer, also where not all have answered."""
     return ANSWER_SECONDS
 
 
 def _say(line: str) -> None:
     announce(logging.getLogger(LOGGER_NAME), line)
-
-
-class FarStorage(WrapperStorage):
-    """An object store, to read from, opened by the first request: its library is slow to import.
-
-    Args:
-        url: of a root, `scheme://…`.
-
-    Raises:
-        StorageError: not the URL of a root.
-    """
-
-    def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        scheme, path = split_url(url)
-        self.url = f"{scheme}://{path}"
-        self._open = partial(open_storage, url, options)
-        self._lock = threading.Lock()
-        self._opened: Storage | None = None
-        self._signs = Signs()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        # 0 seconds also while the library is still being imported.
-        return Capabilities(silent_seconds=lambda: self._signs.silent_seconds, prepare=self.open_ahead)
-
-    @property
-    def inner(self) -> Storage:  # type: ignore[override]
-        """The store, watched for signs."""
-        with self._lock:
-            if self._opened is None:
-                storage = self._open()
-                prepare = storage.capabilities.prepare
-                if prepare is not None:
-                    prepare()
-                self._opened = WatchedStorage(storage, self._signs)
-            return self._opened
-
-    def open_ahead(self) -> None:
-        """Open it; the first request raises what is wrong."""
-        with suppress(CkptError):
-            _ = self.inner
 
 
 class ListedOnce(Repository):
@@ -135,26 +95,15 @@ class ListedOnce(Repository):
         return self._listed
 
 
-def storage_of(tier: Tier) -> Storage:
-    """What a tier has, to read from; an object store is opened by the first request."""
-    options = tier.for_storage()
-    return open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options)
-
-
-_left: dict[str, tuple[Future[Any], str]] = {}
-"""By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
-that."""
-
-
 def ask(
     places: Sequence[Repository],
     question: Callable[[Repository], T],
-    patience: Patience[T] = until_one_answers,
+    patience: WaitPolicy[T] = until_one_answers,
     say: Callable[[str], object] = _say,
     *,
     silence: float = math.inf,
-) -> list[PlaceAnswer[T]]:
-    """The answers of all places, in their order, asked side by side. A place where no server listens is away at once.
+) -> list[TierReply[T]]:
+    """The answers of all places, in their order, asked at once. A place where no server listens is unreachable.
 
     Args:
         say: takes the line about a wait of some seconds.
@@ -163,8 +112,8 @@ def ask(
     Raises:
         CkptError: no place answered; the error of the nearest.
     """
-    answers: list[PlaceAnswer[T]] = [PlaceAnswer(place) for place in places]
-    _Round(answers, question, patience, say, silence).wait()
+    answers: list[TierReply[T]] = [TierReply(place) for place in places]
+    _Query(answers, question, patience, say, silence).wait()
     if all(answer.error is not None for answer in answers):
         assert answers[0].error is not None
         raise answers[0].error
@@ -172,12 +121,12 @@ def ask(
 
 
 @dataclass(slots=True)
-class _Round(Generic[T]):
+class _Query(Generic[T]):
     """One question to several places, each asked on a thread of its own, a daemon: it may hang for ever."""
 
-    _answers: Sequence[PlaceAnswer[T]]
+    _answers: Sequence[TierReply[T]]
     _question: Callable[[Repository], T]
-    _patience: Patience[T]
+    _patience: WaitPolicy[T]
     _say: Callable[[str], object]
     _silence: float
     _open: dict[int, Future[T]] = field(default_factory=dict)
@@ -186,7 +135,7 @@ class _Round(Generic[T]):
         """Ask, and wait for as long as it makes sense. Afterwards each answer has a value or an error.
 
         Raises:
-            BaseException: of the question, if it is none of ours.
+            BaseException: of the question, if it is not of this project.
         """
         began, said = time.monotonic(), 0.0
         for number, answer in enumerate(self._answers):
@@ -243,7 +192,7 @@ class _Round(Generic[T]):
         return found
 
 
-def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
+def of_one_run(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
 
     A snapshot in memory is left out, as if it was not there, if it is of a run that no other place knows and all of
@@ -270,15 +219,15 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     return answers
 
 
-def _without_memory_of_other_runs(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
+def _without_memory_of_other_runs(answers: Sequence[TierReply[T]]) -> Sequence[TierReply[T]]:
     others = [answer for answer in answers if not _in_memory(answer)]
     known = {run_of(answer.place) for answer in others if answer.error is None}
     if known <= {None} and any(answer.error is not None for answer in others):
-        return answers  # a place that is away may know it
+        return answers  # a place that is unreachable may know it
     return [answer for answer in answers if not _in_memory(answer) or not others or run_of(answer.place) in known]
 
 
-def _in_memory(answer: PlaceAnswer[T]) -> bool:
+def _in_memory(answer: TierReply[T]) -> bool:
     return answer.place.storage.capabilities.view is not None
 
 
@@ -368,7 +317,7 @@ class Sources:
         self._dead: set[int] = set()
         first = self._storages[0]
         at_once = READS_ON_MACHINE if first.capabilities.cheap_reads else READS_FROM_SERVER
-        self._turns = Turns(at_once, f"reading from {first.url}")
+        self._turns = ReadLimiter(at_once, f"reading from {first.url}")
         self.threads = at_once + AT_WORK
         """How many read from here: some verify, decode and wait for a turn while others read."""
 
@@ -433,9 +382,9 @@ class Sources:
     def decoder(
         self,
         manifest: Manifest,
-        glance: Fetch | None = None,
+        glance: FetchPiece | None = None,
         there: Callable[[Piece], memoryview | None] = lambda _: None,
-        rooms: Rooms | None = None,
+        rooms: BufferPool | None = None,
     ) -> Decoder:
         """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired.
 

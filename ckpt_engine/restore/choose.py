@@ -1,15 +1,13 @@
-"""Chooses what to resume from: the newest snapshot that is whole and fits, over all places that have a copy, or a part.
+"""Chooses the snapshot to resume from: the newest one that is whole and fits.
 
-Whether it fits what its user expects is read from the manifest alone, before any data is: as the rank that asks sees
-it, with the components of its own.
+All places are looked at that have a copy, or a part. Whether it fits what its user expects is read from the manifest
+alone, before any data is: as the rank that asks sees it, with the components of its own.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,32 +15,30 @@ from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 
-import zstandard
-
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
     MismatchError,
     NoUsableSnapshotError,
     ResumeError,
-    SnapshotFailedError,
-    SnapshotSkippedError,
     StorageError,
     StorageMissingError,
 )
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.ask_tiers import Repair
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store import names
 from ckpt_engine.store.decode import decoder_of
-from ckpt_engine.store.manifest import DataFile, Manifest, Partial, SnapshotInfo, require_whole
+from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import unpacked
-from ckpt_engine.writer import part_records
 
-Check = Callable[[Manifest], None]
+ManifestCheck = Callable[[Manifest], None]
 """Raises if a snapshot does not fit its user (for example a model with other keys); asked before data is read."""
+_Sizes = Callable[[Repository], Mapping[str, int]]
+MAX_TOLD = 20
+"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class RejectedCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class UnreachableTier:
     """A place that could not be asked, and why."""
 
     url: str
@@ -64,7 +60,7 @@ class Away:
 
 
 @dataclass(slots=True)
-class Search:
+class SearchLog:
     """What was passed over on the way to a snapshot: filled while `candidates` is used.
 
     Args:
@@ -75,17 +71,17 @@ class Search:
     rejected: list[RejectedCandidate] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting again."""
-    away: list[Away] = field(default_factory=list)
+    away: list[UnreachableTier] = field(default_factory=list)
     newest_seq: int = 0
     """The highest number of all snapshots that were there, usable or not."""
 
-    def missed(self, where: Sequence[Repository]) -> tuple[Away, ...]:
+    def missed(self, where: Sequence[Repository]) -> tuple[UnreachableTier, ...]:
         """The places that are away. Some nodes that do not answer are only found out about when they are asked."""
         found = {one.url: one for one in self.away}
         for place in where:
             nodes = place.storage.capabilities.nodes
             for url, why in nodes.silent.items() if nodes is not None else ():
-                found.setdefault(url, Away(url, StorageError.code, why))
+                found.setdefault(url, UnreachableTier(url, StorageError.code, why))
         return tuple(found.values())
 
     def reject(self, snapshot: str, error: CkptError) -> None:
@@ -116,10 +112,10 @@ class Candidate:
 
 def candidates(
     where: Sequence[Repository],
-    search: Search,
+    search: SearchLog,
     *,
     step: int | None = None,
-    check: Check | None = None,
+    check: ManifestCheck | None = None,
     only: str | None = None,
     refused: Mapping[str, CkptError] = MappingProxyType({}),
 ) -> Iterator[Candidate]:
@@ -144,7 +140,7 @@ def candidates(
     silence = ask_tiers.SILENT_SECONDS if only is None else math.inf
     for answer in ask_tiers.of_one_run(ask_tiers.ask(where, question, ask_tiers.until_one_has_some, silence=silence)):
         if answer.error is not None:
-            search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
+            search.away.append(UnreachableTier(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
     newest_first = sorted(holders, key=attrgetter("seq", "id"), reverse=True)
@@ -178,7 +174,7 @@ def candidates(
     yield from _passing(slimmed, check, search)
 
 
-def _passing(found: Iterable[Candidate], check: Check | None, search: Search) -> Iterator[Candidate]:
+def _passing(found: Iterable[Candidate], check: ManifestCheck | None, search: SearchLog) -> Iterator[Candidate]:
     for candidate in found:
         if check is not None:
             try:
@@ -241,9 +237,6 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
     return _assemble(snapshot, holders, _sizes_at, {})[0].unpacked()
-
-
-_Sizes = Callable[[Repository], Mapping[str, int]]
 
 
 def _sizes_at(place: Repository) -> Mapping[str, int]:
@@ -309,7 +302,7 @@ def _assemble(
     return [Candidate(one.manifest.info, one.manifest, one.sources(), tuple(notes)) for one in usable]
 
 
-def require_none(where: Sequence[Repository], search: Search, step: int | None) -> None:
+def require_none(where: Sequence[Repository], search: SearchLog, step: int | None) -> None:
     """Where no snapshot was chosen: that there were none at all. Raises as `choose` otherwise."""
     named = [place.storage.url for place in where if place.storage.url != URL] or [URL]
     urls = ", ".join(named)
@@ -339,98 +332,13 @@ def require_none(where: Sequence[Repository], search: Search, step: int | None) 
         raise ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
 
 
-@dataclass(frozen=True, slots=True)
-class JointSnapshot:
-    """A snapshot that the places have together.
-
-    Args:
-        text: its whole manifest.
-        homes: the place, by its number, that has each data file; what is in none is not in it.
-        sizes: of these data files.
-    """
-
-    text: bytes
-    homes: Mapping[str, int]
-    sizes: Mapping[str, int] = field(repr=False)
-
-    @classmethod
-    def of(cls, manifest: Manifest, homes: Mapping[str, int]) -> JointSnapshot:
-        """Of a whole manifest."""
-        sizes = {file.name: file.nbytes for file in manifest.files if file.name in homes}
-        return cls(manifest_codec.encode(manifest), homes, sizes)
-
-    def packed(self) -> str:
-        """As text, small enough for the ranks' store."""
-        text = json.dumps([self.text.decode(), dict(self.homes)])
-        return base64.b85encode(zstandard.ZstdCompressor().compress(text.encode())).decode()
-
-    @classmethod
-    def unpacked(cls, packed: str) -> JointSnapshot:
-        """The inverse of `packed`."""
-        text, homes = json.loads(zstandard.ZstdDecompressor().decompress(base64.b85decode(packed)))
-        return cls.of(manifest_codec.decode(text.encode()), homes)
-
-
-Began = Callable[[SnapshotInfo, Sequence[int]], bool]
-"""Whether a snapshot is the first one that was ever begun, and the nodes of these ranks had not finished it."""
-Ask = Callable[[int, str], tuple[bytes, dict[str, int]]]
-"""The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `manifest_at`.
-"""
-
-
-def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[str, str], began: Began) -> JointSnapshot:
-    """What the manifests of these places are together.
-
-    Args:
-        holders: the places that have one.
-        silent: why places do not answer, for messages; `ask` may find out more.
-        began: tells a snapshot that was never finished from one of which something was lost.
-
-    Raises:
-        FormatError: they are not the whole snapshot; says what is missing.
-    """
-    wrong: list[str] = []
-    found: list[tuple[int, part_records.PartRecord]] = []
-    for place in holders:
-        try:
-            text, sizes = ask(place, snapshot)
-            manifest = manifest_codec.decode(text)
-            for file in manifest.files:
-                if sizes.get(file.name) != file.nbytes:
-                    raise FormatError(f"data file {file.name} is not there whole")
-        except CkptError as err:
-            wrong.append(err.message)
-            continue
-        if manifest.info.partial is None:
-            return JointSnapshot.of(manifest, {file.name: place for file in manifest.files})
-        part = part_records.of_manifest(manifest)
-        if all(set(part.ranks).isdisjoint(other.ranks) for _, other in found):
-            found.append((place, part))
-    size = found[0][1].size if found else 0
-    lacking = sorted(set(range(size)) - {rank for _, part in found for rank in part.ranks})
-    if lacking or not found:
-        what = f"the shares of {Partial(tuple(lacking), size)}" if found else "its shares"
-        if found and not wrong and not silent and began(found[0][1].manifest.info, lacking):
-            raise FormatError(f"it was never finished: {what} were not written")
-        why = "; ".join(dict.fromkeys((*silent.values(), *wrong)))
-        if silent:
-            raise FormatError(f"{what} cannot be had: {why}")
-        raise FormatError(f"{what} are in the folder of no node{f': {why}' if why else ' that takes part'}")
-    try:
-        whole = part_records.merge([part for _, part in found])
-    except (SnapshotFailedError, SnapshotSkippedError) as err:
-        raise FormatError(f"the shares of the places are not one snapshot: {err.message}") from err
-    homes = {file.name: place for place, part in found for file in part.manifest.files}
-    return JointSnapshot.of(whole, {file.name: homes[file.name] for file in whole.files})
-
-
 def choose(
     where: Sequence[Repository],
     step: int | None = None,
-    check: Check | None = None,
+    check: ManifestCheck | None = None,
     *,
     only: str | None = None,
-    search: Search | None = None,
+    search: SearchLog | None = None,
     refused: Mapping[str, CkptError] = MappingProxyType({}),
 ) -> Candidate | None:
     """The snapshot `load` would try first, or None if there are none at all.
@@ -443,19 +351,15 @@ def choose(
         NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
         ResumeError: no snapshot of `step`.
     """
-    search = search or Search()
+    search = search or SearchLog()
     found = next(candidates(where, search, step=step, check=check, only=only, refused=refused), None)
     if found is None:
         require_none(where, search, step)
     return found
 
 
-MAX_TOLD = 20
-"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
-
-
 def notes_about(
-    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search
+    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: SearchLog
 ) -> Iterator[str]:
     """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
     if len(where) == 1:

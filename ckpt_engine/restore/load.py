@@ -1,9 +1,10 @@
-"""Loads the newest valid snapshot; falls back to older ones and remembers why it rejected each newer one.
+"""Loads the newest valid snapshot.
 
-Several ranks load the same snapshot: rank 0 chooses it, and all take it if each of them can read what it needs.
+It falls back to older ones, and remembers why it rejected each newer one. Several ranks load the same snapshot: rank 0
+chooses it, and all take it if each of them can read what it needs.
 
 `Restorer` does it for one trainer: it reaches all tiers and the memory of the writer of one that died, and knows the
-line of history that a load goes on with.
+line of history that a load continues.
 """
 
 from __future__ import annotations
@@ -34,40 +35,44 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
-from ckpt_engine.restore import ask_tiers, memory
-from ckpt_engine.restore.ask_tiers import ListedOnce, Places, Repair, Sources, storage_of
+from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
+from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
 from ckpt_engine.restore.choose import (
-    Away,
     Candidate,
-    Check,
+    ManifestCheck,
     RejectedCandidate,
-    Search,
+    SearchLog,
+    UnreachableTier,
     candidates,
     choose,
     notes_about,
     require_none,
 )
+from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
-from ckpt_engine.restore.match import as_rank, own_trees, require_fit
-from ckpt_engine.restore.node_roots import Gathered
+from ckpt_engine.restore.match import require_fit
+from ckpt_engine.restore.node_roots import JointTiers
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.state.flatten import shapes_of
 from ckpt_engine.state.rebuild import Rebuilder
+from ckpt_engine.store.branches import continued
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import continued
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
 from ckpt_engine.writer.primary_tier import let_finish
 
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
+ATTACH_SECONDS = FINISH_SECONDS = 60.0
+TIDY_FROM = 16
+"""A line that names so many attempts is looked through for those that have left nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class Loaded:
     seconds: float
     place: str = ""
     repairs: tuple[Repair, ...] = ()
-    away: tuple[Away, ...] = ()
+    away: tuple[UnreachableTier, ...] = ()
     lost_steps: int | None = None
     own: Mapping[int, Any] = field(default_factory=dict, repr=False)
     unverified_bytes: int = 0
@@ -127,7 +132,7 @@ def load(
     *,
     into: Any = None,
     live: Live | None = None,
-    check: Check | None = None,
+    check: ManifestCheck | None = None,
     pickle_paths: Sequence[str] = (),
     only: str | None = None,
     rank: int = 0,
@@ -145,20 +150,20 @@ def load(
             overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
         live: in the place of `into`: makes, for the snapshot that is read, some of the live state.
-        check: see `choose.Check`.
+        check: see `choose.ManifestCheck`.
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
-        known: see `choose.Search`.
+        known: see `choose.SearchLog`.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
         MismatchError: `into` has other tensors; raised before data is read.
     """
     began = time.perf_counter()
-    search = Search(known={} if known is None else known)
+    search = SearchLog(known={} if known is None else known)
 
     def fits(found: Manifest) -> None:
-        manifest = as_rank(found, rank)
+        manifest = found.as_rank(rank)
         if into is not None:
             require_fit(into, shapes_of(into), manifest)
         if check is not None:
@@ -170,8 +175,8 @@ def load(
         try:
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
-            manifest = as_rank(candidate.manifest, rank)
-            others = own_trees(candidate.manifest) if manifest.world_size != size else {}
+            manifest = candidate.manifest.as_rank(rank)
+            others = candidate.manifest.own_trees if manifest.world_size != size else {}
             takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
             place = candidate.sources[0].storage.url
@@ -242,12 +247,12 @@ def _read(
 
 
 def choose_together(
-    session: Session, where: Places, step: int | None, check: Check | None, known: dict[bytes, Manifest]
+    session: Session, where: FindPlaces, step: int | None, check: ManifestCheck | None, known: dict[bytes, Manifest]
 ) -> Candidate | None:
     """As `choose`, on all ranks."""
-    seen = None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
-    with Gathered(session, where) as gathered:
-        look = partial(choose, check=seen, search=Search(known=known))
+    seen = None if check is None else lambda manifest: check(manifest.as_rank(session.ranks.rank))
+    with JointTiers(session, where) as gathered:
+        look = partial(choose, check=seen, search=SearchLog(known=known))
         chosen, found = _agree_on(session, gathered, lambda: look(gathered.places(), step))
         if chosen is None or session.coordinates:
             return found
@@ -255,7 +260,7 @@ def choose_together(
 
 
 def _agree_on(
-    session: Session, gathered: Gathered, look: Callable[[], Candidate | None]
+    session: Session, gathered: JointTiers, look: Callable[[], Candidate | None]
 ) -> tuple[str | None, Candidate | None]:
     """The id of the snapshot that rank 0 finds, on all ranks, and on rank 0 what it has found."""
     found: Candidate | None = None
@@ -274,12 +279,12 @@ def _agree_on(
 
 def load_together(
     session: Session,
-    where: Places,
+    where: FindPlaces,
     step: int | None,
     *,
     into: Any,
     live: Live | None,
-    check: Check | None,
+    check: ManifestCheck | None,
     pickle_paths: Sequence[str],
     known: dict[bytes, Manifest],
 ) -> Loaded | None:
@@ -289,16 +294,16 @@ def load_together(
         RanksError: a rank does not find what rank 0 has chosen.
     """
     rank, size = session.ranks.rank, session.ranks.size
-    seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
+    seen = None if check is None else lambda manifest: check(manifest.as_rank(0))
     how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths, "known": known}
     refused: dict[str, CkptError] = {}
     with (
-        Gathered(session, where) as gathered,
+        JointTiers(session, where) as gathered,
         # What is filled in place by `live` is divided, too.
         Sharing(session, gathered.places, into, alike=live is None) as sharing,
     ):
         while True:
-            search = Search(known=known)
+            search = SearchLog(known=known)
             look = partial(choose, step=step, check=seen, search=search, refused=refused)
             chosen, _ = _agree_on(session, gathered, lambda: look(sharing.places()))  # noqa: B023
             if chosen is None:
@@ -338,15 +343,12 @@ def _verdict(said: list[dict[str, Any] | None]) -> Any:
     return {**first, "message": f"on rank {rank}: {first['message']}"}
 
 
-ATTACH_SECONDS = FINISH_SECONDS = 60.0
-
-
 class Restorer:
     """What one checkpointer restores from. Training thread only.
 
     Args:
         session: of several ranks; None: this process is alone.
-        pipeline: takes the snapshots: it hears what it goes on from.
+        pipeline: takes the snapshots: it learns what it resumes from.
         emit: takes events.
         owner: says whether another one of this process writes the run.
     """
@@ -369,13 +371,13 @@ class Restorer:
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
-    def choose(self, step: int | None, check: Check | None) -> Candidate | None:
+    def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
         """See `Engine.choose`."""
         self._listed.clear()
         if self._session is not None:
             self.attach()
             return choose_together(self._session, self._listed_once, step, check, self._known)
-        return choose(self._listed_once(), step, check, search=Search(known=self._known))
+        return choose(self._listed_once(), step, check, search=SearchLog(known=self._known))
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
@@ -415,7 +417,7 @@ class Restorer:
         self._agree(info, lambda: continued(info, (), ()))
 
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
-        """All ranks go on from a snapshot in the line that rank 0 sees."""
+        """All ranks resume from a snapshot in the line that rank 0 sees."""
 
         if self._session is None:
             before = look()
@@ -467,7 +469,7 @@ class Restorer:
             return
         url = self._config.root_url
         if self._session is not None:
-            self._attached, held = memory.attach_together(self._session, url, ATTACH_SECONDS, self._emit)
+            self._attached, held = memory_of_ranks.attach_together(self._session, url, ATTACH_SECONDS, self._emit)
         elif not self._answers(url):
             return
         else:
@@ -497,14 +499,10 @@ class Restorer:
             self._attached = None
 
 
-TIDY_FROM = 16
-"""A line that names so many attempts is looked through for those that have left nothing."""
-
-
 def before_of(
     found: Loaded, where: Callable[[], Sequence[Repository]], *, newest: bool, back: bool = False
 ) -> tuple[tuple[str, int], ...]:
-    """What is `before` in the line of a process that has loaded `found`; see `retention.continued`.
+    """What is `before` in the line of a process that has loaded `found`; see `branches.continued`.
 
     Args:
         where: all places; asked for only if it matters what else there is.
@@ -526,6 +524,6 @@ def before_of(
 
 
 def _damaged(found: Loaded) -> set[str]:
-    """What a load has passed over for good. A place that is away may still have it whole."""
+    """What a load has passed over for good. A place that is unreachable may still have it whole."""
     useless = FormatError.code[:-2], StorageMissingError.code
     return set() if found.away else {one.snapshot for one in found.rejected if one.code.startswith(useless)}

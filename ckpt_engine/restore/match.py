@@ -1,23 +1,24 @@
-"""Compares what a snapshot has with the objects that it is to be put back into: names, shapes, number of ranks."""
+"""Compares what a snapshot has with the objects that take it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.errors import MismatchError, ResumeError
-from ckpt_engine.store.manifest import RANKS, Manifest
+from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.tree import TreePath, keyed
 
-Shapes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 _SHOWN = 8
 _SAME = "use the model this run was started with, or another folder for the new model"
 _PRUNED = (
-    "pruning has renamed its weights, and a pruned run is not resumed: go on in another folder, from `ckpt export`"
+    "pruning has renamed its weights, and a pruned run is not resumed: start in another folder, from `ckpt export`"
 )
+ANY_SHAPE = (-1,)
+"""Of a lazy weight (its first forward would make it, or loading does) and of a pickled one. It may be missing."""
 
 
 def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[int, ...]]:
@@ -29,11 +30,7 @@ def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[in
     }
 
 
-ANY_SHAPE = (-1,)
-"""Of a lazy weight (its first forward would make it, or loading does) and of a pickled one. It may be missing."""
-
-
-def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
+def require_match(expected: TensorShapes, found: TensorShapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
     """Raise if tensors are missing, unexpected or of another shape.
 
     Args:
@@ -85,17 +82,6 @@ def _walk(node: Any, path: TreePath, manifest: Manifest) -> Iterator[tuple[TreeP
         yield from _walk(child, (*path, key), manifest)
 
 
-def as_rank(manifest: Manifest, rank: int) -> Manifest:
-    """The manifest with the components of its own that `rank` had, instead of those of all ranks.
-
-    Where there were fewer ranks it is those of `rank` modulo their number.
-    """
-    if manifest.world_size == 1:
-        return manifest
-    shared = {key: node for key, node in manifest.tree.items() if key != RANKS}
-    return replace(manifest, tree={**shared, **own_trees(manifest).get(rank % manifest.world_size, {})})
-
-
 def require_size(manifest: Manifest, size: int) -> None:
     """Raise where an exact resume is impossible because another number of ranks has taken the snapshot.
 
@@ -105,18 +91,11 @@ def require_size(manifest: Manifest, size: int) -> None:
     if manifest.world_size != size:
         raise ResumeError(
             f"{manifest.world_size} ranks took snapshot {manifest.info.id}, and this run has {size}",
-            hint=f"start it with {manifest.world_size} ranks, or with rng: derive, which lets any number go on",
+            hint=f"start it with {manifest.world_size} ranks, or with rng: derive, which lets any number resume",
         )
 
 
-def own_trees(manifest: Manifest) -> dict[int, Mapping[str, Any]]:
-    """What each rank had of its own, as trees by component; nothing where one rank wrote."""
-    if manifest.world_size == 1:
-        return {}
-    return {int(rank): tree for rank, tree in manifest.tree.get(RANKS, {}).items()}
-
-
-def require_fit(into: Any, shapes: Shapes, manifest: Manifest) -> None:
+def require_fit(into: Any, shapes: TensorShapes, manifest: Manifest) -> None:
     """Raises where the snapshot has others than `into`, whose shapes these are, but for components that are None there.
 
     Raises:

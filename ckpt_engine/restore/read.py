@@ -1,8 +1,9 @@
-"""Reads the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way.
+"""Reads the arrays of one snapshot, in parallel, into their final memory.
 
-What lies in memory as it does in a file is read to where it belongs, small pieces together with their neighbours. Other
-small pieces come through a buffer. Encoded ones are decoded where they belong, over their bases, and the deltas of many
-pieces are read in few requests: those of neighbouring pieces lie behind each other in each file.
+Digests are checked on the way. What lies in memory as it does in a file is read to where it belongs, small pieces
+together with their neighbours. Other small pieces come through a buffer. Encoded ones are decoded where they belong,
+over their bases, and the deltas of many pieces are read in few requests: those of neighbouring pieces lie behind each
+other in each file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import accumulate
 
 import torch
 
-from ckpt_engine.copy import host_memory
+from ckpt_engine.copy import fresh_pages, host_memory, memory_limits
 from ckpt_engine.errors import (
     CorruptError,
     FormatError,
@@ -31,12 +32,19 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, Rooms, chain_of, is_plain, joined
+from ckpt_engine.store.decode import BufferPool, Decoder, chain_of, joined
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
 UNASKED_BYTES = 64 << 20
 """What any machine has room for: it is not asked."""
+READ_BYTES = 16 << 20
+"""Bytes per request, at most."""
+_ALIGN = 64
+BATCH_BYTES = 64 << 20
+"""Of deltas that are in memory at once; twice as many while the next ones are read."""
+GAP_BYTES = 128 << 10
+"""What is not needed is read, too, if it is no more: a request takes as long."""
 
 
 def require_room(nbytes: int) -> None:
@@ -45,7 +53,7 @@ def require_room(nbytes: int) -> None:
     Raises:
         FormatError: says how much is needed, and how much there is.
     """
-    room = host_memory.look() if nbytes > UNASKED_BYTES else None
+    room = memory_limits.look() if nbytes > UNASKED_BYTES else None
     if room is not None and nbytes > room.nbytes:
         raise FormatError(
             f"its tensors need {units.size(nbytes)} of memory, and {units.size(room.nbytes)} are left ({room.limit})",
@@ -65,7 +73,7 @@ def private_memory(nbytes: int) -> mmap.mmap:
     except (OSError, OverflowError) as err:
         raise FormatError(f"this machine gives no {units.size(nbytes)} of memory: {err}") from err
     if is_large:
-        host_memory.advise(memory)
+        fresh_pages.advise(memory)
     return memory
 
 
@@ -93,7 +101,7 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
             if 0 not in entry.shape:
                 raise CorruptError(f"{name!r} has no pieces in the manifest, and needs some")
             found[name] = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        elif is_plain(entry):
+        elif entry.is_plain:
             laid.setdefault(entry.pieces[0].file, {})[name] = entry.pieces[0].offset
         else:  # it begins in a page where its first bytes do in a file
             offset = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset
@@ -123,14 +131,7 @@ def _fresh(
     return found
 
 
-READ_BYTES = 16 << 20
-"""Bytes per request, at most."""
-
-
-_ALIGN = 64
-
-
-class Landing(ABC):
+class StagingBuffer(ABC):
     """Host memory in which pieces are made whose place is elsewhere. Several threads at once."""
 
     is_host = False
@@ -174,7 +175,7 @@ def read_moves(
     sources: Sources,
     manifest: Manifest,
     moves: Sequence[Move],
-    landing: Landing | None = None,
+    landing: StagingBuffer | None = None,
     others: Iterable[Callable[[], None]] = (),
     laid: Container[str] | None = None,
 ) -> None:
@@ -227,9 +228,9 @@ class _Filler:
     _sources: Sources
     _manifest: Manifest
     _laid: Container[str] | None
-    _landing: Landing | None
+    _landing: StagingBuffer | None
     _buffers: threading.local = field(default_factory=threading.local)
-    pages: host_memory.FreshPages = field(default_factory=host_memory.FreshPages)
+    pages: fresh_pages.FreshPages = field(default_factory=fresh_pages.FreshPages)
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -338,7 +339,7 @@ def _memory(address: int, nbytes: int) -> memoryview:
 
 
 def _together(moves: Sequence[Move]) -> list[list[Move]]:
-    """Each by itself, but those of a group, which come out together."""
+    """Each alone, but those of a group, which come out together."""
     found: list[list[Move]] = []
     for move in sorted(moves, key=lambda move: (move.piece.group, move.start if move.piece.group else 0)):
         if found and move.piece.group == found[-1][0].piece.group != () and move.start == found[-1][0].start:
@@ -346,12 +347,6 @@ def _together(moves: Sequence[Move]) -> list[list[Move]]:
         else:
             found.append([move])
     return found
-
-
-BATCH_BYTES = 64 << 20
-"""Of deltas that are in memory at once; twice as many while the next ones are read."""
-GAP_BYTES = 128 << 10
-"""What is not needed is read, too, if it is no more: a request takes as long."""
 
 
 @dataclass(slots=True)
@@ -364,10 +359,10 @@ class Move:
     address: int
 
 
-class Memory(Rooms):
+class Memory(BufferPool):
     """As they are, with pages that are present, and big as a rule: buffers that are read into around the page cache."""
 
-    def __init__(self, pages: host_memory.FreshPages) -> None:
+    def __init__(self, pages: fresh_pages.FreshPages) -> None:
         super().__init__()
         self._pages = pages
 

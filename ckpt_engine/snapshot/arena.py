@@ -19,7 +19,7 @@ from operator import itemgetter
 
 import torch
 
-from ckpt_engine.copy import host_memory
+from ckpt_engine.copy import fresh_pages
 from ckpt_engine.copy.host_memory import HUGE_BYTES, collapse, shared_memory
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.copying import SlotMemory
@@ -92,7 +92,7 @@ class SharedSlot:
                 return False
             size = min(_PREFAULT_BYTES, self.nbytes - start)
             self._huge = self._huge and collapse(base + start, size)
-            host_memory.populate(base + start, size)
+            fresh_pages.populate(base + start, size)
         self.is_cold = False
         return True
 

@@ -24,8 +24,8 @@ from ckpt_engine.errors import CkptError, ClosedError, OvertakenError
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.observe.units import place
 from ckpt_engine.ranks.session import Session
+from ckpt_engine.store.branches import branch_id
 from ckpt_engine.store.manifest import Line, SnapshotInfo
-from ckpt_engine.store.retention import branch_id
 from ckpt_engine.writer.client import WriterClient
 
 SETTLE_SECONDS = 60.0

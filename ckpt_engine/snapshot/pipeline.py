@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ckpt_engine.copy import host_memory
+from ckpt_engine.copy import memory_limits
 from ckpt_engine.copy.job import JobDone, Mirrored, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import (
@@ -18,7 +18,7 @@ from ckpt_engine.observe.events import (
     WriterLost,
     said_if_slow,
 )
-from ckpt_engine.observe.metrics import RunTimes
+from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.probe.recorder import FlightRecorder
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
@@ -39,8 +39,8 @@ from ckpt_engine.snapshot.writer_link import (
 )
 from ckpt_engine.state.flatten import Flattener, LazyPredicate
 from ckpt_engine.state.layout import CapturedState, Planner
-from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient, never
+from ckpt_engine.writer.pulse import HeartbeatPage
 
 BEHIND_SECONDS = 0.5
 _FLUSH_SECONDS = 0.01
@@ -73,7 +73,7 @@ class Pipeline:
         emit: Callable[[Event], None],
         *,
         memory: bool = False,
-        room: Callable[[], host_memory.MemoryLimit | None] = host_memory.look,
+        room: Callable[[], memory_limits.MemoryLimit | None] = memory_limits.look,
         pickle_paths: tuple[str, ...] = (),
         session: Session | None = None,
         tier: str = "",
@@ -91,7 +91,7 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         self.memory = memory
         self._newest = Newest(self.slots.release, of_ranks=session is not None)
-        self._pulse: Pulse | None = None
+        self._pulse: HeartbeatPage | None = None
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
         self._copier = Copier()
@@ -120,7 +120,7 @@ class Pipeline:
         """
         if self._writer is not None:
             return
-        self._pulse = self._pulse or Pulse()
+        self._pulse = self._pulse or HeartbeatPage()
         if self._starting is None:
             self._group.reopens()
         if self._lost:
@@ -374,7 +374,7 @@ class Pipeline:
         if 0 < nbytes <= self.snapshot_bytes:
             return
         self.snapshot_bytes = nbytes
-        fit = host_memory.plan_arena(
+        fit = memory_limits.plan_arena(
             nbytes,
             self.slots.count,
             memory=self.memory,

@@ -25,7 +25,7 @@ import torch
 from ckpt_engine.errors import StateError, UnstorableLeafError
 from ckpt_engine.state import sharding
 from ckpt_engine.state.json_types import encode_bytes, encode_float, encode_scalar, open_container, problem_of
-from ckpt_engine.store.container import is_shallow
+from ckpt_engine.store.json_checks import is_shallow
 from ckpt_engine.store.tree import TreePath
 
 try:

@@ -1,1 +1,1 @@
-"""What lies in a run's folder: the format, the repository, the lease, retention."""
+"""How snapshots are stored, whatever stores them."""

@@ -1,66 +1,37 @@
-"""The data file of a snapshot: its header, dtypes and digests, and the checks of fields that come from a file.
+"""The data file of a snapshot, with the digests of its bytes.
 
 A file is an 8-byte little-endian length, that many bytes of JSON padded with spaces, then the arrays back to back in
 the order of the header (https://github.com/huggingface/safetensors, "Format"). Our padding makes the arrays start at a
 page, so that the file can be written and read around the page cache.
 
-Digests of stored bytes: fast, 128 bits, against damage and not against forgery.
-
-xxh3-128 (Yann Collet, xxHash 0.8) runs at memory speed, so that every byte can be checked at every restore.
-
-Takes values out of JSON that anybody may have written: of the right type and in range, or not at all.
-
-Functions raise ValueError, which the decoder of each document turns into its own error, with the file's name.
-
-Small JSON objects that carry a digest of themselves as their last key, `digest`.
+Digests have 128 bits: they are against damage and not against forgery. xxh3-128 (Yann Collet, xxHash 0.8) runs at
+memory speed, so that every byte can be checked at every restore.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isfinite, prod
+from math import prod
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
-from ckpt_engine.errors import CorruptError, ForeignError, FormatError
+from ckpt_engine.errors import CorruptError, ForeignError
+from ckpt_engine.store.json_checks import MALFORMED, are_sizes, is_object, is_shape, loads, require
 
 T = TypeVar("T")
 
 ALGORITHM = "xxh3-128"
 PIECE_BYTES = 16 << 20
 """Bytes covered by one digest: small enough to locate damage and to hash pieces on several threads."""
-
-
-def digest(data: bytes | bytearray | memoryview) -> str:
-    """`"xxh3-128:<32 hex>"` of contiguous bytes; releases the GIL while it runs."""
-    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
-
-
-class Running:
-    """The digest of bytes that come one after the other."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
-
-    def add(self, data: bytes | bytearray | memoryview) -> None:
-        """They come next; releases the GIL while it runs."""
-        self._hash.update(data)
-
-    def result(self) -> str:
-        """That of all bytes until now, as `digest`."""
-        return f"{ALGORITHM}:{self._hash.hexdigest()}"
-
-
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
 """Readers refuse larger headers."""
-
 DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
         "bool": ("BOOL", 1),
@@ -85,10 +56,34 @@ DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
 
 Codes that only the newest readers know are left out: one unknown code makes the whole file unreadable to them.
 """
-
 _ITEM_BYTES = dict(DTYPES.values())
 _OTHER_BYTES = {"complex128": 16, "complex32": 4, "bcomplex32": 4, "bits16": 2, "qint32": 4}
 _BYTES = re.compile(r"u?int[1-7]|bits8|bits1x8|bits2x4|bits4x2|quint4x2|quint2x4|quint8|qint8|float[48]_[a-z0-9_]+")
+_SEAL = "header"
+_NO_DIGEST = f"{ALGORITHM}:{'0' * 32}"
+_SEALED = re.compile(
+    rb'(?s:.{8})\{"__metadata__":\{"format":"pt","header":"(' + ALGORITHM.encode() + rb':[0-9a-f]{32})"\}'
+)
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """`"xxh3-128:<32 hex>"` of contiguous bytes; releases the GIL while it runs."""
+    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+class Running:
+    """The digest of bytes that come one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, data: bytes | bytearray | memoryview) -> None:
+        """They come next; releases the GIL while it runs."""
+        self._hash.update(data)
+
+    def result(self) -> str:
+        """That of all bytes until now, as `digest`."""
+        return f"{ALGORITHM}:{self._hash.hexdigest()}"
 
 
 @lru_cache(256)
@@ -98,13 +93,6 @@ def item_bytes(dtype: str) -> int | None:
     if known is not None:
         return known[1]
     return 1 if _BYTES.fullmatch(dtype) else _OTHER_BYTES.get(dtype)
-
-
-_SEAL = "header"
-_NO_DIGEST = f"{ALGORITHM}:{'0' * 32}"
-_SEALED = re.compile(
-    rb'(?s:.{8})\{"__metadata__":\{"format":"pt","header":"(' + ALGORITHM.encode() + rb':[0-9a-f]{32})"\}'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +165,7 @@ def build_header(
 
 
 def data_header(entries: Sequence[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The header of a data file of ours: as `build_header`, with a digest of itself in its metadata."""
+    """The header of our data files: as `build_header`, with a digest of itself in its metadata."""
     header = build_header(entries, {"format": "pt", _SEAL: _NO_DIGEST})
     sealed = _SEALED.match(header)
     assert sealed is not None
@@ -207,7 +195,7 @@ def _row(name: str, row: Mapping[str, Any]) -> tuple[int, int, str, str, tuple[i
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse a header from the start of a file; `data` may go on after it.
+    """Parse a header from the start of a file; `data` may continue after it.
 
     Raises:
         CorruptError: truncated, not JSON, not what its digest says, arrays with holes, overlaps or wrong sizes.
@@ -244,147 +232,3 @@ def _require_seal(header: bytes, metadata: Mapping[str, str]) -> None:
             raise ValueError("it does not match its digest")
     elif _SEAL in metadata or any(str(text).startswith(f"{ALGORITHM}:") for text in metadata.values()):
         raise ValueError("its digest is damaged")
-
-
-MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
-"""What taking apart an unexpected document can raise."""
-MOST = 1 << 60
-"""No count of bytes or elements is larger."""
-LATEST_SECONDS = 253_000_000_000
-"""The year 9987: later times are no dates."""
-_MAX_DIMENSIONS = 64
-_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def loads(data: bytes) -> Any:
-    """A JSON document in which all texts are Unicode and all numbers are finite.
-
-    Raises:
-        ValueError: it is none.
-        RecursionError: it is nested without end.
-    """
-    document = json.loads(data.decode(), parse_constant=_refuse)
-    if _HALF_OF_A_PAIR.search(data):
-        # Half of a surrogate pair is a text to Python until it is printed or written.
-        json.dumps(document, ensure_ascii=False).encode()
-    return document
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def require(fits: bool, what: str) -> None:
-    """Raises ValueError with `what` unless it `fits`."""
-    if not fits:
-        raise ValueError(what)
-
-
-def require_all(*claims: tuple[bool, str]) -> None:
-    """As `require` for each of these; all of them were made before the first one is looked at."""
-    for fits, what in claims:
-        if not fits:
-            raise ValueError(what)
-
-
-def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
-    """Whether it is a whole number in a range."""
-    return type(value) is int and least <= value <= most
-
-
-def are_sizes(value: Any) -> bool:
-    """Whether it is a list of counts."""
-    return (
-        type(value) in (list, tuple)
-        and set(map(type, value)) <= {int}
-        and 0 <= min(value, default=0) <= max(value, default=0) <= MOST
-    )
-
-
-def is_shape(value: Any) -> bool:
-    """Whether it is the shape of an array that can be."""
-    return are_sizes(value) and len(value) <= _MAX_DIMENSIONS and prod(filter(None, value)) < MOST
-
-
-def is_number(value: Any, most: float = 1e300) -> bool:
-    """Whether it is a finite number, and no larger."""
-    return type(value) in (int, float) and abs(value) <= most and isfinite(value)
-
-
-def is_time(value: Any) -> bool:
-    """Whether it is a time as seconds since 1970."""
-    return is_number(value, LATEST_SECONDS) and value >= 0
-
-
-def is_shallow(value: Any, most: int) -> bool:
-    """Whether dicts and lists are not nested deeper: what goes through them does so recursively."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            child
-            for one in level
-            if isinstance(one, dict | list)
-            for child in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return True
-    return False
-
-
-def is_object(value: Any) -> bool:
-    """Whether it is what a JSON object is decoded to."""
-    return isinstance(value, Mapping) and set(map(type, value)) <= {str}
-
-
-_KEY = b', "digest": "'
-
-
-def seal(row: Mapping[str, Any]) -> bytes:
-    """The text of a JSON object, ending in the digest of what is before it. `row` MUST NOT be empty."""
-    body = json.dumps(row).encode()[:-1]
-    return b'%s%s%s"}' % (body, _KEY, digest(body).encode())
-
-
-def unseal(text: bytes, where: str) -> dict[str, Any]:
-    """The object of a text that `seal` has made, or of one without a digest, as earlier versions wrote it.
-
-    Args:
-        text: with white space at its end, or without.
-        where: it comes from, for messages.
-
-    Raises:
-        CorruptError: it was changed, or it is no JSON.
-        ForeignError: it is no JSON object.
-    """
-    body, found, _ = text.rpartition(_KEY)
-    end = b'%s%s"}' % (_KEY, digest(body).encode())
-    if found and text[len(body) :].rstrip(b" \n") != end:
-        raise CorruptError(f"{where} is damaged: it does not match its digest")
-    try:
-        row = loads(text)
-    except (ValueError, RecursionError) as err:
-        raise CorruptError(f"{where} is damaged: {err}") from err
-    if not isinstance(row, dict):
-        raise ForeignError(f"{where} is not of ckpt-engine")
-    if found:
-        del row["digest"]
-    elif any(isinstance(value, str) and value.startswith(f"{ALGORITHM}:") for value in row.values()):
-        raise CorruptError(f"{where} is damaged: its digest has no name")  # a flip in the name hides the digest
-    return row
-
-
-def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: str) -> T:
-    """What `make` makes of the object of a sealed text; see `unseal`.
-
-    Args:
-        hint: what to do with a file that has another text.
-
-    Raises:
-        CorruptError: it is none, or not one that `make` takes.
-    """
-    try:
-        return make(unseal(text, where))
-    except FormatError as err:
-        raise CorruptError(err.message, hint=hint) from err
-    except MALFORMED as err:
-        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err

@@ -1,6 +1,6 @@
-"""From stored pieces to the bytes of entries: finds the bases of those that need one, and decodes.
+"""Decodes the stored pieces of a snapshot into the bytes of its entries.
 
-What was encoded together is decoded together.
+It finds the bases of the pieces that need one. What was encoded together is decoded together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from ckpt_engine.errors import CorruptError, FormatError, NewerFormatError, StorageError
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.manifest import RAW, Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
 
 KEPT_BYTES = 192 << 20
@@ -32,6 +32,15 @@ TURN_SECONDS = 600.0
 FillBase = Callable[[str, int, Piece, memoryview], object]
 """`fill_base(entry, start, piece, out)` fills `out` with what a piece was encoded against."""
 _Key = tuple[str | None, tuple[str, ...], int]
+MAX_CHAIN = 64
+"""Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
+_IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
+"""Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
+FetchPiece = Callable[[str, Piece, memoryview], object]
+"""`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
+OpenStored = Callable[[str, Piece], AbstractContextManager[memoryview]]
+"""`stored(entry, piece)`: the stored bytes of a piece of the entry, to be looked at meanwhile."""
+_placement = attrgetter("piece.file", "piece.offset")
 
 
 def members_of(manifest: Manifest, level: str | None, start: int, piece: Piece) -> Iterator[tuple[str, Piece]]:
@@ -58,7 +67,7 @@ def _at(manifest: Manifest, level: str | None, name: str, start: int) -> Piece |
     return manifest.entries[name].piece_at.get(start) if name in manifest.entries else None
 
 
-class Turns:
+class ReadLimiter:
     """At most so many at once.
 
     Args:
@@ -84,14 +93,14 @@ class Turns:
             self._free.release()
 
 
-class Rooms:
+class BufferPool:
     """Memory that is used again: the first touch of new memory takes as long as decoding. Thread safe.
 
     `turns` are for what takes much of it: one more than there are cores, so that one can read.
     """
 
     def __init__(self) -> None:
-        self.turns = Turns(len(os.sched_getaffinity(0)) + 1, "decoding")
+        self.turns = ReadLimiter(len(os.sched_getaffinity(0)) + 1, "decoding")
         self._lock = threading.Lock()
         self._spare: list[mmap.mmap] = []
 
@@ -117,7 +126,7 @@ class Rooms:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class Groups:
+class GroupDecoder:
     """Decodes the groups of one snapshot; what was not asked for yet is kept for a while. Thread safe.
 
     Args:
@@ -126,7 +135,7 @@ class Groups:
         rooms: for what is decoded on the way.
     """
 
-    def __init__(self, manifest: Manifest, stored: Stored, fill_base: FillBase, rooms: Rooms) -> None:
+    def __init__(self, manifest: Manifest, stored: OpenStored, fill_base: FillBase, rooms: BufferPool) -> None:
         self._manifest = manifest
         self._rooms = rooms
         self._stored = stored
@@ -227,27 +236,6 @@ class Groups:
                 self._kept.popitem(last=False)
 
 
-MAX_CHAIN = 64
-"""Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
-_IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
-"""Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
-
-Fetch = Callable[[str, Piece, memoryview], object]
-"""`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
-Stored = Callable[[str, Piece], AbstractContextManager[memoryview]]
-"""`stored(entry, piece)`: the stored bytes of a piece of the entry, to be looked at meanwhile."""
-
-
-def is_plain(entry: Entry) -> bool:
-    """Whether the bytes of an entry lie in one file as they are, back to back."""
-    end: int | None = None
-    for piece in entry.pieces:
-        if piece.codec != RAW or piece.file != entry.pieces[0].file or end not in (None, piece.offset):
-            return False
-        end = piece.offset + piece.nbytes
-    return True
-
-
 def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:
     """Everything that must be stored for a snapshot: (entry, piece) of its entries, then of their bases."""
     found = [(name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
@@ -264,19 +252,18 @@ class HasPiece(Protocol):
         """Of a snapshot."""
 
 
-_Wanted = TypeVar("_Wanted", bound=HasPiece)
-_placement = attrgetter("piece.file", "piece.offset")
+_Piece = TypeVar("_Piece", bound=HasPiece)
 
 
 def joined(
-    wanted: Iterable[_Wanted], most_bytes: int, most_raw_bytes: float = math.inf, gap_bytes: int = 0
-) -> list[list[_Wanted]]:
+    wanted: Iterable[_Piece], most_bytes: int, most_raw_bytes: float = math.inf, gap_bytes: int = 0
+) -> list[list[_Piece]]:
     """Neighbouring pieces, together as long as they have at most so many bytes, stored and decoded.
 
     Args:
         gap_bytes: at most so many may lie between neighbours.
     """
-    spans: list[list[_Wanted]] = []
+    spans: list[list[_Piece]] = []
     file, start, end, raw_nbytes = -1, 0, 0, 0
     for one in sorted(wanted, key=_placement):
         piece = one.piece
@@ -371,20 +358,20 @@ class Decoder:
     def __init__(
         self,
         manifest: Manifest,
-        fetch: Fetch,
-        glance: Fetch | None = None,
+        fetch: FetchPiece,
+        glance: FetchPiece | None = None,
         there: Callable[[Piece], memoryview | None] = lambda _: None,
-        rooms: Rooms | None = None,
+        rooms: BufferPool | None = None,
     ) -> None:
         self._manifest = manifest
-        self._rooms = rooms or Rooms()
+        self._rooms = rooms or BufferPool()
         self._quick: Decoder | None = None
         self._fetch = fetch
         self._there = there
         if glance is not None:
             self._quick = Decoder(manifest, glance, None, there, self._rooms)
             self._there = lambda _: None
-        self._groups = Groups(manifest, self._stored, self._fill_base, self._rooms)
+        self._groups = GroupDecoder(manifest, self._stored, self._fill_base, self._rooms)
 
     def read(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         """Fill `out` with a piece of an entry, which begins at byte `start` of it.

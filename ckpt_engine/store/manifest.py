@@ -1,4 +1,4 @@
-"""The manifest: the commit record of one snapshot, as values; `manifest_codec` has it as bytes.
+"""The manifest, the commit record of one snapshot, as values (`manifest_codec` has it as bytes).
 
 A snapshot exists if and only if its manifest does. The bytes are one JSON document,
 
@@ -6,14 +6,12 @@ A snapshot exists if and only if its manifest does. The bytes are one JSON docum
 
 where the digest covers exactly the bytes of <body>. The body starts with `format`, `version` and `info`, so that a
 listing can be made from the first few KiB of each manifest.
-
-What is said where a whole snapshot is asked for, and a place has only what some of the ranks wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
@@ -42,6 +40,8 @@ SLIMMED = "slimmed"
 """The key in its notes: `{"from": <id>, "without": [<component>, ...]}`."""
 RAW = "raw"
 """The codec of bytes as they are."""
+by_age: Callable[[SnapshotInfo], tuple[int, str]] = attrgetter("seq", "id")
+"""Sorts snapshots from old to new."""
 _raw_nbytes: Callable[[Piece], int] = attrgetter("raw_nbytes")
 
 
@@ -178,6 +178,16 @@ class Entry:
         starts = accumulate(map(_raw_nbytes, self.pieces), initial=0)
         return zip(starts, self.pieces)  # noqa: B905 - the last start is the end
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes lie in one file as they are, back to back."""
+        end: int | None = None
+        for piece in self.pieces:
+            if piece.codec != RAW or piece.file != self.pieces[0].file or end not in (None, piece.offset):
+                return False
+            end = piece.offset + piece.nbytes
+        return True
+
     @cached_property
     def piece_at(self) -> Mapping[int, Piece]:
         """Its pieces by that byte."""
@@ -220,6 +230,21 @@ class Manifest:
     def world_size(self) -> int:
         """How many ranks wrote it."""
         return int(self.world.get("size", 1))
+
+    @property
+    def own_trees(self) -> dict[int, Mapping[str, Any]]:
+        """The components of its own that each rank had, by rank; empty if it was one process."""
+        return {} if self.world_size == 1 else {int(rank): tree for rank, tree in self.tree.get(RANKS, {}).items()}
+
+    def as_rank(self, rank: int) -> Manifest:
+        """The manifest with the components of its own that `rank` had, instead of those of all ranks.
+
+        Where there were fewer ranks it is those of `rank` modulo their number.
+        """
+        if self.world_size == 1:
+            return self
+        shared = {key: node for key, node in self.tree.items() if key != RANKS}
+        return replace(self, tree={**shared, **self.own_trees.get(rank % self.world_size, {})})
 
     @property
     def lacks(self) -> tuple[str, ...]:

@@ -22,14 +22,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
-from ckpt_engine.store import container, names, tree
-from ckpt_engine.store.container import (
-    PIECE_BYTES,
+from ckpt_engine.store import container, json_checks, names, tree
+from ckpt_engine.store.container import PIECE_BYTES, digest
+from ckpt_engine.store.decode import stored_pieces
+from ckpt_engine.store.json_checks import (
     are_sizes,
-    digest,
     is_number,
     is_object,
     is_shallow,
@@ -39,7 +40,6 @@ from ckpt_engine.store.container import (
     require,
     require_all,
 )
-from ckpt_engine.store.decode import is_plain, stored_pieces
 from ckpt_engine.store.manifest import (
     FORMAT,
     MANIFEST_VERSION,
@@ -71,6 +71,16 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DECODER = json.JSONDecoder()
 _STRANGER_BYTES = 1 << 20
 """Of a file that does not begin as a manifest does: a larger one is not parsed to say what it may be."""
+MOST_OVERHEAD_BYTES = 4096
+"""By which the stored bytes of an encoded piece may exceed those it stands for."""
+MOST_SHARED = 4
+"""Together the pieces name at most so many times the bytes of the files: each is read, and digested, as often."""
+MOST_UNUSED = 1 << 16
+"""Files of ranks that have written nothing."""
+_MOST_RANKS = 1 << 24
+_NAME = re.compile(r"[0-9A-Za-z_]{1,40}")
+_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
+_WHOLE, _TEXT = frozenset({int}), frozenset({str})
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -117,7 +127,7 @@ def version_of(manifest: Manifest) -> int:
         return PACKED_VERSION
     if manifest.info.partial is not None:
         return PARTIAL_VERSION
-    return VERSION if all(map(is_plain, manifest.entries.values())) else STORED_VERSION
+    return VERSION if all(map(attrgetter("is_plain"), manifest.entries.values())) else STORED_VERSION
 
 
 @contextmanager
@@ -141,12 +151,12 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
 
     Raises:
         CorruptError: truncated, changed, or contradicting itself.
-        ForeignError: not a manifest of ours.
+        ForeignError: not our manifest.
         NewerFormatError: written by a later version.
     """
     body = _verified_body(data)
     try:
-        document = container.loads(body)
+        document = json_checks.loads(body)
         named = [(file["name"], file["nbytes"]) for file in document["files"]]
         places = {name: number for number, name in enumerate(dict(named))}
         require(len(set(named)) == len(places), "a data file has two sizes")
@@ -170,7 +180,7 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
             },
         )
         check(manifest, is_part=is_part)
-    except container.MALFORMED as err:
+    except json_checks.MALFORMED as err:
         raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
     return manifest
 
@@ -196,7 +206,7 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
         return None
     try:
         return info_from_json(info)
-    except container.MALFORMED as err:
+    except json_checks.MALFORMED as err:
         raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
 
 
@@ -349,18 +359,6 @@ def _piece_from_json(row: Mapping[str, Any], files: Mapping[int, int]) -> Piece:
         row.get("raw_digest"),
         tuple(row.get("group", ())),
     )
-
-
-MOST_OVERHEAD_BYTES = 4096
-"""By which the stored bytes of an encoded piece may exceed those it stands for."""
-MOST_SHARED = 4
-"""Together the pieces name at most so many times the bytes of the files: each is read, and digested, as often."""
-MOST_UNUSED = 1 << 16
-"""Files of ranks that have written nothing."""
-_MOST_RANKS = 1 << 24
-_NAME = re.compile(r"[0-9A-Za-z_]{1,40}")
-_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
-_WHOLE, _TEXT = frozenset({int}), frozenset({str})
 
 
 def check(manifest: Manifest, *, is_part: bool) -> None:

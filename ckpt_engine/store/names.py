@@ -1,4 +1,4 @@
-"""The names under a run's root: which objects are ours, and what their names say.
+"""The names of the objects under a run's root.
 
 ```
 ckpt.json                            the run record

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import container, manifest_codec, names
-from ckpt_engine.store.container import seal, unseal
+from ckpt_engine.store import json_checks, manifest_codec, names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 
 _NOTE_CHARACTERS = 100_000
@@ -168,7 +168,7 @@ def check(text: bytes, snapshot: str, where: str) -> None:
 def _pin(head: bytes, snapshot: str, where: str) -> Pin:
     row = unseal(head, where)
     try:
-        container.require(type(row["note"]) is str and container.is_time(row["created"]), "no note, or no time")
+        json_checks.require(type(row["note"]) is str and json_checks.is_time(row["created"]), "no note, or no time")
         return Pin(snapshot, row["note"], float(row["created"]))
     except (ValueError, LookupError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}") from err

@@ -1,13 +1,4 @@
-"""The repository of a run: its record, its snapshots, the catalog that sums them up, and which data they need.
-
-The catalog: what many manifests say, in one object. A cache that is never believed over the listing.
-
-An entry counts only where the listing shows the very manifest that was read for it: the same name, size and version.
-Whatever is newer, or was not in the catalog when that was written, is read by itself. A catalog that is missing, torn,
-old or of another run costs time and nothing else.
-
-Whether data files are in a storage as they were written, by what it lists.
-"""
+"""The repository of a run: its snapshots in one storage."""
 
 from __future__ import annotations
 
@@ -20,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckpt_engine.errors import (
     CkptError,
@@ -32,10 +23,10 @@ from ckpt_engine.errors import (
     StorageExistsError,
     StorageMissingError,
 )
-from ckpt_engine.store import container, manifest_codec, names
-from ckpt_engine.store.container import digest, seal, unseal
+from ckpt_engine.store import catalog, json_checks, manifest_codec, names
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
+from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 READS_AT_ONCE = 16
@@ -47,6 +38,8 @@ Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
 _T = TypeVar("_T")
 _Of = TypeVar("_Of")
+FEW_FILES = 4
+"""So many files are asked for one by one; more of them cost less in one listing of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +345,7 @@ class Repository:
 
     def _require_gone(self, snapshots: Collection[str]) -> None:
         def is_there(snapshot: str) -> bool:
-            with suppress(StorageMissingError, CorruptError):  # no file of ours has that name
+            with suppress(StorageMissingError, CorruptError):  # none of our files has that name
                 return bool(self.storage.get(names.manifest_name(snapshot), 0, 1))
             return False
 
@@ -390,11 +383,11 @@ class Repository:
         """
         known = self._files if known is None else known
         manifests = {parsed.id: item for item in listed if (parsed := names.manifest_id(item.name))}
-        if len(manifests.keys() - known) <= FEW:
+        if len(manifests.keys() - known) <= catalog.FEW:
             return
         try:
             record = self.record()
-            cards = decode(self.storage.get(names.CATALOG), record.run, manifests) if record else []
+            cards = catalog.decode(self.storage.get(names.CATALOG), record.run, manifests) if record else []
         except CkptError:
             return  # a cache: without it the manifests are read
         for card in cards:
@@ -411,21 +404,21 @@ class Repository:
         Args:
             require_room: raises `StorageError` if so many bytes must not be written.
         """
-        if len(self._alive - self._catalogued) < EVERY:
+        if len(self._alive - self._catalogued) < catalog.EVERY:
             return
         with suppress(CkptError):
             listed = self._manifests()
             self.learn([item for _, item in listed])
-            if len(self._alive - self._catalogued) < EVERY:
+            if len(self._alive - self._catalogued) < catalog.EVERY:
                 return
             self._catalogued = set(self._alive)
             self._read_missing(listed, self._files, self.files_of)
             cards = (
-                Card(item, self._infos[parsed.id], self._files[parsed.id])
+                catalog.CatalogEntry(item, self._infos[parsed.id], self._files[parsed.id])
                 for parsed, item in listed
                 if parsed.id in self._files
             )
-            text = encode(self.run_id, cards)
+            text = catalog.encode(self.run_id, cards)
             if len(text) > names.most_bytes(names.CATALOG):
                 return  # no reader takes it
             require_room(len(text))
@@ -526,7 +519,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     except CorruptError as err:
         raise CorruptError(err.message, hint=hint) from err
     try:
-        container.require(bool(row), "it says nothing")
+        json_checks.require(bool(row), "it says nothing")
         if row.get("format") != FORMAT:
             raise ForeignError(f"{where} is not of ckpt-engine", hint="choose an empty or new folder")
         if row["version"] > VERSION:
@@ -534,84 +527,12 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 f"{where} has format version {row['version']}, this program reads up to {VERSION}",
                 hint="upgrade ckpt-engine",
             )
-        container.require(type(row["run"]) is str and container.is_time(row["created"]), "it names no run, or no time")
+        json_checks.require(
+            type(row["run"]) is str and json_checks.is_time(row["created"]), "it names no run, or no time"
+        )
         return RunRecord(row["run"], float(row["created"]))
     except (ValueError, LookupError, TypeError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err
-
-
-EVERY = 100
-"""The catalog is written again when it lacks so many snapshots; a reader never reads more manifests singly."""
-
-FEW = 8
-"""So many unknown manifests are read singly without asking for the catalog."""
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What is known of one snapshot from its verified manifest.
-
-    Args:
-        manifest: its manifest as the storage lists it.
-        files: names of the data files that it needs.
-    """
-
-    manifest: ObjectInfo
-    info: SnapshotInfo
-    files: tuple[str, ...]
-
-
-def encode(run: str, cards: Iterable[Card]) -> bytes:
-    """The bytes of a catalog. Cards of manifests whose version the storage does not tell are left out."""
-    rows = [
-        {
-            "nbytes": card.manifest.nbytes,
-            "version": card.manifest.version,
-            "info": manifest_codec.info_to_json(card.info),
-            "files": card.files,
-        }
-        for card in cards
-        if card.manifest.version
-    ]
-    body = manifest_codec.dump({"format": FORMAT, "version": VERSION, "run": run, "snapshots": rows})
-    return b'{"digest":"%s","catalog":%s}\n' % (digest(body).encode(), body)
-
-
-def decode(data: bytes, run: str, listed: Mapping[str, ObjectInfo]) -> list[Card]:
-    """The cards that hold for the manifests of a listing.
-
-    Args:
-        run: whose catalog it must be.
-        listed: manifests by the id of their snapshot.
-
-    Raises:
-        CorruptError: torn, changed, of another run or of a later version: of no use here.
-    """
-    start, _, body = data.partition(b',"catalog":')
-    body = body[:-2]
-    if start != b'{"digest":"%s"' % digest(body).encode():
-        raise CorruptError("the catalog is damaged")
-    try:
-        document = container.loads(body)
-        if (document["format"], document["version"], document["run"]) != (FORMAT, VERSION, run):
-            raise CorruptError("the catalog is of another run or version")
-        return [card for row in document["snapshots"] if (card := _card(row, listed)) is not None]
-    except container.MALFORMED as err:
-        raise CorruptError(f"the catalog contradicts the format: {type(err).__name__}: {err}") from err
-
-
-def _card(row: Mapping[str, Any], listed: Mapping[str, ObjectInfo]) -> Card | None:
-    there = listed.get(row["info"]["id"])
-    if there is None or not there.version or (there.nbytes, there.version) != (row["nbytes"], row["version"]):
-        return None
-    files = tuple(row["files"])
-    if any(names.data_owner(name) is None for name in files):
-        raise ValueError("bad data file name")
-    return Card(there, manifest_codec.info_from_json(row["info"]), files)
-
-
-FEW_FILES = 4
-"""So many files are asked for one by one; more of them cost less in one listing of all."""
 
 
 def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:

@@ -1,301 +1,29 @@
-"""Retention: which snapshots stay. Its rules, the lines of history that they protect, and the plan of what goes. Pure.
-
-No rule asks a clock. Ages follow from the times in the snapshots themselves, so a run that pauses loses nothing.
-
-Each process is an attempt of its own. One that resumes names the attempts that it continues, each up to the snapshot
-that it saw: whatever another job makes of the same snapshots, before or after, is of another line. So nothing has to be
-known of other jobs to leave their work alone.
-
-The plan of retention: what a policy and its limits do to a run's snapshots, after a write and before one.
+"""The plan of retention: what a policy does to the snapshots of a run.
 
 Laws (tests/store/test_retention*.py): a plan depends neither on the order of the snapshots nor on a clock; planning
 again after the plan was executed removes nothing; the newest snapshot that is whole always stays, and so does what is
 protected; protecting more never makes a rule keep less; after a plan the limits hold, or nothing was removed for them
 and the plan says how many bytes are missing.
-
-Preflight: whether what a retention policy keeps will fit, said before the disk is full.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import partial
 from itertools import chain
-from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
 
 from ckpt_engine.observe import units
-from ckpt_engine.store.manifest import Line, SnapshotInfo
-
-Period = Literal["hour", "day", "week"]
-_PERIOD_SECONDS: Mapping[Period, int] = {"hour": 3600, "day": 86_400, "week": 604_800}
-_PERIOD_STARTS: Mapping[Period, int] = {"hour": 0, "day": 0, "week": -3 * 86_400}
-"""When period 0 began. 1970 began on a Thursday; weeks begin on Mondays."""
-_PERIOD_TEXT: Mapping[Period, str] = {"hour": "%Y-%m-%d %H:00", "day": "%Y-%m-%d", "week": "%Y-%m-%d"}
-_END_OF_TIME = 253_402_300_800.0
-"""The year 10000: what a broken clock says beyond that is no date."""
-
-
-class RetentionPolicy(Protocol):
-    """Says what to keep, given all snapshots of a run in any order. Pure.
-
-    Removing snapshots that it does not keep MUST NOT make it drop others.
-    """
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        """Ids to keep, each with its reason for people."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAll:
-    """Keeps every snapshot."""
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        return {info.id: "all" for info in infos}
-
-
-@dataclass(frozen=True, slots=True)
-class KeepLast:
-    """Keeps the `n` newest snapshots."""
-
-    n: int
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        newest = sorted(infos, key=by_age, reverse=True)[: self.n]
-        return {info.id: f"last {i + 1} of {self.n}" for i, info in enumerate(newest)}
-
-
-@dataclass(frozen=True, slots=True)
-class KeepEveryNSteps:
-    """Keeps the first snapshot at or after each of the steps n, 2n, 3n, …
-
-    Of several with that very step (a resumed run repeats steps) it keeps the newest.
-    """
-
-    n: int
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        first: dict[int, SnapshotInfo] = {}
-        for info in sorted(infos, key=lambda info: (-info.step, by_age(info))):
-            first[info.step // self.n] = info
-        return {info.id: f"first from step {mark * self.n} on" for mark, info in first.items() if mark > 0}
-
-
-@dataclass(frozen=True, slots=True)
-class KeepPeriods:
-    """Keeps the newest snapshot of each of the `n` latest hours, days or weeks that have one. Times are UTC.
-
-    Periods without snapshots do not count: a run that slept for a month keeps its ladder. (So do Borg and restic.)
-    """
-
-    period: Period
-    n: int
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        newest: dict[int, SnapshotInfo] = {}
-        start, seconds = _PERIOD_STARTS[self.period], _PERIOD_SECONDS[self.period]
-        for info in sorted(filter(_has_date, infos), key=by_age):
-            newest[math.floor((info.created - start) / seconds)] = info
-        latest = sorted(newest, reverse=True)[: self.n]
-        return {
-            newest[index].id: f"{self.period} of {self._text(start + index * seconds)} ({i + 1} of {self.n})"
-            for i, index in enumerate(latest)
-        }
-
-    def _text(self, began: int) -> str:
-        return datetime.fromtimestamp(max(0, began), UTC).strftime(_PERIOD_TEXT[self.period])
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAge:
-    """Keeps what was taken at most `seconds` before the newest snapshot."""
-
-    seconds: float
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        if not infos:
-            return {}
-        now = max(infos, key=by_age)
-        ages = {info.id: now.created - info.created if _has_date(now) and _has_date(info) else 0.0 for info in infos}
-        text = units.duration(self.seconds)
-        return {
-            snapshot: f"{units.duration(max(0.0, age))} older than the newest, within {text}"
-            for snapshot, age in ages.items()
-            if age <= self.seconds
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class KeepBest:
-    """Keeps the `k` snapshots with the smallest (`min`) or largest (`max`) value of the metric `monitor`.
-
-    A snapshot without that metric, or with a value that is not finite, is never among them. Equal values: newer first.
-    """
-
-    monitor: str
-    mode: Literal["min", "max"] = "min"
-    k: int = 1
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        sign = 1 if self.mode == "min" else -1
-        ranked = [
-            (sign * value, -info.seq, info.id, value)
-            for info in infos
-            if (value := info.metrics.get(self.monitor)) is not None and math.isfinite(value)
-        ]
-        best = sorted(ranked)[: self.k]
-        return {
-            snapshot: f"best {i + 1} of {self.k} by {self.monitor} ({self.mode}): {value:.6g}"
-            for i, (_, _, snapshot, value) in enumerate(best)
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Union:
-    """Keeps what any of its policies keeps."""
-
-    policies: tuple[RetentionPolicy, ...]
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        reasons: dict[str, str] = {}
-        for policy in self.policies:
-            for snapshot, reason in policy.keep(infos).items():
-                reasons[snapshot] = f"{reasons[snapshot]}; {reason}" if snapshot in reasons else reason
-        return reasons
-
-
-def rules_in(policy: RetentionPolicy) -> Iterator[RetentionPolicy]:
-    """The single rules that a policy unites."""
-    if isinstance(policy, Union):
-        for one in policy.policies:
-            yield from rules_in(one)
-    else:
-        yield policy
-
-
-by_age: Callable[[SnapshotInfo], tuple[int, str]] = attrgetter("seq", "id")
-"""Sorts snapshots from old to new."""
-
-
-def _has_date(info: SnapshotInfo) -> bool:
-    return 0 <= info.created < _END_OF_TIME
-
-
-UNNAMED_BRANCH = "unnamed"
-"""The branch of snapshots that do not say of which attempt they are."""
-OTHER_LINE = "of another line of history"
-MOST_ATTEMPTS = 64
-"""That a line names. What is of still earlier ones counts as of another line: it stays."""
-_SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A line of history as listings show it: what its newest snapshot continues, as far as no newer branch has it too.
-
-    Args:
-        id: how it is called.
-        snapshots: oldest first.
-        own: ids of those that belong to no other branch.
-    """
-
-    id: str
-    snapshots: tuple[SnapshotInfo, ...]
-    own: frozenset[str]
-
-    @property
-    def newest(self) -> SnapshotInfo:
-        """Its newest snapshot."""
-        return self.snapshots[-1]
-
-
-def branch_id(line: Line) -> str:
-    """What the branch is called whose newest snapshot is of this line."""
-    return line.attempt[:_SHOWN] or UNNAMED_BRANCH
-
-
-def branches(infos: Sequence[SnapshotInfo]) -> list[Branch]:
-    """All branches, first that of the newest snapshot, which a resume continues."""
-    left = sorted(infos, key=by_age)
-    found: list[tuple[Line, list[SnapshotInfo]]] = []
-    while left:
-        line = left[-1].line
-        found.append((line, [info for info in left if line.has(info)]))
-        left = [info for info in left if not line.has(info)]
-    lines = [line for line, _ in found]
-    return [
-        Branch(
-            branch_id(line),
-            tuple(mine),
-            frozenset(info.id for info in mine if not any(one.has(info) for one in lines if one is not line)),
-        )
-        for line, mine in found
-    ]
-
-
-def continued(
-    resumed: SnapshotInfo, newer: Sequence[SnapshotInfo], superseded: Collection[str]
-) -> tuple[tuple[str, int], ...]:
-    """What is `before` in the line of a process that goes on from `resumed`; empty: it begins a line of its own.
-
-    Going on from a snapshot that was continued already would make two histories of one. Unless what continued it is of
-    no use any more: then that belongs to the line, and retention removes it like all that is old.
-
-    Args:
-        newer: what has a higher `seq`, as far as it is known.
-        superseded: ids of those that cannot or are not to be resumed.
-    """
-    after = [info for info in newer if info.line.has(resumed)]
-    if any(info.id not in superseded for info in after):
-        return ()
-    last: dict[str, int] = {}
-    for info in sorted([resumed, *after], key=by_age, reverse=True):
-        last.setdefault(info.line.attempt, info.seq)
-    for attempt, seq in resumed.line.before:
-        last.setdefault(attempt, seq)
-    return tuple(last.items())[:MOST_ATTEMPTS]
-
-
-_LIMITS = ("quota", "min_free")
-
-
-def policy_from(keep: Mapping[str, Any]) -> RetentionPolicy:
-    """The policy of a `keep` setting, as the options of a run have it.
-
-    Args:
-        keep: rules `last`, `every_n_steps`, `hourly`, `daily`, `weekly` (counts), `age` (seconds),
-            `best` (`{"monitor": m, "mode": "min", "k": k}`); limits `quota` and `min_free` (bytes); `components`
-            (component → rules). Each is optional and may be None; no rule at all keeps every snapshot.
-
-    Returns:
-        A rule, or a `Retention` where there are limits or components.
-    """
-    rule, limits = _rule_from(keep), ByteLimits(*map(keep.get, _LIMITS))
-    components = {name: _rule_from(rules) for name, rules in (keep.get("components") or {}).items()}
-    return Retention(rule, limits, components) if components or limits != ByteLimits() else rule
-
-
-_RULES: Mapping[str, Callable[[Any], RetentionPolicy]] = {
-    "last": KeepLast,
-    "every_n_steps": KeepEveryNSteps,
-    "hourly": partial(KeepPeriods, "hour"),
-    "daily": partial(KeepPeriods, "day"),
-    "weekly": partial(KeepPeriods, "week"),
-    "age": KeepAge,
-    "best": lambda best: KeepBest(**best),
-}
-
-
-def _rule_from(keep: Mapping[str, Any]) -> RetentionPolicy:
-    policies = tuple(make(keep[name]) for name, make in _RULES.items() if keep.get(name) is not None)
-    return Union(policies) if policies else KeepAll()
-
+from ckpt_engine.store.manifest import SnapshotInfo, by_age
+from ckpt_engine.store.retention_rules import (
+    ByteLimits,
+    KeepBest,
+    Retention,
+    RetentionPolicy,
+    rules_in,
+)
 
 NEWEST = "newest"
 NEWEST_WHOLE = "newest whole snapshot"
@@ -309,38 +37,12 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class ByteLimits:
-    """What stored bytes may be at most (`quota_bytes`), and free ones at least (`min_free_bytes`). None: no limit."""
-
-    quota_bytes: int | None = None
-    min_free_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """A rule, the limits that cut what it keeps, and rules for single components."""
-
-    rule: RetentionPolicy
-    limits: ByteLimits = ByteLimits()
-    components: Mapping[str, RetentionPolicy] = field(default_factory=dict)
-
-    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
-        """What `rule` keeps."""
-        return self.rule.keep(infos)
-
-    @classmethod
-    def of(cls, policy: RetentionPolicy) -> Retention:
-        """`policy` with limits: its own, or none."""
-        return policy if isinstance(policy, Retention) else cls(policy)
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """The bytes a run occupies.
 
     Args:
         files: by snapshot the files it needs, manifest included, with their bytes. Several may need the same file.
-        other_bytes: all the rest of ours, garbage included.
+        other_bytes: all our other objects, garbage included.
     """
 
     files: Mapping[str, Mapping[str, int]]
@@ -569,52 +271,3 @@ def _slim(
                 drops.setdefault(info.id, []).append(component)
     parts = {info.id: set(info.components) for info in kept}
     return {snapshot: tuple(lost) for snapshot, lost in drops.items() if parts[snapshot] - set(lost)}
-
-
-def preflight(
-    policy: RetentionPolicy, snapshot_bytes: int, *, used_bytes: int = 0, free_bytes: int | None = None
-) -> str | None:
-    """A line for people if snapshots of so many bytes will not fit under `policy`; None: they do, as far as is known.
-
-    Args:
-        used_bytes: what the run occupies already.
-        free_bytes: of the storage, if known.
-    """
-    limits = Retention.of(policy).limits
-    room = [] if free_bytes is None else [used_bytes + free_bytes - (limits.min_free_bytes or 0)]
-    room += [] if limits.quota_bytes is None else [limits.quota_bytes]
-    last, others = _counts(policy)
-    # The oldest goes before the next is written where room is short; the newest never does.
-    count = 2 if others is None else max(2, last + others)
-    if not room or count * snapshot_bytes <= (available_bytes := max(0, min(room))):
-        return None
-    there = "free" if not used_bytes and len(room) == 1 else "available"
-    needed = f"{'at least ' if others is None else ''}{units.size(count * snapshot_bytes)}"
-    advice = _advice(available_bytes // max(1, snapshot_bytes), last, others or 0)
-    return (
-        f"this run needs {needed} ({count} snapshots of {units.size(snapshot_bytes)}), "
-        f"{units.size(available_bytes)} are {there}: {advice}"
-    )
-
-
-def _counts(policy: RetentionPolicy) -> tuple[int, int | None]:
-    """How many snapshots `last` keeps, and how many the other rules may keep; None if they have no bound."""
-    last, others = 0, 0
-    for rule in rules_in(Retention.of(policy).rule):
-        if isinstance(rule, KeepLast):
-            last = max(last, rule.n)
-        elif isinstance(rule, KeepPeriods):
-            others += rule.n
-        elif isinstance(rule, KeepBest):
-            others += rule.k
-        else:
-            return last, None
-    return last, others
-
-
-def _advice(fitting: int, last: int, others: int) -> str:
-    if fitting < 2:
-        return "not even two snapshots fit, and the newest one stays until the next is complete"
-    if fitting - others >= 1 and last:
-        return f"last: {fitting - others} fits"
-    return f"only {fitting} snapshots fit; keep fewer"

@@ -1,4 +1,4 @@
-"""The rows of the flight recorder: what one optimizer step did, in 512 bytes, and the files that have them."""
+"""The rows of the flight recorder: what one optimizer step did, in 512 bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ckpt_engine.errors import StorageMissingError
-from ckpt_engine.store import container, names
+from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.storage.base import Storage
 
 ROW_BYTES = 512
@@ -129,7 +129,7 @@ def read_life(storage: Storage, name: str) -> ProcessRows | None:
     except StorageMissingError:
         return None
     try:
-        about = container.loads(data[:ROW_BYTES])
+        about = json_checks.loads(data[:ROW_BYTES])
     except ValueError:
         return None
     starts = range(ROW_BYTES, len(data) - ROW_BYTES + 1, ROW_BYTES)

@@ -1,8 +1,9 @@
-"""The tree in a manifest (docs/format.md, "Tree"): its grammar is checked before anything follows it, and the skeleton
-that snapshots share gets the values of one of them. No torch.
+"""The tree in a manifest, whose grammar is checked before anything follows it (docs/format.md, "Tree").
 
 Components of very many small arrays are packed: by dtype into few entries, their structure in an entry of its own. That
 is written once: as long as it stays the same later snapshots refer to its bytes, as to all that does not change.
+
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from itertools import accumulate, chain
 from math import isfinite, prod
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, MismatchError, WriterError
-from ckpt_engine.store.container import DTYPES, MALFORMED, are_sizes, is_object, is_shape, item_bytes, loads, require
+from ckpt_engine.errors import CorruptError, MismatchError
+from ckpt_engine.store.container import DTYPES, item_bytes
 from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.json_checks import MALFORMED, are_sizes, is_object, is_shape, loads, require
 from ckpt_engine.store.manifest import PACKED, Entry, Manifest
 
 TreePath = tuple[Any, ...]
@@ -28,6 +30,68 @@ REPEATED, FREE_BYTES = 64, 64 << 20
 """A view is written out where that takes at most so many times its bytes, and so many more."""
 PAIRS = frozenset({"dict", "odict", "defaultdict", "counter", "mapping"})
 """Kinds whose items are pairs of a key and a value."""
+_ABSENT = object()
+_TEXT, _LIST, _MAP, _ITEMS = (str,), (list,), (dict,), {"items": (list,)}
+_NODE = (dict, list, str, int, float, bool, type(None))
+_V = {"v": _TEXT}
+_FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "tensor": {"entry": _TEXT},
+    "sharded": {"entry": _TEXT, "blocks": _LIST},
+    "ndarray": {"entry": _TEXT, "dtype": _TEXT, "shape": _LIST},
+    "pickle": {"b64": _TEXT},
+    "dict": _ITEMS,
+    "odict": _ITEMS,
+    "defaultdict": {**_ITEMS, "factory": (str, type(None))},
+    "counter": _ITEMS,
+    "mapping": {**_ITEMS, "type": _TEXT},
+    "tuple": _ITEMS,
+    "torch.Size": _ITEMS,
+    "namedtuple": {**_ITEMS, "type": _TEXT, "fields": _LIST},
+    "set": _ITEMS,
+    "frozenset": _ITEMS,
+    "deque": {**_ITEMS, "maxlen": (int, type(None))},
+    "namespace": {"fields": _MAP},
+    "simplenamespace": {"fields": _MAP},
+    "dataclass": {"type": _TEXT, "fields": _MAP},
+    "wrapper": {
+        "type": _TEXT,
+        "fields": _MAP,
+        "size": _LIST,
+        "stride": _LIST,
+        "parameter": (bool,),
+        "requires_grad": (bool,),
+    },
+    "enum": {"type": _TEXT, "name": (str, type(None))},
+    "omegaconf": {"container": _NODE, "flags": _MAP},
+    "subclass": {"type": _TEXT, "v": _NODE},
+    "float": _V,
+    "complex": {"re": _NODE, "im": _NODE},
+    "npscalar": {"dtype": _TEXT, "hex": _TEXT},
+    "np.dtype": _V,
+    "path": {"v": _TEXT, "pure": (bool,)},
+    "datetime": {"v": _TEXT, "fold": (int,)},
+    "date": _V,
+    "time": _V,
+    "timedelta": {"v": _LIST},
+    "uuid": _V,
+    "decimal": _V,
+    "fraction": _V,
+    "range": {"v": _LIST},
+    "slice": {"v": _LIST},
+    "torch.dtype": _V,
+    "torch.memory_format": _V,
+    "torch.layout": _V,
+    "torch.device": _V,
+    "torch.Generator": {"device": _TEXT, "state": (dict, int)},
+    "np.Generator": {"state": _NODE},
+    "np.RandomState": {"state": _NODE},
+    "random.Random": {"state": _NODE},
+    PACKED: {"entry": _TEXT, "entries": _LIST, "values": _LIST},
+    "v": {"i": (int,)},
+}
+"""What each kind has at least, and of which types."""
+_NODES = frozenset({"items", "fields", "state", "container", "metadata"})
+"""Keys of nodes that have a kind under which there are nodes."""
 
 
 def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
@@ -230,132 +294,6 @@ def _show(where: Any) -> str:
     return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
-_ABSENT = object()
-_TEXT, _LIST, _MAP, _ITEMS = (str,), (list,), (dict,), {"items": (list,)}
-_NODE = (dict, list, str, int, float, bool, type(None))
-_V = {"v": _TEXT}
-_FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "tensor": {"entry": _TEXT},
-    "sharded": {"entry": _TEXT, "blocks": _LIST},
-    "ndarray": {"entry": _TEXT, "dtype": _TEXT, "shape": _LIST},
-    "pickle": {"b64": _TEXT},
-    "dict": _ITEMS,
-    "odict": _ITEMS,
-    "defaultdict": {**_ITEMS, "factory": (str, type(None))},
-    "counter": _ITEMS,
-    "mapping": {**_ITEMS, "type": _TEXT},
-    "tuple": _ITEMS,
-    "torch.Size": _ITEMS,
-    "namedtuple": {**_ITEMS, "type": _TEXT, "fields": _LIST},
-    "set": _ITEMS,
-    "frozenset": _ITEMS,
-    "deque": {**_ITEMS, "maxlen": (int, type(None))},
-    "namespace": {"fields": _MAP},
-    "simplenamespace": {"fields": _MAP},
-    "dataclass": {"type": _TEXT, "fields": _MAP},
-    "wrapper": {
-        "type": _TEXT,
-        "fields": _MAP,
-        "size": _LIST,
-        "stride": _LIST,
-        "parameter": (bool,),
-        "requires_grad": (bool,),
-    },
-    "enum": {"type": _TEXT, "name": (str, type(None))},
-    "omegaconf": {"container": _NODE, "flags": _MAP},
-    "subclass": {"type": _TEXT, "v": _NODE},
-    "float": _V,
-    "complex": {"re": _NODE, "im": _NODE},
-    "npscalar": {"dtype": _TEXT, "hex": _TEXT},
-    "np.dtype": _V,
-    "path": {"v": _TEXT, "pure": (bool,)},
-    "datetime": {"v": _TEXT, "fold": (int,)},
-    "date": _V,
-    "time": _V,
-    "timedelta": {"v": _LIST},
-    "uuid": _V,
-    "decimal": _V,
-    "fraction": _V,
-    "range": {"v": _LIST},
-    "slice": {"v": _LIST},
-    "torch.dtype": _V,
-    "torch.memory_format": _V,
-    "torch.layout": _V,
-    "torch.device": _V,
-    "torch.Generator": {"device": _TEXT, "state": (dict, int)},
-    "np.Generator": {"state": _NODE},
-    "np.RandomState": {"state": _NODE},
-    "random.Random": {"state": _NODE},
-    PACKED: {"entry": _TEXT, "entries": _LIST, "values": _LIST},
-    "v": {"i": (int,)},
-}
-"""What each kind has at least, and of which types."""
-
-
-class KeySkeleton:
-    """The typed JSON tree of one top-level key, in which `{"$": "v", "i": n}` stands for value n.
-
-    `entries` names the arrays the tree refers to (`{"$": ..., "entry": name}`), without repetition.
-
-    Raises:
-        WriterError: a placeholder without a whole number.
-    """
-
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-        self._changing: set[int] = set()
-        self._values = 0
-        entries: dict[str, None] = {}
-        self._study(tree, entries)
-        self.entries = tuple(entries)
-
-    def _study(self, node: Any, entries: dict[str, None]) -> bool:
-        """Collect entries; whether `node` contains a placeholder. Parts that do not are shared, never copied."""
-        if isinstance(node, dict):
-            kind = node.get("$")
-            if kind == "v":
-                index = node.get("i")
-                if not isinstance(index, int) or index < 0:
-                    raise WriterError(f"a placeholder of a skeleton has no value number: {node}")
-                self._values = max(self._values, index + 1)
-                self._changing.add(id(node))
-                return True
-            if kind is not None and isinstance(node.get("entry"), str):
-                entries[node["entry"]] = None
-                if kind == PACKED:
-                    entries.update(dict.fromkeys(node["entries"]))
-            children = list(node.values())
-        elif isinstance(node, list):
-            children = node
-        else:
-            return False
-        changing = False
-        for child in children:
-            changing |= self._study(child, entries)
-        if changing:
-            self._changing.add(id(node))
-        return changing
-
-    def fill(self, values: Sequence[Any]) -> Any:
-        """The tree with `values` in place of its placeholders. Values are inserted as they are.
-
-        Raises:
-            WriterError: fewer or more values than placeholders.
-        """
-        if len(values) != self._values:
-            raise WriterError(f"a skeleton with {self._values} placeholders was given {len(values)} values")
-        return self._fill(self._tree, values)
-
-    def _fill(self, node: Any, values: Sequence[Any]) -> Any:
-        if id(node) not in self._changing:
-            return node
-        if isinstance(node, list):
-            return [self._fill(child, values) for child in node]
-        if node.get("$") == "v":
-            return values[node["i"]]
-        return {key: self._fill(child, values) for key, child in node.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Pack:
     """Arrays of one dtype back to back in one entry.
@@ -512,10 +450,6 @@ def _leaves(pack: Pack) -> Iterator[dict[str, Any]]:
         stride = strides[number] if shape else []
         view = {"dtype": pack.dtype, "shape": shape, "stride": stride, "byte_offset": start, "own": True}
         yield {"$": "tensor", **pack.node, "entry": pack.entry, "view": view}
-
-
-_NODES = frozenset({"items", "fields", "state", "container", "metadata"})
-"""Keys of nodes that have a kind under which there are nodes."""
 
 
 def _filled(node: Any, leaves: Sequence[Any], values: Sequence[Any]) -> Any:

@@ -1,1 +1,4 @@
-"""The process that outlives the trainer: it makes snapshots durable, and copies them to the further tiers."""
+"""The process that outlives the trainer.
+
+It makes snapshots durable, and copies them to the further tiers.
+"""

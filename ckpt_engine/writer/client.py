@@ -1,6 +1,7 @@
-"""The trainer's side of the writer: what a client promises, and what all clients share.
+"""The trainer's side of the writer.
 
-What the writer has said and the trainer has not yet taken in, and which jobs are still open.
+What all clients share is here: what the writer has reported and the trainer has not yet taken in, and which jobs are
+still open.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from ckpt_engine.observe.events import (
     said_if_slow,
 )
 from ckpt_engine.observe.units import duration
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer.messages import Body
 
 ANSWER_SECONDS = 60.0
 """How long a writer may take to start and answer, on top of waiting for the lease."""
@@ -72,11 +73,11 @@ class WriterClient(abc.ABC):
         history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
         peer_port: where the writers of other machines reach this one; 0: nowhere.
         news: what `poll` has to give.
-        died: the writer has ended by itself; `poll` has given the `WriterLost`, or gives it next time.
+        died: the writer has ended unasked; `poll` has given the `WriterLost`, or gives it next time.
     """
 
     _who: str
-    """It goes on by itself when the trainer waits no more."""
+    """It continues alone when the trainer waits no more."""
     _takes_care: str
     """Who does so with what further tiers lack then."""
 
@@ -124,35 +125,35 @@ class WriterClient(abc.ABC):
 
     def _hear(self, body: Body) -> None:
         """Take what the writer says, on the thread that hears it."""
-        if body["kind"] == channel.COPYING:
+        if body["kind"] == messages.COPYING:
             self._copies_remain(body)
             return
         with self._changed:
             match body["kind"]:
-                case channel.STARTED:
+                case messages.STARTED:
                     self.first_seq, self.peer_port = body["first_seq"], body["port"]
                     self.history = None if body["history"] is None else History(**body["history"])
                     self._answered = True
-                case channel.REFUSED:
+                case messages.REFUSED:
                     self._closing = self._answered = True
                     self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
-                case channel.CLOSED:
+                case messages.CLOSED:
                     if body["unfinished"]:
                         left = f"not everything is on {'; nor on '.join(body['unfinished'])}; {self._takes_care}"
                         self.news.append(Notice("INFO" if body["said"] else "WARNING", left))
                         self._goes_on = True
                         self._closed.set()
-                case channel.EVENT:
+                case messages.EVENT:
                     self.news.append(events.from_json(body["event"]))
-                case channel.DONE:
+                case messages.DONE:
                     done = done_from_json(body["done"])
                     self._open.pop(done.job, None)
                     self.news.append(done)
-                case channel.FREED:
+                case messages.FREED:
                     self.news.append(SlotFreed(body["slot"]))
-                case channel.MIRRORED:
+                case messages.MIRRORED:
                     self.news.append(Mirrored(body["snapshot"]))
-                case channel.REQUEST:
+                case messages.REQUEST:
                     request = Requested(body["what"], body["who"])
                     if request not in self.news:  # one that waits to be taken in is not kept twice
                         self.news.append(request)
@@ -241,8 +242,8 @@ class WriterClient(abc.ABC):
 
         Until it has, the slots of open jobs and of the newest one in memory MUST NOT change.
 
-        If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
-        with a dead writer.
+        If not, open jobs count as failed here, while the writer continues for at most `drain_seconds`. Idempotent;
+        works with a dead writer.
 
         Args:
             failed: training has ended because of an error.
@@ -256,7 +257,7 @@ class WriterClient(abc.ABC):
         closed = self._wait_for_the_end(timeout, hurries)
         if not closed or self._goes_on:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
-            why = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} goes on by itself")
+            why = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone")
             self._lose(why, expected=True)
         return closed
 
@@ -296,7 +297,7 @@ class WriterClient(abc.ABC):
         before, old = self._told
         if not (gone or is_new or layout is not before or trees is not old):
             return
-        body: Body = {"kind": channel.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
+        body: Body = {"kind": messages.ARENA, "slot": [number, nbytes] if is_new else None, "gone": sorted(gone)}
         body["layout"] = None if layout is before else layout_to_json(layout)
         body["keys"] = () if trees is old else tuple(trees)
         body["trees"] = {key: tree for key, tree in trees.items() if old.get(key) is not tree}
@@ -309,7 +310,7 @@ class WriterClient(abc.ABC):
         Raises:
             WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
         """
-        self._send_job(channel.PERSIST, job)
+        self._send_job(messages.PERSIST, job)
 
     def hold(self, job: PersistJob) -> None:
         """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
@@ -320,7 +321,7 @@ class WriterClient(abc.ABC):
         Raises:
             WriterError: as `submit`.
         """
-        self._send_job(channel.HOLD, job)
+        self._send_job(messages.HOLD, job)
 
     def _send_job(self, kind: str, job: PersistJob) -> None:
         if self._foreign:
@@ -328,7 +329,7 @@ class WriterClient(abc.ABC):
         with self._changed:
             if self._lost is not None:
                 raise WriterError(self._lost.message)
-            if kind == channel.PERSIST:
+            if kind == messages.PERSIST:
                 self._open[job.job] = job
         try:
             self._send({"kind": kind, "job": job_to_json(job)})
@@ -343,19 +344,19 @@ class WriterClient(abc.ABC):
 
     def cancel(self, snapshot: str, why: str) -> None:
         """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.CANCEL, "snapshot": snapshot, "why": why})
+        self._tell({"kind": messages.CANCEL, "snapshot": snapshot, "why": why})
 
     def meet(self, others: Mapping[str, Any]) -> None:
         """Say where the writers of other machines are, see `peers.Peers.meet`."""
-        self._tell({"kind": channel.PARTNER, **others})
+        self._tell({"kind": messages.PARTNER, **others})
 
     def attach_pulse(self, fd: int) -> None:
-        """Share where the trainer says how far it is, see `channel.Pulse`. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.PULSE}, [fd])
+        """Share where the trainer says how far it is, see `HeartbeatPage`. Sent to a dead writer this does nothing."""
+        self._tell({"kind": messages.PULSE}, [fd])
 
     def attach_rows(self, name: str, about: Mapping[str, Any], fd: int) -> None:
         """Share where the trainer records its steps, see `RowFile`. Sent to a dead writer this does nothing."""
-        self._tell({"kind": channel.ROWS, "name": name, "about": about}, [fd])
+        self._tell({"kind": messages.ROWS, "name": name, "about": about}, [fd])
 
     def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
         if self.alive:

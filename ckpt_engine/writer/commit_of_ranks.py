@@ -1,4 +1,6 @@
-"""How several ranks commit a snapshot without a collective: each leaves a part record, one writer gathers them.
+"""How several ranks commit a snapshot without a collective.
+
+Each of them leaves a part record, and one writer gathers them.
 
 *While they train.* The coordinator's writer waits for the parts of all ranks and commits them together.
 
@@ -6,13 +8,7 @@
 snapshot by a small object. The other leaders look for that, copy what their node has, and leave a part record. When
 the parts cover all ranks the whole manifest is committed.
 
-*When the trainers are gone.* The writers make durable what all of them hold. Ranks may be at different snapshots when
-they die, so each writer has several. Writers do not talk to each other: each *leaves* its newest share, which is its
-data and its part record, and looks at the part records of the others. Where another rank has left only something older,
-that is left too. So all arrive at the newest snapshot that every rank has, and the coordinator commits it. A writer
-that is late or gone is waited for shortly; then each leaves all that it has, so that the next start can commit what is
-complete by then. Where nodes have roots of their own, writers see what those of their node leave. Each leaves all that
-it has, at once, and whatever is complete at a root is committed there: the newest snapshot of all ranks is among that.
+*When the trainers are gone* `crash_recovery` does it.
 
 Parts and questions make nothing exist; what a dead session has left is completed or dropped by the next one.
 """
@@ -21,22 +17,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.copy.transfer import Copied, CopySourceError, Put, reading_source
-from ckpt_engine.copy.write_snapshot import Finish, Staged
+from ckpt_engine.copy.write_snapshot import CommitStrategy, Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.object_requests import GrowingPauses
+from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.store.storage.watchdog import CallProgress
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.memory_snapshots import StagedJob
 from ckpt_engine.writer.part_records import PartRecord, recover, require_files
 
 LOOKS = GrowingPauses(0.005, 0.5, 1.5)
@@ -46,6 +41,8 @@ ALONE_SECONDS = 5.0
 
 _never = threading.Event()
 """Takes the place of an event that is set already: waiting for that one would not wait."""
+GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
+"""Between two looks at the tier for what others have left."""
 
 
 class SessionSnapshots(Container[str]):
@@ -82,7 +79,7 @@ class SessionSnapshots(Container[str]):
         return found
 
 
-class Gathering(Finish):
+class Gathering(CommitStrategy):
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
     Where nodes have roots of their own each of these has a coordinator, and the ranks are those that see it.
@@ -161,7 +158,7 @@ class Gathering(Finish):
         return _other_parts(storage, mine, members, LOOKS, until, pause, lambda part: part.rank in members)
 
 
-class Contributing(Finish):
+class Contributing(CommitStrategy):
     """The way of all other ranks: leaves a part record for the coordinator. Nothing exists by it.
 
     Args:
@@ -221,7 +218,7 @@ def _other_parts(
     """
     snapshot, found, strange = mine.manifest.info.id, dict[int, PartRecord](), set[int]()
     missing = set[int]()
-    for _ in _looking(looks, until, pause):
+    for _ in each_look(looks, until, pause):
         new = part_records.there(storage, snapshot).get(snapshot, set()) - {mine.rank} - found.keys() - strange
         for rank, part in part_records.read_all(storage, snapshot, new).items():
             if counts(part):
@@ -237,7 +234,7 @@ def _other_parts(
     )
 
 
-def _looking(
+def each_look(
     looks: GrowingPauses, until: Callable[[], float], pause: Callable[[float], object]
 ) -> Iterator[Literal[True]]:
     """Yields for each look at what others have left, at least once; waits in between. See `_other_parts`."""
@@ -254,10 +251,6 @@ def _looking(
 def _listed(ranks: set[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:8]))
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
-
-
-GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
-"""Between two looks at the tier for what others have left."""
 
 
 class Gather:
@@ -369,158 +362,3 @@ def _withdraw(storage: Storage, snapshot: str) -> None:
 def _forget_questions(storage: Storage, but: Collection[str]) -> None:
     asked, _ = questions(storage)
     storage.delete(*(names.wanted_name(one.id) for one in asked if one.id not in but))
-
-
-PATIENCE_SECONDS = 5.0
-"""How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
-
-There = Mapping[str, Collection[int]]
-"""The ranks that have left their share, by snapshot."""
-
-
-def follow(mine: Sequence[str], there: There, rank: int, ranks: Sequence[int]) -> str | None:
-    """The snapshot whose share is to be left next, or None: no other rank needs one.
-
-    Args:
-        mine: what this rank holds, newest first.
-        ranks: those that meet.
-    """
-    left = [snapshot for snapshot in mine if rank in there.get(snapshot, ())]
-    for snapshot in mine:
-        if snapshot in left:
-            continue
-        for other in ranks:
-            # One that has left something in common with us is not further behind.
-            behind = other in there.get(snapshot, ()) and not any(other in there.get(one, ()) for one in left)
-            if other != rank and behind:
-                return snapshot
-    return None
-
-
-class ShareBoard(Protocol):
-    """Where the shares are left; the writer of each rank has one, at its nearest tier."""
-
-    def look(self) -> There:
-        """Who has left what. Raises `CkptError`."""
-
-    def leave(self, order: StagedJob) -> None:
-        """Make a share durable, and say so; only that again if it was left before. Raises `CkptError`."""
-
-    def commit(self, order: StagedJob) -> bool:
-        """All shares of a snapshot are there: make it exist; False: it is none. Raises `CkptError`."""
-
-    def exists(self, snapshot: str) -> bool:
-        """Whether it is committed. Raises `CkptError`."""
-
-
-class CrashRecovery:
-    """One writer's side.
-
-    Args:
-        ranks: whose writer it is.
-        place: where the writers meet.
-        patience_seconds: see above.
-    """
-
-    def __init__(self, ranks: RankConfig, place: ShareBoard, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._ranks = ranks
-        self._place = place
-        self._patience_seconds = patience_seconds
-        self._bad: set[str] = set()
-        self._left: set[str] = set()
-        self._pause = threading.Event()
-
-    def run(self, orders: Sequence[StagedJob]) -> None:
-        """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.
-
-        What was too new for an earlier meeting counts again: the others may have got theirs since.
-
-        Args:
-            orders: newest first, numbered by the ranks.
-
-        Raises:
-            CkptError: the place has failed; calling again continues.
-        """
-        there = self._place.look()
-        mine = self._undecided(orders, there)
-        left = {snapshot for snapshot in mine if self._ranks.rank in there.get(snapshot, ())}
-        if not mine or (not self._ranks.places and self._have_met(orders, mine, left)):
-            return
-        for snapshot, order in mine.items():
-            if snapshot not in left:
-                self._leave(order)
-        self._collect(mine)
-
-    def _have_met(self, orders: Sequence[StagedJob], mine: Mapping[str, StagedJob], left: set[str]) -> bool:
-        """Leave the newest of `mine`, then what others need to meet; whether they have. `left`: takes what is left."""
-        rank, newest = self._ranks.rank, next(iter(mine))
-        # What was persisted before says nothing of what the others hold now: something newer may be on its way.
-        fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
-        if newest not in left:
-            self._leave(mine[newest])
-            left.add(newest)
-        looking = self._looking()
-        while next(looking, False):
-            there = self._place.look()
-            if self._complete(fresh, there):
-                return True
-            if any(rank not in there.get(snapshot, ()) for snapshot in left):
-                self._undecided(orders, there)
-                return True  # what is not there any more is committed, or was dropped by a new start
-            wanted = follow(list(mine), there, rank, self._ranks.members)
-            if wanted is not None:
-                self._leave(mine[wanted])
-                left.add(wanted)
-                looking = self._looking()
-        return False
-
-    def _undecided(self, orders: Sequence[StagedJob], there: There) -> dict[str, StagedJob]:
-        """Those of these orders, newest first, that may yet be committed; notes which one is committed already."""
-        rank, leads, found = self._ranks.rank, self._ranks.leads, dict[str, StagedJob]()
-        for order in orders:
-            snapshot = order.snapshot or ""
-            is_decided = leads and order.durable
-            if not leads and (order.durable or snapshot in self._left) and rank not in there.get(snapshot, ()):
-                is_decided = self._place.exists(snapshot)
-                if not is_decided and snapshot not in self._left:
-                    continue  # the coordinator has taken it back: it failed on some rank
-            if not is_decided:
-                found[snapshot] = order
-                continue
-            order.durable = True
-            if not self._ranks.places:
-                break  # nothing older matters; another node may not have this one
-        return found
-
-    def _leave(self, order: StagedJob) -> None:
-        self._place.leave(order)
-        self._left.add(order.snapshot or "")
-
-    def _collect(self, mine: Mapping[str, StagedJob]) -> None:
-        """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
-        if not self._ranks.leads:
-            return
-        for _ in self._looking():
-            while self._complete(mine, self._place.look()):
-                mine = {snapshot: order for snapshot, order in mine.items() if not order.durable}
-                if not (mine and self._ranks.places):
-                    return
-
-    def _looking(self) -> Iterator[Literal[True]]:
-        deadline = time.monotonic() + self._patience_seconds
-        return _looking(LOOKS, lambda: deadline, self._pause.wait)
-
-    def _complete(self, mine: Mapping[str, StagedJob], there: There) -> bool:
-        """Whether this is the coordinator, and all shares of a snapshot are there: it is committed then.
-
-        The others learn of it as their records vanish.
-        """
-        if not self._ranks.leads:
-            return False
-        for snapshot, order in mine.items():
-            if len(there.get(snapshot, ())) < len(self._ranks.members) or snapshot in self._bad:
-                continue
-            if self._place.commit(order):
-                return True
-            self._bad.add(snapshot)
-        return False

@@ -16,7 +16,7 @@ of the memory. Takes the `snapshot` that is wanted |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer; of several ranks the writers of all are to be asked |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
-`beat`, `pace`, `spent` (None, or `started`, `step` and `times`, see `run_records`) |
+`beat`, `pace`, `spent` (None, or `started`, `step` and `times`, see `attempts`) |
 
 The reply to anything else is `error`.
 """
@@ -32,8 +32,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
-from ckpt_engine.writer import channel as sockets
-from ckpt_engine.writer.channel import Answer, Body, Channel, Received, Reply, SocketListener, nothing
+from ckpt_engine.writer import unix_sockets
+from ckpt_engine.writer.channel import Channel, Received
+from ckpt_engine.writer.messages import Answer, Body, Reply, nothing
+from ckpt_engine.writer.unix_sockets import SocketListener
 
 if TYPE_CHECKING:
     from ckpt_engine.writer.job_queue import JobQueue
@@ -77,7 +79,7 @@ def ask(root_url: str, request: Mapping[str, Any], timeout: float, rank: int = 0
     """
     deadline = time.monotonic() + timeout
     try:
-        sock = sockets.connect(sockets.name_of(root_url, rank), min(timeout, CONNECT_SECONDS))
+        sock = unix_sockets.connect(unix_sockets.name_of(root_url, rank), min(timeout, CONNECT_SECONDS))
     except TimeoutError as err:
         raise _silent(root_url, timeout) from err
     if sock is None:
@@ -150,7 +152,7 @@ class Control:
             reply = ask(self._root_url, {"what": BYE}, timeout, self._rank)
             if reply is not None and not reply.body.get("ok"):
                 raise WriterError("another writer of this run serves its trainer")
-            self._listener = SocketListener(sockets.name_of(self._root_url, self._rank), timeout)
+            self._listener = SocketListener(unix_sockets.name_of(self._root_url, self._rank), timeout)
         except OSError as err:
             raise WriterError(str(err)) from err
         self._thread.start()
@@ -226,14 +228,14 @@ class Control:
         self._clients.append(_Client(channel, time.monotonic() + REQUEST_SECONDS))
 
     def _attend(self, client: _Client) -> bool:
-        """Get on with a client; whether it stays."""
+        """Advance the exchange with a client; whether it stays."""
         channel = client.channel
         channel.clear_wake()
         channel.flush()
         try:
             messages, is_open = channel.receive()
         except WriterError:
-            return False  # not one of ours
+            return False  # not one of our processes
         if client.replied:
             return is_open and channel.backlog
         if client.request is None and messages:

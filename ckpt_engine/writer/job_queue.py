@@ -1,5 +1,6 @@
-"""Makes the parts of a writer that its settings ask for (nearest tier, further tiers, replicas, parity), and does the
-jobs of the trainer one after another on one thread.
+"""Does the jobs of the trainer one after another on one thread of the writer.
+
+It makes the parts of the writer that its settings ask for: nearest tier, further tiers, replicas, parity.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING
 from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer import channel, messages
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
+from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.persister import Emit, Persister
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _SEAL_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _QueueItem:
     """Work that waits, for an order or for none. `flush`: it is only in memory, and its outcome is not reported."""
 
     work: Callable[[], object]
@@ -79,7 +80,7 @@ class JobQueue:
         self._persister = Persister(config, emit, self._ids, self.held.spent)
         self._on_news = on_news
         self._caught_up = caught_up
-        self._todo: deque[_Turn] = deque()
+        self._todo: deque[_QueueItem] = deque()
         self._at_hand: StagedJob | None = None
         self._finishing = self._abandoned = self._hurried = self._written = False
         self._broken: str | None = None
@@ -123,15 +124,15 @@ class JobQueue:
 
     def _take(self, body: Body, fds: Sequence[int]) -> None:
         match body["kind"]:
-            case channel.PULSE:
+            case messages.PULSE:
                 self.held.take_pulse(fds[0])
-            case channel.ROWS:
+            case messages.ROWS:
                 self._persister.rows.attach(body, fds[0])
-            case channel.PARTNER:
+            case messages.PARTNER:
                 if self.peers is not None:
                     self.peers.meet(body)
-            case channel.CANCEL:
-                self._todo.append(_Turn(partial(self._persister.cancel, body["snapshot"], body["why"])))
+            case messages.CANCEL:
+                self._todo.append(_QueueItem(partial(self._persister.cancel, body["snapshot"], body["why"])))
             case kind:
                 order = self._intake.take(body, fds)
                 if order is None:
@@ -142,8 +143,8 @@ class JobQueue:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
-                if kind == channel.PERSIST:
-                    self._todo.append(_Turn(partial(self._persister.persist, order), order))
+                if kind == messages.PERSIST:
+                    self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
                     return
                 order.release()
                 if not order.known:
@@ -164,7 +165,7 @@ class JobQueue:
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
                 newest.retain()
-                self._todo.append(_Turn(partial(self._flush, newest), newest, flush=True))
+                self._todo.append(_QueueItem(partial(self._flush, newest), newest, flush=True))
                 self._changed.notify()
             return newest.job.step
 
@@ -282,7 +283,7 @@ class JobQueue:
         try:
             self._persister.open()
         except CkptError as err:
-            self._emit({"kind": channel.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
+            self._emit({"kind": messages.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
         self._on_open()
         self.opened = True
@@ -290,7 +291,7 @@ class JobQueue:
         history = self._persister.history
         self._emit(
             {
-                "kind": channel.STARTED,
+                "kind": messages.STARTED,
                 "first_seq": self._persister.first_seq,
                 "port": port,
                 "history": None if history is None else asdict(history),
@@ -323,7 +324,7 @@ class JobQueue:
         order.unchanged = lambda: self._caught_up() and self.held.newest is order
         self._persister.recover([order])
 
-    def _next(self) -> _Turn | None:
+    def _next(self) -> _QueueItem | None:
         """The next turn, its order numbered; None: no more will come."""
         with self._changed:
             while not self._todo and not self._finishing:

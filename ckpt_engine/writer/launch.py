@@ -1,4 +1,4 @@
-"""Starts a writer: as a process of its own, or as a thread of the trainer where that is impossible, or asked for."""
+"""Starts a writer as a process of its own, else as a thread of the trainer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ from typing import Any, Self
 from ckpt_engine.copy.job import ErrorRecord, WriterConfig
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.store.lease import LeaseHolder
-from ckpt_engine.writer import channel as protocol
-from ckpt_engine.writer.channel import Body, Channel, decode, duplicates, encode
+from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer.channel import Channel, decode, duplicates, encode
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
 from ckpt_engine.writer.job_queue import JobQueue
+from ckpt_engine.writer.messages import Body
+
+ENTRY = Path(__file__).with_name("__main__.py")
+_TAIL_BYTES = 8192
+_LOOK_SECONDS = 5.0
+_LOOKS = 2
+"""A writer is reported as stopped when it is found so that often in a row: a suspended job continues bit by bit."""
 
 
 class ThreadWriter(WriterClient):
@@ -35,7 +42,7 @@ class ThreadWriter(WriterClient):
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config.url)
         self._who = "the writer thread"
-        self._takes_care = f"{self._who} goes on with it as long as this process lives, and then the next run does"
+        self._takes_care = f"{self._who} continues it as long as this process lives, and then the next run does"
         self._queue = JobQueue(config, self._hear, self._ended)
 
     @classmethod
@@ -58,20 +65,13 @@ class ThreadWriter(WriterClient):
         return True
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
-        # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
+        # Through JSON like everywhere else: nothing the trainer keeps using is shared with the writer.
         self._queue.put(decode(encode(body)), duplicates(fds))
 
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
         self._no_more(message, WriterError(message), expected=self._closing and not broken)
         self._closed.set()
-
-
-ENTRY = Path(__file__).with_name("__main__.py")
-_TAIL_BYTES = 8192
-_LOOK_SECONDS = 5.0
-_LOOKS = 2
-"""So often in a row a writer is found stopped before that is said: a job that goes on as a whole does so bit by bit."""
 
 
 class CannotSpawnError(WriterError):
@@ -89,7 +89,7 @@ class ProcessWriter(WriterClient):
     def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
         super().__init__(config.url)
         self._who = f"the writer process {process.pid}"
-        self._takes_care = f"{self._who} goes on with it, and then the next run does"
+        self._takes_care = f"{self._who} continues it, and then the next run does"
         self._process = process
         self._channel = channel
         self._leaving = False
@@ -114,7 +114,7 @@ class ProcessWriter(WriterClient):
         client = cls(config, process, channel)
         client._listener.start()
         folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
-        channel.send({"kind": protocol.START, "config": asdict(config), "path": folders})
+        channel.send({"kind": messages.START, "config": asdict(config), "path": folders})
         try:
             client._begin(config, emit)
         except BaseException:
@@ -139,7 +139,7 @@ class ProcessWriter(WriterClient):
 
     def _finish(self, *, failed: bool, keeps: bool) -> None:
         self._leaving = keeps
-        self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
+        self._channel.send({"kind": messages.LEAVE if keeps else messages.CLOSE, "failed": failed})
 
     @property
     def flushed(self) -> bool:
@@ -211,7 +211,7 @@ class ProcessWriter(WriterClient):
     def _say_stopped(self) -> None:
         """Nothing else does: its socket takes what it is sent, and snapshots are busy."""
         text = f"{self._who} is stopped by a signal, and no snapshot becomes durable; `kill -CONT"
-        self._hear(protocol.event(Notice("WARNING", f"{text} {self.pid}` lets it go on")))
+        self._hear(channel.event(Notice("WARNING", f"{text} {self.pid}` resumes it")))
 
     def _read(self, stderr: int) -> None:
         with suppress(BlockingIOError):

@@ -1,7 +1,8 @@
-"""The snapshots that the trainer has sent: resolved as they arrive, numbered, and the newest complete ones kept.
+"""The snapshots that the trainer has sent to its writer.
 
-A job keeps what was said of the arena before it arrived. What is kept in memory is offered to the restarted trainer.
-Which slots abandoned calls still read is counted here, too: the trainer gets those back later.
+They are resolved as they arrive and numbered, and the newest complete ones are kept. A job keeps what was said of the
+arena before it arrived. What is kept in memory is offered to the restarted trainer. Which slots abandoned calls still
+read is counted here, too: the trainer gets those back later.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from functools import cache, partial
 from typing import Any
 
 from ckpt_engine.copy import job as values
-from ckpt_engine.copy.job import ALONE, ErrorRecord, PersistJob, RankConfig
+from ckpt_engine.copy.job import ALONE, ErrorRecord, KeySkeleton, PersistJob, RankConfig
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Staged
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.store.tree import KeySkeleton
-from ckpt_engine.writer import channel, part_records
-from ckpt_engine.writer.channel import Beat, Body, Reply, SpentTimes, nothing, read_fill, read_pulse, read_spent
+from ckpt_engine.writer import messages, part_records
+from ckpt_engine.writer.messages import Body, Reply, nothing
+from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
+
+SHARES = 3
+"""Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
 
 
 def stays() -> bool:
@@ -31,7 +35,7 @@ def stays() -> bool:
 
 
 class StagedJob:
-    """A job with what it refers to. It keeps its slot until it is released as often as it was retained.
+    """A job with what it refers to. It keeps its slot until each retain is matched by a release.
 
     It is made with one reference.
 
@@ -117,9 +121,9 @@ class MessageDecoder:
             WriterError: a message that is not of the protocol.
         """
         kind = body["kind"]
-        if kind in (channel.PERSIST, channel.HOLD):
+        if kind in (messages.PERSIST, messages.HOLD):
             return self._resolve(values.job_from_json(body["job"]))
-        if kind != channel.ARENA:
+        if kind != messages.ARENA:
             for fd in fds:
                 os.close(fd)
             raise WriterError(f"the writer does not know the message {kind!r}")
@@ -193,10 +197,6 @@ class Ids:
         return self.of(order)
 
 
-SHARES = 3
-"""Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
-
-
 class MemorySnapshots:
     """Keeps the newest orders. Thread safe.
 
@@ -235,7 +235,7 @@ class MemorySnapshots:
             return self._orders[-1] if self._orders else None
 
     @property
-    def beat(self) -> Beat | None:
+    def beat(self) -> Heartbeat | None:
         """How far the trainer said it was."""
         with self._lock:
             return read_pulse(self._pulse) if self._pulse >= 0 else None

@@ -26,6 +26,11 @@ from ckpt_engine.store.container import Running
 from ckpt_engine.store.names import parse_id
 from ckpt_engine.writer.peer_service import SLICE_BYTES, PeerConnection, PeerShare
 
+KEPT = 2
+"""Complete ones. Ranks may be one snapshot apart."""
+OPEN = 2
+"""Incomplete ones; a durable snapshot may follow one in memory that is still on its way."""
+
 
 def chunk(nbytes: int, members: int, number: int) -> slice:
     """The bytes of a share of `nbytes` bytes that are its chunk `number`, from 0 to `members` - 2; perhaps none."""
@@ -67,12 +72,6 @@ def restore_chunk(
         if member not in (lost, keeper):
             share = shares[member]
             xor_into(target, share[chunk(share.nbytes, len(group), number_of(group, member, keeper))])
-
-
-KEPT = 2
-"""Complete ones. Ranks may be one snapshot apart."""
-OPEN = 2
-"""Incomplete ones; a durable snapshot may follow one in memory that is still on its way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Part records: what some of several ranks have written of one snapshot, and the manifest that they make together.
+"""Part records: what some of several ranks have written of one snapshot.
 
 A part record is a manifest of the part alone (docs/format.md, "Several ranks"), stored under `parts/` and written when
 its data is durable. It makes nothing exist. A rank that has no part says so in a record without files.
@@ -18,15 +18,14 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.copy.job import Layout, RankConfig
-from ckpt_engine.copy.write_snapshot import SideBySide
+from ckpt_engine.copy.job import KeySkeleton, Layout, RankConfig
+from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.store import manifest_codec, names, repository
-from ckpt_engine.store.container import are_sizes, is_shape, is_whole, require
+from ckpt_engine.store.json_checks import are_sizes, is_shape, is_whole, require
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.tree import KeySkeleton
 
 READS_AT_ONCE = 32
 
@@ -210,7 +209,7 @@ def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[in
 
     ordered = sorted(ranks)
     threads = min(READS_AT_ONCE, len(ordered)) if len(ordered) > 1 else 0
-    found = SideBySide(attempt, ordered, threads, "ckpt-parts").result()
+    found = ParallelMap(attempt, ordered, threads, "ckpt-parts").result()
     return {part.rank: part for part in found if part is not None}
 
 

@@ -1,5 +1,6 @@
-"""The connections between the writers of several machines: a share is kept for a partner, verified, and given to the
-restarted training.
+"""The connections between the writers of several machines.
+
+A share is kept for a partner, verified, and given to the restarted training.
 
 One TCP connection carries one request after the other, in frames: an 8-byte little-endian length, so many bytes, and
 a tag. A message is a frame of JSON; one with `nbytes` is followed by so many bytes of a data file, slice by slice.
@@ -139,7 +140,7 @@ class PeerConnection:
     """One end of a connection. One thread; every wait ends after `SECONDS` without progress.
 
     Raises:
-        OSError, WriterError: from every method: the other end is gone, hangs, or is not one of ours.
+        OSError, WriterError: from every method: the other end is gone, hangs, or is not our writer.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -187,7 +188,7 @@ class PeerConnection:
         self._sock.settimeout(SECONDS)
 
     def wait(self, seconds: float) -> None:
-        """How long the next frame may take to begin; it goes on with `SECONDS`."""
+        """How long the next frame may take to begin; it continues with `SECONDS`."""
         self._sock.settimeout(seconds)
         if not self._sock.recv(1, socket.MSG_PEEK):
             raise ConnectionResetError("the other writer hung up")

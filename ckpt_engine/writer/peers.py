@@ -1,6 +1,6 @@
-"""What a rank's writer does with those of other machines: mirrors its share there, keeps what they send, and serves it.
+"""What the writer of a rank does with the writers of other machines.
 
-Sends what a rank's writer holds to the writers that keep it on other machines, the newest snapshot first.
+It mirrors its share there, the newest snapshot first, keeps what they send, and serves it.
 
 Each keeper gets a chunk; a single one gets the share whole. The trainer fills a slot again while a slow link
 still takes it in. So the share is copied before, and what was copied counts only if the slot cannot have changed
@@ -25,9 +25,9 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.storage.base import Throttle
-from ckpt_engine.writer import channel, part_records
-from ckpt_engine.writer.channel import Answer, Body, nothing
+from ckpt_engine.writer import channel, messages, part_records
 from ckpt_engine.writer.memory_snapshots import StagedJob
+from ckpt_engine.writer.messages import Answer, Body, nothing
 from ckpt_engine.writer.parity import ParitySets, chunk
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, PeerShare, Server, connect
 
@@ -233,7 +233,7 @@ class Peers:
             while len(self._mirrored) > _REMEMBERED:
                 del self._mirrored[next(iter(self._mirrored))]
         if whole:
-            self._emit({"kind": channel.MIRRORED, "snapshot": snapshot})
+            self._emit({"kind": messages.MIRRORED, "snapshot": snapshot})
 
     def _notice(self, text: str, warns: bool) -> None:
         self._emit(channel.event(Notice("WARNING" if warns else "INFO", text)))

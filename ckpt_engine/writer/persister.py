@@ -1,7 +1,7 @@
-"""Opens the nearest tier, and says who waits for what further tiers know of the run; then makes staged snapshots
-durable one after another, and applies retention.
+"""Makes staged snapshots durable at the nearest tier, one after another.
 
-It knows nothing of the trainer's process, nor of sockets: orders come in, messages go out through `emit`.
+It opens that tier, reports who waits for what further tiers know of the run, and applies retention. It knows nothing of
+the trainer's process, nor of sockets: jobs come in, messages go out through `emit`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ from ckpt_engine.observe.events import (
     TierDegraded,
 )
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage, require_served
-from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body, SpentTimes
-from ckpt_engine.writer.commit_of_ranks import CrashRecovery, SessionSnapshots, There
+from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader, StuckCallRunner, WatchedStorage
+from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer.attempts import AttemptRecord
+from ckpt_engine.writer.commit_of_ranks import SessionSnapshots
+from ckpt_engine.writer.crash_recovery import CrashRecovery, There
 from ckpt_engine.writer.memory_snapshots import Ids, SlotReaders, StagedJob
+from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
+from ckpt_engine.writer.pulse import SpentTimes
 from ckpt_engine.writer.row_file import RowFile
-from ckpt_engine.writer.run_records import AttemptRecord, Unfinished
+from ckpt_engine.writer.run_records import Unfinished
 from ckpt_engine.writer.secondary_tiers import SecondaryTiers
 
 Emit = Callable[[Body], object]
@@ -82,10 +86,10 @@ class Persister:
         self._ids = ids
         self._spent = spent
         self._primary: PrimaryTier
-        self._lane: Lane
+        self._lane: StuckCallRunner
         self.first_seq = 0
         """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
-        self._holds = SlotReaders(lambda slot: self._emit({"kind": channel.FREED, "slot": slot}))
+        self._holds = SlotReaders(lambda slot: self._emit({"kind": messages.FREED, "slot": slot}))
         self._secondary: SecondaryTiers | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
@@ -103,14 +107,14 @@ class Persister:
 
         Raises:
             LeaseHeldError: another writer holds it, naming it.
-            ForeignError, CorruptError, NewerFormatError: the folder is not one of ours to write.
+            ForeignError, CorruptError, NewerFormatError: the folder is not ours to write.
             StorageError: it cannot be written.
         """
         config = self._config
         holder = config.holder or LeaseHolder.current()
         policy = policy_of(config, self._notice)
         plain = open_storage(config.url, config.storage_options)
-        self._lane = lane = Lane(plain.url)
+        self._lane = lane = StuckCallRunner(plain.url)
         self.rows = RowFile(plain, self._emit_event)
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
@@ -213,9 +217,9 @@ class Persister:
         policy: RetentionPolicy,
         in_flight: SessionSnapshots | None,
     ) -> PrimaryTier:
-        reads = Lane(self._lane.url)
+        reads = StuckCallRunner(self._lane.url)
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
-        aside = Aside(Repository(storage), reads, self._lane.progress)
+        aside = GuardedReader(Repository(storage), reads, self._lane.progress)
         emit, gone = self._emit_event, self._gone
         return PrimaryTier(self._config, repository, lease, again, policy, aside, emit, gone, in_flight, self._alone)
 
@@ -242,7 +246,7 @@ class Persister:
         self.rows.end()
         try:
             self._primary.release()
-        except (CkptError, OSError) as err:  # a tier that is away does not hear it
+        except (CkptError, OSError) as err:  # a tier that is unreachable does not receive it
             self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def drain(self) -> None:
@@ -365,7 +369,7 @@ class Persister:
             return False
 
     def look(self) -> There:
-        """See `commit_of_ranks.ShareBoard`, as of the three that follow."""
+        """See `crash_recovery.ShareBoard`, as of the three that follow."""
         return self._lane.call(self._primary.shares)
 
     def exists(self, snapshot: str) -> bool:
@@ -436,7 +440,7 @@ class Persister:
             return committed
         return None
 
-    def _in_lane(self, lane: Lane, staged: Staged, work: Callable[[], T]) -> T:
+    def _in_lane(self, lane: StuckCallRunner, staged: Staged, work: Callable[[], T]) -> T:
         """What `work` returns. While it runs, left behind or not, the trainer does not get back its slot."""
         lane.refuse_if_stuck()
         release = self._holds.take(staged.job.slot)
@@ -482,18 +486,18 @@ class Persister:
         def tell(is_read: bool) -> None:
             failed = None if error is None else asdict(error)
             done = {"job": job.job, "snapshot_id": snapshot, "error": failed, "slot_held": is_read}
-            self._emit({"kind": channel.DONE, "done": done})
+            self._emit({"kind": messages.DONE, "done": done})
 
         self._holds.settle(job.slot, tell)
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         said = all(one.url in self._waited_for and one.why is None for one in unfinished)
-        self._emit({"kind": channel.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
+        self._emit({"kind": messages.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
 
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
         lack, seconds = [one.amount() for one in late], self._config.end_wait_seconds
         self._waited_for |= {one.url for one in late}
-        self._emit({"kind": channel.COPYING, "lack": lack, "seconds": seconds})
+        self._emit({"kind": messages.COPYING, "lack": lack, "seconds": seconds})
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))

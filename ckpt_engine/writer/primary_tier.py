@@ -1,7 +1,7 @@
-"""The nearest tier once it is open, also where the writers of all ranks share it: its lease, its room, its retention,
-and shares of a snapshot.
+"""The nearest tier of a writer, once it is open.
 
-Takes the lease of the nearest tier for a writer: who asks, for whom it waits, and what the one before has left.
+It has the lease, the room and the retention there, also where the writers of all ranks share the tier, and the shares
+of a snapshot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
-from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import ALONE, CommitStrategy, RawContents, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     ForeignError,
@@ -35,23 +35,17 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import manifest_codec, names
-from ckpt_engine.store.lease import (
-    LOOK_SECONDS,
-    Lease,
-    LeaseHolder,
-    ProcessIdentity,
-    Record,
-    acquire,
-    lockable,
-    read_holder,
-    way_out_of_links,
-)
+from ckpt_engine.store.lease import acquire, read_holder, way_out_of_links
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder, ProcessIdentity
+from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.manifest import RAW, Line, Manifest
+from ckpt_engine.store.object_lease import LOOK_SECONDS, Record
 from ckpt_engine.store.repository import Repository, lacking
-from ckpt_engine.store.retention import RESERVE_BYTES, ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import RESERVE_BYTES
+from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import device_of
-from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
+from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 
@@ -95,7 +89,7 @@ class PrimaryTier:
         lease: Lease | None,
         acquire: Callable[[], Lease] | None,
         policy: RetentionPolicy,
-        aside: Aside,
+        aside: GuardedReader,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
         in_flight: SessionSnapshots | None,
@@ -108,6 +102,7 @@ class PrimaryTier:
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
+        self._has_limits = Retention.of(policy).limits != ByteLimits()
         self.keeps_all = lease is None or isinstance(policy, KeepAll)
         """Whether nothing is removed here but for room."""
         folder = repository.storage.capabilities.folder
@@ -127,7 +122,7 @@ class PrimaryTier:
         self._common_seq = 0
         self._lacked: set[str] = set()
         self._line: Line | None = None
-        self._finish: Finish = ALONE
+        self._finish: CommitStrategy = ALONE
         if lease is None:
             if repository.record() is None:
                 raise ForeignError(
@@ -137,7 +132,7 @@ class PrimaryTier:
             self._tier = part_records.share_place(config.url, ranks.rank)
             self._finish = Contributing(ranks)
         elif in_flight is not None:
-            alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others by itself
+            alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others anyway
             self._finish = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
         self.settle_at(repository)
 
@@ -206,7 +201,7 @@ class PrimaryTier:
         return committed
 
     def cancel(self, snapshot: str, why: str) -> None:
-        """See `Finish.cancel`."""
+        """See `CommitStrategy.cancel`."""
         self._finish.cancel(self._repository, snapshot, why)
 
     def shares(self) -> dict[str, set[int]]:
@@ -230,7 +225,7 @@ class PrimaryTier:
         if share is not None and not lacking(storage, share.files):
             part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
             return self.left[snapshot]
-        contents: Plain = Plain(staged, self._repository)
+        contents: RawContents = RawContents(staged, self._repository)
         if self._codec != RAW:
             contents = encoded(staged, self._repository, self._codec, plan_alone)
         not_undone = partial(self._not_undone, staged)
@@ -266,13 +261,13 @@ class PrimaryTier:
             self.left[snapshot] = replace(self.left[snapshot], nbytes=whole.info.nbytes)
         return True
 
-    def _contents(self, staged: Staged) -> Plain:
+    def _contents(self, staged: Staged) -> RawContents:
         if self._codec != RAW:
             make_plan = self._known.plan_share if self._finish.is_shared else None
             return encoded(staged, self._repository, self._codec, make_plan)
-        return self._shared(staged) or Plain(staged, self._repository)
+        return self._shared(staged) or RawContents(staged, self._repository)
 
-    def _shared(self, staged: Staged) -> Plain | None:
+    def _shared(self, staged: Staged) -> RawContents | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
         try:
             found = self._known.contents(staged)
@@ -284,7 +279,7 @@ class PrimaryTier:
         self._drafts_fail = False
         return found
 
-    def _make_room(self, contents: Plain, *, full: bool = False) -> bool:
+    def _make_room(self, contents: RawContents, *, full: bool = False) -> bool:
         """Whether something has gone; `full`: as of `make_room`."""
         if self._lease is None:
             return False
@@ -298,7 +293,7 @@ class PrimaryTier:
         free_bytes = repository.storage.capabilities.free_bytes()
         # So much beside the data is more than any manifest takes.
         plenty = not full and (free_bytes is None or free_bytes >= nbytes + 2 * RESERVE_BYTES)
-        if plenty and Retention.of(self._policy).limits == ByteLimits():
+        if plenty and not self._has_limits:
             return False
         coming = contents.manifest()
         room = make_room(

@@ -1,4 +1,4 @@
-"""One thread per further tier: copies what the tier wants, backs off when it fails, and catches up."""
+"""One thread per further tier, which copies what the tier wants."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFor
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.storage.base import SLICE_BYTES, Throttle
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.object_requests import GrowingPauses, asking
+from ckpt_engine.store.storage.retries import GrowingPauses, asking
 from ckpt_engine.store.storage.watchdog import AbandonedError
 from ckpt_engine.writer.run_records import TierHealth, TierStatus, Unfinished
 from ckpt_engine.writer.secondary_tier import SecondaryTier
+
+_uniform = random.SystemRandom().uniform
+PAUSES = GrowingPauses(1.0, 60.0)
+"""Between attempts at a tier that fails; up to half of each is left out, at random."""
+SILENT_SECONDS = 3.0
+"""A trainer that ends does not wait for a tier that has given no sign for so long; its writer continues."""
+RECENT_SECONDS = 1.0
+"""Of a tier that has given a sign since then it is said that it is waited for."""
+PATIENCE_SECONDS = 60.0
+"""How long a trainer that ends waits for the part of other nodes in a copy; its writer continues."""
 
 
 class CopyStoppedError(Exception):
@@ -32,7 +42,7 @@ class TierLeftError(StorageStalledError):
     """The attempt hung in the tier itself while all ended, and was left behind."""
 
 
-class Gate(Meter):
+class CopyThrottle(Meter):
     """Where the bytes of one tier pass: at its bandwidth, and not after `stop` or `drop`.
 
     Args:
@@ -86,16 +96,6 @@ class Gate(Meter):
             self._shut.set()
 
 
-PAUSES = GrowingPauses(1.0, 60.0)
-"""Between attempts at a tier that fails; up to half of each is left out, at random."""
-SILENT_SECONDS = 3.0
-"""A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
-RECENT_SECONDS = 1.0
-"""Of a tier that has given a sign since then it is said that it is waited for."""
-PATIENCE_SECONDS = 60.0
-"""How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
-
-
 class TierState(Enum):
     """What is done about one further tier; docs/tiers.md has a picture of it."""
 
@@ -137,7 +137,7 @@ class Replicator:
     def __init__(
         self,
         tier: SecondaryTier,
-        gate: Gate,
+        gate: CopyThrottle,
         emit: Callable[[Event], object],
         changed: Callable[[], object],
     ) -> None:
@@ -146,7 +146,6 @@ class Replicator:
         self._emit = emit
         self._tell = changed
         # Never the program's own random stream: this may run in the trainer's process.
-        self._random = random.SystemRandom()
         self._changed = threading.Condition()
         self._woken = self._hurried = self._finishing = False
         self._finishing_at = 0.0
@@ -312,7 +311,7 @@ class Replicator:
             self._go(TierState.RESTING, settled=finishing)
             return delay
         self._go(TierState.FAILED, settled=finishing)
-        return PAUSES.seconds(self._failures - 1) * (0.5 + 0.5 * self._random.random())
+        return PAUSES.seconds(self._failures - 1) * _uniform(0.5, 1.0)
 
     def _give_up(self, error: StorageStalledError) -> Exception | None:
         """The attempt hangs: whether to leave it behind, and as what that counts."""

@@ -1,4 +1,4 @@
-"""Keeps the rows of the flight recorder beside the snapshots: the writer outlives the trainer, and so do they."""
+"""Keeps the rows of the flight recorder beside the snapshots, as the writer outlives the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import names, rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import translated
-from ckpt_engine.store.storage.object_requests import asking
+from ckpt_engine.store.storage.retries import asking
 
 APPEND_SECONDS = 1.0
 """A folder has what was recorded that long ago."""

@@ -1,9 +1,6 @@
-"""What a writer records beside snapshots: the attempts of a run, and how its tiers are.
+"""How the tiers of a writer are.
 
-`attempts.json` says who trained, how long, what the time went into, and how it ended: evidence of how often the run
-fails, and how much of its time was of use. The writer of the nearest tier keeps it, because it outlives the trainer: an
-attempt whose end it has written lost no more than a process, one without an end lost the writer too, and what was in
-memory. `ckpt status` reads the status file. `TierHealth` knows whether a tier works, and says when that changes.
+`ckpt status` reads the status file. `TierHealth` knows whether a tier works, and reports when that changes.
 """
 
 from __future__ import annotations
@@ -11,320 +8,30 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, zip_longest
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_engine.copy.job import ErrorRecord
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageMissingError, StorageStalledError
+from ckpt_engine.errors import CkptError, StorageMissingError, StorageStalledError
 from ckpt_engine.observe.events import (
-    CLOSED,
-    ENDS,
-    MACHINE,
-    PROCESS,
-    UNKNOWN,
-    AttemptsFound,
     Event,
     Notice,
     TierDegraded,
     TierRecovered,
 )
-from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.observe.units import size
-from ckpt_engine.store import container, names
-from ckpt_engine.store.container import parsed, seal
-from ckpt_engine.store.lease import LeaseHolder, ProcessIdentity
+from ckpt_engine.store import json_checks, names
+from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.store.sealed_json import parsed, seal
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.object_requests import asking
-from ckpt_engine.writer.channel import SpentTimes
-
-BEAT_SECONDS = 60.0
-MOST_INTERVALS = 8
-CHANGED = 1.5
-"""An interval is recorded again when it has changed by this factor."""
-_WHY_LETTERS = 200
-_END_SECONDS = 1.0
-"""A heartbeat that hangs in a call to the storage is left behind."""
-MOST = 256
-"""Of older attempts only the sum of their times is kept: nothing is believed of failures that long ago."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One process that trained.
-
-    Args:
-        host: its machine, for people.
-        process: equal for the same process only; empty where the system does not tell.
-        began: wall-clock seconds at which its writer opened.
-        seconds: that it was known to live from then on, by a clock that is never set.
-        end: one of `ENDS`; None: it trains, or the writer was lost with it.
-        ranks: that trained together.
-        started: wall-clock seconds at which its process started; 0.0: not known.
-        step: the last one that was complete; -1: not known.
-        times: what its seconds since then went into, see `metrics.TIMES`, and `metrics.MEASURED`. The rest came
-            after its last boundary.
-        intervals: how often it took snapshots: since which second after `began` each how many steps, and why; the
-            newest `MOST_INTERVALS`.
-    """
-
-    host: str
-    process: str
-    began: float
-    seconds: float = 0.0
-    end: str | None = None
-    ranks: int = 1
-    started: float = 0.0
-    step: int = -1
-    times: Mapping[str, float] = field(default_factory=dict)
-    intervals: tuple[tuple[float, int, str], ...] = ()
-
-    @property
-    def lasted(self) -> float:
-        """Seconds from the start of its process until it was last known to live."""
-        return self.seconds + max(0.0, self.began - self.started if self.started else 0.0)
-
-    @property
-    def failure(self) -> str:
-        """The class of the failure that has ended it; "": none has. Of one that trains it means nothing.
-
-        Of several ranks all end when one is lost: which machine that was on is not known.
-        """
-        if self.end is None:
-            return MACHINE
-        if self.end == CLOSED:
-            return ""
-        return PROCESS if self.ranks == 1 else UNKNOWN
-
-
-def after(spent: RunSpent, one: Attempt, following: Attempt | None) -> RunSpent:
-    """With one more attempt, and what came until the one that follows it."""
-    failed = one.failure != "" and (one.end is not None or following is not None)
-    rest = "unknown" if not one.times else "replay" if failed else "productive" if one.end is None else "end"
-    down = 0.0 if following is None else (following.started or following.began) - one.began - one.seconds
-    return spent.plus(one.lasted, one.times, rest, down)
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptHistory:
-    """All attempts of a run.
-
-    Args:
-        rows: the newest, oldest first.
-        before: what went into those before them.
-    """
-
-    rows: tuple[Attempt, ...] = ()
-    before: RunSpent = field(default_factory=RunSpent)
-
-    def bounded(self) -> AttemptHistory:
-        """With `MOST` rows at most."""
-        before, many = self.before, len(self.rows) - MOST
-        for one, following in pairwise(self.rows[: max(0, many) + 1]):
-            before = after(before, one, following)
-        return AttemptHistory(self.rows[max(0, many) :], before)
-
-    @property
-    def spent(self) -> RunSpent:
-        """What the time of the run went into until its newest heartbeat."""
-        spent = self.before
-        for one, following in zip_longest(self.rows, self.rows[1:]):
-            spent = after(spent, one, following)
-        return spent
-
-    @property
-    def over(self) -> tuple[RunSpent, float]:
-        """The same where none of them trains any more, and when the last one was known to live; 0.0: there is none."""
-        if not self.rows:
-            return self.before, 0.0
-        until = self.rows[-1].began + self.rows[-1].seconds
-        spent = self.before
-        for one, following in pairwise((*self.rows, Attempt("", "", until))):
-            spent = after(spent, one, following)
-        return spent, until
-
-
-def encode_attempts(history: AttemptHistory) -> bytes:
-    """The bytes of the record."""
-    kept = history.bounded()
-    return seal({"attempts": [asdict(one) for one in kept.rows], "before": asdict(kept.before)}) + b"\n"
-
-
-def parse_attempts(text: bytes, where: str) -> AttemptHistory:
-    """The attempts that a record with this text has.
-
-    Raises:
-        CorruptError: it is none.
-    """
-
-    def made(body: dict[str, Any]) -> AttemptHistory:
-        return AttemptHistory(tuple(_attempt(row) for row in body["attempts"]), _spent(body.get("before", {})))
-
-    return parsed(text, where, made, "remove it: how often the run fails is learned again")
-
-
-def _spent(row: object) -> RunSpent:
-    container.require(isinstance(row, dict), "what was before is no object")
-    assert isinstance(row, dict)
-    values = {name: row.get(name, 0.0) for name in asdict(RunSpent())}
-    container.require(all(map(container.is_time, values.values())), "times before that are none")
-    return RunSpent(**values)
-
-
-def _attempt(row: dict[str, Any]) -> Attempt:
-    container.require(type(row) is dict, "a row that is no object")
-    one = Attempt(**_known(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})
-    container.require(type(one.host) is str and type(one.process) is str, "a name that is no text")
-    container.require(container.is_time(one.began) and container.is_time(one.seconds), "a time that is none")
-    container.require(one.end in (None, *ENDS) and container.is_whole(one.ranks, 1), "an end or ranks that are none")
-    container.require(container.is_time(one.started) and container.is_whole(one.step, -1), "a start or a step")
-    container.require(
-        type(one.times) is dict and all(map(container.is_time, one.times.values())), "times that are none"
-    )
-    return one
-
-
-def _interval(row: Sequence[Any]) -> tuple[float, int, str]:
-    since, steps, why = row
-    good = container.is_time(since) and container.is_whole(steps, 1) and type(why) is str
-    container.require(good, "an interval that is none")
-    return since, steps, why
-
-
-def read_attempts(storage: Storage) -> AttemptHistory:
-    """The attempts of the run at a root; none where there is no record.
-
-    Raises:
-        CorruptError: the record is damaged.
-        StorageError
-    """
-    try:
-        text = storage.get(names.ATTEMPTS)
-    except StorageMissingError:
-        return AttemptHistory()
-    return parse_attempts(text, f"{storage.url}/{names.ATTEMPTS}")
-
-
-class AttemptRecord:
-    """Writes the row of one trainer, while its writer holds the run's lease. What goes wrong is said once, not raised.
-
-    Args:
-        storage: the nearest tier; calls may hang, but not `begin` longer than any other of the start.
-        trainer: that the lease is taken for.
-        ranks: that train together.
-        check: raises LeaseHeldError if the lease was lost.
-        emit: takes events; any thread.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        trainer: LeaseHolder,
-        ranks: int,
-        check: Callable[[], None],
-        emit: Callable[[Event], object],
-    ) -> None:
-        self._storage = storage
-        self._check = check
-        self._emit = emit
-        process = ProcessIdentity.of(trainer.pid)
-        name = "" if process is None else f"{process.boot}/{process.namespace}/{process.pid}/{process.ticks}"
-        self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)
-        self._opened = time.monotonic()
-        self._earlier = AttemptHistory()
-        self.spent: Callable[[], SpentTimes | None] = lambda: None
-        """What the trainer says of its time; None: nothing."""
-        self._said = self._gone = False
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ckpt-attempt", daemon=True)
-
-    def begin(self) -> None:
-        """Read what earlier attempts have left, tell it, and add this one; from now on it is known to live."""
-        try:
-            self._earlier = read_attempts(self._storage)
-        except CkptError as err:
-            self._say(err)
-        rows = self._earlier.rows
-        if rows and self._mine.process and rows[-1].process == self._mine.process:
-            *earlier, before = rows  # the writer of this very trainer was lost, or closed
-            self._opened -= max(before.seconds, self._mine.began - before.began)
-            self._earlier, self._mine = replace(self._earlier, rows=tuple(earlier)), replace(before, end=None)
-        rows = self._earlier.rows
-        lasted, failures = tuple(one.seconds for one in rows), tuple(one.failure for one in rows)
-        seconds = time.monotonic() - self._opened
-        if lasted or self._mine.seconds:
-            reached = max((one.step for one in rows), default=-1)
-            spent, until = self._earlier.over
-            self._emit(AttemptsFound(lasted, failures, seconds, reached, asdict(spent), until))
-        self._write()
-        self._thread.start()
-
-    def end(self, how: str | None) -> None:
-        """How the attempt has ended; call it before the lease is given back. None: the trainer goes on, or is lost."""
-        self._over.set()
-        if how is not None:
-            with self._lock:
-                self._mine = replace(self._mine, end=how)
-            self._write()
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
-
-    def paced(self, pace: Mapping[str, Any]) -> None:
-        """The trainer takes snapshots so often, see `Cadence.pace`; recorded with the next heartbeat. Any thread."""
-        steps, why = pace.get("interval_steps"), str(pace.get("why", ""))[:_WHY_LETTERS]
-        with self._lock:
-            known = self._mine.intervals
-            if not steps or (known and 1 / CHANGED < steps / known[-1][1] < CHANGED):
-                return
-            row = (round(time.monotonic() - self._opened, 3), int(steps), why)
-            self._mine = replace(self._mine, intervals=(*known, row)[-MOST_INTERVALS:])
-
-    def note(self, *, gone: bool = False) -> None:
-        """Remember what the trainer says of its time, before its memory is given back. Any thread.
-
-        Args:
-            gone: it says no more: what its writer still does is not its time.
-        """
-        with self._lock:
-            self._look()
-            self._gone = self._gone or gone
-
-    def _look(self) -> None:
-        if self._gone:
-            return
-        self._mine = replace(self._mine, seconds=time.monotonic() - self._opened)
-        if (spent := self.spent()) is not None:
-            self._mine = replace(self._mine, started=spent.started, step=spent.step, times=spent.times)
-
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
-            with asking():  # the next beat asks again
-                self._write()
-
-    def _write(self) -> None:
-        with self._lock:
-            self._look()
-            text = encode_attempts(replace(self._earlier, rows=(*self._earlier.rows, self._mine)))
-            try:
-                self._check()
-                self._storage.put(names.ATTEMPTS, [memoryview(text)], exclusive=False)
-            except LeaseHeldError:
-                self._over.set()
-            except CkptError as err:
-                self._say(err)
-
-    def _say(self, err: CkptError) -> None:
-        if not self._said:
-            self._said = True
-            self._emit(Notice("WARNING", f"how long this run lasts is not recorded: {err.message}"))
-
 
 WORKING = "working"
 AWAY = "away"
 HANGS = "hangs"
+_NAMED = 3
+_IDLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +106,6 @@ class TierHealth:
         state = WORKING if error is None else HANGS if self.hangs else AWAY
         code, message = (None, None) if error is None else (error.code, error.message)
         return TierStatus(self._url, state, code=code, message=message, since=self._since, **more)
-
-
-_NAMED = 3
-_IDLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,31 +245,31 @@ def parse_status(text: bytes, where: str) -> WriterStatus:
     """
 
     def made(row: dict[str, Any]) -> WriterStatus:
-        tiers = tuple(_checked(TierStatus(**_known(TierStatus, tier))) for tier in row.pop("tiers"))
-        return _checked(WriterStatus(**_known(WriterStatus, row), tiers=tiers))
+        tiers = tuple(_checked(TierStatus(**known_fields(TierStatus, tier))) for tier in row.pop("tiers"))
+        return _checked(WriterStatus(**known_fields(WriterStatus, row), tiers=tiers))
 
     return parsed(text, where, made, "remove it: a running writer writes it again")
 
 
-def _known(kind: type, row: dict[str, Any]) -> dict[str, Any]:
+def known_fields(kind: type, row: dict[str, Any]) -> dict[str, Any]:
     """What this version knows of `row`: a newer writer may say more."""
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in row.items() if name in names}
 
 
-_Row = TypeVar("_Row", TierStatus, WriterStatus)
+_Status = TypeVar("_Status", TierStatus, WriterStatus)
 
 
-def _checked(row: _Row) -> _Row:
+def _checked(row: _Status) -> _Status:
     """The same, if every field is of its type; they have those of JSON."""
     for one in dataclasses.fields(row):
         value, kind = getattr(row, one.name), str(one.type)
         fits = {
             "str": type(value) is str,
             "str | None": value is None or type(value) is str,
-            "int": container.is_whole(value),
-            "float": container.is_time(value),
+            "int": json_checks.is_whole(value),
+            "float": json_checks.is_time(value),
             "bool": type(value) is bool,
         }
-        container.require(fits.get(kind, True), f"{one.name!r} is of another type, or out of range")
+        json_checks.require(fits.get(kind, True), f"{one.name!r} is of another type, or out of range")
     return row

@@ -1,6 +1,7 @@
-"""A further tier as one writer works on it: takes its lease, copies one snapshot at a time, keeps its retention.
+"""A further tier as one writer works on it.
 
-Which snapshots a further tier still wants: a pure choice, newest first, without what is obsolete by now.
+It takes its lease, copies one snapshot at a time, and keeps its retention. Which snapshots the tier still wants is a
+pure choice, newest first, without what is obsolete by now.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ckpt_engine.copy.encoded_copy import AUTO, Encoding, Tally, encoded, put_encoded
+from ckpt_engine.copy.codec_selector import AUTO, CodecSelector, EncodeStats
+from ckpt_engine.copy.encoded_copy import encoded, put_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, collect, make_room, prune
 from ckpt_engine.copy.transfer import (
@@ -27,7 +29,7 @@ from ckpt_engine.copy.transfer import (
     scratch_of,
 )
 from ckpt_engine.copy.write_plan import plan
-from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import RawContents, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -40,12 +42,14 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
-from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
+from ckpt_engine.store.branches import branch_id
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder
+from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo, by_age
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy, branch_id, by_age, policy_from
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
+from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, StuckCallRunner, WatchedSource
 from ckpt_engine.writer.commit_of_ranks import Gather
 from ckpt_engine.writer.primary_tier import LEASE_SECONDS
 
@@ -54,6 +58,10 @@ GUARD_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _NO_LINE = Line("-")
 """Which no snapshot is of."""
+LEAST_PACE_SECONDS = 60.0
+"""Nearer to each other than that, copies come whenever the tier is ready: so few bytes are not worth a rule."""
+ALWAYS_DUE = frozenset({"end", "signal"})
+"""Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class CopySource:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TierStorages:
     """The storages of one tier, which are all at the same place.
 
     Args:
@@ -102,13 +110,13 @@ class SecondaryTier:
     def __init__(
         self,
         config: TierConfig,
-        places: Places,
+        places: TierStorages,
         holder: LeaseHolder,
         nearer: Sequence[WatchedSource],
         emit: Callable[[Event], object],
-        copies: Lane,
-        direct: Lane,
-        signs: Signs,
+        copies: StuckCallRunner,
+        direct: StuckCallRunner,
+        signs: ResponsivenessProbe,
         gather: Gather | None = None,
     ) -> None:
         self.config = config
@@ -125,8 +133,8 @@ class SecondaryTier:
         """When to look again although nothing has happened here; None: that is of no use."""
         self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
-        self.encoding = Encoding(config.codec)
-        self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
+        self.encoding = CodecSelector(config.codec)
+        self._rhythm = CopySchedule(config.every_seconds, config.every_n_steps, self._policy)
         self._lease: Lease | None = None
         self._repository: Repository | None = None
         self._damaged: set[tuple[str, str]] = set()
@@ -140,7 +148,7 @@ class SecondaryTier:
         self.waiting: tuple[SnapshotInfo, ...] = ()
 
     def keep_pace(self, seconds: float | None) -> None:
-        """The trainer's cadence wants copies so far apart, see `Rhythm.paced`; None: it does not know."""
+        """The trainer's cadence wants copies so far apart, see `CopySchedule.paced`; None: it does not know."""
         if seconds is not None:
             self._rhythm = self._rhythm.paced(seconds)
 
@@ -218,7 +226,7 @@ class SecondaryTier:
             lease.check()
             progress.moved()
             codec = self.config.codec  # of `auto` nothing is known of what was not copied
-            plain = Plain(staged, self._direct)
+            plain = RawContents(staged, self._direct)
             contents = plain if codec in (RAW, AUTO) else encoded(staged, self._direct, codec)
             if not isinstance(self._policy, KeepAll):
                 keeping, line = [info.id for info in self.waiting], self.line or _NO_LINE
@@ -232,7 +240,7 @@ class SecondaryTier:
             self._guard.release()
 
     def release(self) -> None:
-        """Give back the lease; `advance` takes it again. Never raises: a tier that is away does not hear it."""
+        """Give back the lease; `advance` takes it again. Never raises: an unreachable tier does not receive it."""
         lease, self._lease, self._repository = self._lease, None, None
         self._done.clear()
         if lease is not None:
@@ -350,7 +358,7 @@ class SecondaryTier:
 
     def _put(self, source: Repository, target: Repository, manifest: Manifest) -> tuple[Manifest, Copied]:
         """See `transfer.Put`; as the tier stores it."""
-        tally, pick, began = Tally(), self.encoding.pick(), time.monotonic()
+        tally, pick, began = EncodeStats(), self.encoding.pick(), time.monotonic()
         if pick is None:
             stored, copied = copy_data(source, target, manifest, scratch=self._scratch())
             tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
@@ -450,14 +458,8 @@ class SecondaryTier:
         self._emit(Notice("WARNING", message))
 
 
-LEAST_PACE_SECONDS = 60.0
-"""Nearer to each other than that, copies come as often as the tier keeps up: so few bytes are not worth a rule."""
-ALWAYS_DUE = frozenset({"end", "signal"})
-"""Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
-
-
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class CopySchedule:
     """What a tier wants.
 
     Args:
@@ -471,7 +473,7 @@ class Rhythm:
     policy: RetentionPolicy = field(default_factory=KeepAll)
     derived: bool = False
 
-    def paced(self, seconds: float) -> Rhythm:
+    def paced(self, seconds: float) -> CopySchedule:
         """With copies at least so far apart, unless the user has said how far."""
         if not self.derived and (self.every_n_steps is not None or self.every_seconds is not None):
             return self

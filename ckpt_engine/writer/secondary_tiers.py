@@ -1,7 +1,7 @@
-"""All further tiers of one writer: asks them at the start what they know of the run, runs a thread for each, and says
-how they are.
+"""All further tiers of one writer.
 
-A further tier as the leader of another node than rank 0's works on it: it copies its part of what is asked for.
+They are asked at the start what they know of the run, and each has a thread. `NodeMemberTier` is a further tier as the
+leader of another node than rank 0's works on it: it copies its part of what is asked for.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import LeaseHolder, read_holder
+from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
-from ckpt_engine.store.storage.object_requests import ask_apart
+from ckpt_engine.store.storage.retries import ask_apart
 from ckpt_engine.store.storage.watchdog import (
     CallProgress,
-    Lane,
-    Signs,
+    ResponsivenessProbe,
+    StuckCallRunner,
     WatchedSource,
     WatchedStorage,
 )
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import GATHER_LOOKS, Gather, give, questions
-from ckpt_engine.writer.replicate import Gate, Replicator
+from ckpt_engine.writer.replicate import CopyThrottle, Replicator
 from ckpt_engine.writer.run_records import StatusWriter, TierHealth, TierStatus, Unfinished
-from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
+from ckpt_engine.writer.secondary_tier import SecondaryTier, TierStorages
 
 TELL_SECONDS = 3.0
 """A longer wait of the trainer is said."""
@@ -53,6 +54,11 @@ _END_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 """A tier that gives no sign does not say so."""
 _REMEMBERED = 1000
+_DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
+_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
+"""Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
+UNHELD_SECONDS = 30.0
+"""How long rank 0's writer may take to begin. The lease is free before."""
 
 
 class SecondaryTiers:
@@ -98,17 +104,17 @@ class SecondaryTiers:
         limit = config.bandwidth_bytes_per_second
         throttle = Throttle(limit) if limit is not None else None
         url = self._open(number).url
-        signs = Signs()
-        copies = Lane(url, keeps=False)
-        direct = Lane(url, ended=lambda: replicator.wake())
-        gate = Gate(throttle)
+        signs = ResponsivenessProbe()
+        copies = StuckCallRunner(url, keeps=False)
+        direct = StuckCallRunner(url, ended=lambda: replicator.wake())
+        gate = CopyThrottle(throttle)
         gather = self._gather(gate, copies.progress)
         # Storages of their own: what stops a copy does not stop direct writes.
-        places = Places(
+        places = TierStorages(
             WatchedStorage(self._open(number), signs),
             WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
             WatchedStorage(
-                metered(self._open(number), lambda meter: Gate(throttle) if throttle is not None else meter),
+                metered(self._open(number), lambda meter: CopyThrottle(throttle) if throttle is not None else meter),
                 direct.progress,
             ),
         )
@@ -129,7 +135,7 @@ class SecondaryTiers:
         replicator = Replicator(tier, gate, self._emit, self._note)  # `direct` refers to it
         return replicator
 
-    def _gather(self, gate: Gate, progress: CallProgress) -> Gather | None:
+    def _gather(self, gate: CopyThrottle, progress: CallProgress) -> Gather | None:
         ranks = self._config.ranks
         if ranks is None or not ranks.places:
             return None
@@ -288,7 +294,7 @@ class SecondaryTiers:
             nearest_hangs: whether the nearest tier is one that does not have everything.
             settled: called once, when the trainer need not wait any more: every tier has what it wants, has failed in
                 its last attempt, or gives no sign, or `end_wait_seconds` are over; with those that lack something.
-            waits: called once if that takes long, and the tiers that it waits for get on; with these.
+            waits: called once if that takes long, and the tiers that it waits for make progress; with these.
         """
         deadline = time.monotonic() + timeout
         if self._started:
@@ -363,13 +369,6 @@ def surveyed(storage: Storage) -> Survey | None:
             run = RunText.of(repository)
         return Survey(run, repository.next_seq())
     return None
-
-
-_DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
-_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
-"""Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
-UNHELD_SECONDS = 30.0
-"""How long rank 0's writer may take to begin. The lease is free before."""
 
 
 class NodeMemberTier(SecondaryTier):

@@ -1,4 +1,4 @@
-"""The main loop of the writer process: receives from the trainer, notices that it is gone, and always ends by itself.
+"""The main loop of the writer process.
 
 It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
 the arena alive), at most `drain_seconds` long. With memory it finishes the job at hand and the newest snapshot, and
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body, Channel, Received
+from ckpt_engine.writer import channel, messages, unix_sockets
+from ckpt_engine.writer.channel import Channel, Received
+from ckpt_engine.writer.messages import Body
 
 if TYPE_CHECKING:
     from ckpt_engine.copy.job import WriterConfig
@@ -53,7 +54,7 @@ class PeerWatch:
     """Notices the end of the process at the other end of a socket, even if a fork of it holds the socket open."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.pid = channel.peer_of(sock)[0]
+        self.pid = unix_sockets.peer_of(sock)[0]
         self.gone = False
         self.fd: int | None = None
         """Readable once the process has ended; None where the kernel offers no pidfd."""
@@ -173,13 +174,13 @@ class Serving:
 
     def _take(self, item: Received) -> None:
         kind = item.body.get("kind")
-        if kind == channel.START:
+        if kind == messages.START:
             self._begin(item.body)
         elif self._queue is None:
-            raise WriterError(f"the trainer sent {kind!r} before {channel.START!r}")
-        elif kind == channel.LEAVE and self._queue.opened and self._queue.may_lose:
+            raise WriterError(f"the trainer sent {kind!r} before {messages.START!r}")
+        elif kind == messages.LEAVE and self._queue.opened and self._queue.may_lose:
             self._leave(self._queue, failed=item.body["failed"])
-        elif kind in (channel.CLOSE, channel.LEAVE):
+        elif kind in (messages.CLOSE, messages.LEAVE):
             self._closing = True
             self._queue.finish(failed=item.body["failed"])
         else:
@@ -235,7 +236,7 @@ class Serving:
 
     def _forward(self, what: str, who: str) -> bool:
         # A trainer that takes nothing in is not sent more and more.
-        return not self._channel.backlog and self._channel.send({"kind": channel.REQUEST, "what": what, "who": who})
+        return not self._channel.backlog and self._channel.send({"kind": messages.REQUEST, "what": what, "who": who})
 
     def _take_leave(self) -> None:
         if self._control is not None:

@@ -24,7 +24,8 @@ from itertools import pairwise
 
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import AdaptivePolicy, Costs, Decision, FarCosts, FrequencySettings
-from ckpt_engine.observe.events import AttemptsFound, Clock, Event, EventSink
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import AttemptsFound, Event, EventSink
 
 AGES = (240.0, 960.0, 3840.0, 15360.0, 61440.0)
 """Seconds since the start of a process: between two of them the rate counts as constant."""

@@ -29,7 +29,7 @@ from ckpt_engine.audit.audit import Audit, HiddenState
 from ckpt_engine.audit.roots import of_modules
 from ckpt_engine.audit.values import items_of, reached
 from ckpt_engine.loop.capture import Packer, unpack
-from ckpt_engine.plugins import _program
+from ckpt_engine.whose_code import _program
 
 
 class Net(nn.Module):

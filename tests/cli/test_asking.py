@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.writer.channel import Reply
 from ckpt_engine.writer.control import Control
+from ckpt_engine.writer.messages import Reply
 
 Ckpt = Callable[..., Any]
 PATIENCE_SECONDS = 60.0

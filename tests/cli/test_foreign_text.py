@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import commands
 from ckpt_engine.errors import CkptError, visible
-from ckpt_engine.store.container import seal
+from ckpt_engine.store.sealed_json import seal
 from tests.support.forged import forge
 
 HOSTILE = "\x1b]0;pwn\x07\x1b[2JX\nfake line 100\u202e\x9b31m\r\u2028\x7f\u2066"

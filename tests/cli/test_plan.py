@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.cli import output, plan
 from ckpt_engine.observe.events import CLOSED, GONE
 from ckpt_engine.store import names
-from ckpt_engine.writer.run_records import Attempt, AttemptHistory, encode_attempts
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
 
 Ckpt = Callable[..., Any]
 EXAMPLES = Path(__file__).parents[2] / "examples/plugins"

@@ -16,7 +16,7 @@ import pytest
 from ckpt_engine.observe.events import CLOSED, FAILED
 from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
 from ckpt_engine.store.manifest import Line
-from ckpt_engine.writer.run_records import Attempt
+from ckpt_engine.writer.attempts import Attempt
 from tests.cli.conftest import CREATED, RunFolder
 from tests.cli.test_goodput import record
 

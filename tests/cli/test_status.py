@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.store import names
-from ckpt_engine.store.container import seal
+from ckpt_engine.store.sealed_json import seal
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.run_records import AWAY, WORKING, TierStatus, WriterStatus, read_status, write_status
 

@@ -17,7 +17,7 @@ from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import Restart
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.store import names
-from ckpt_engine.writer.run_records import AttemptHistory, encode_attempts
+from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts
 from tests.frequency.rig import IrregularJob
 
 DAYS = 5

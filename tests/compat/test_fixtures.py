@@ -21,7 +21,7 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest_codec import encode
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.compat.make_fixtures import ARRAYS, FIRST, HERE, MOMENT, RUN, SECOND, damages, make
 from tests.store.samples import files, save

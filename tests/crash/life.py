@@ -15,14 +15,15 @@ from ckpt_engine.copy.make_room import collect, plan_prune, prune
 from ckpt_engine.errors import StorageFullError
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, KeepLast
+from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from ckpt_engine.store.storage import disk
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.run_records import read_attempts
+from ckpt_engine.writer.attempts import read_attempts
 from tests.crash.powerloss import RecordingDisk
 
 FOREIGN = {"data/notes.txt": b"mine", "snapshots/list.json": b"{}", "data/.tmp-mine": b"?", "plan.yaml": b"a: 1"}

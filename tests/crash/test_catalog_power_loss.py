@@ -11,10 +11,10 @@ import pytest
 
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import StorageMissingError
-from ckpt_engine.store import names, repository
+from ckpt_engine.store import catalog, names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
@@ -43,8 +43,8 @@ class Bare(Timeless):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repository, "EVERY", 2)
-    monkeypatch.setattr(repository, "FEW", 0)
+    monkeypatch.setattr(catalog, "EVERY", 2)
+    monkeypatch.setattr(catalog, "FEW", 0)
 
 
 def _live(storage: LocalStorage, mark: Callable[[str], None], steps: range) -> None:
@@ -114,12 +114,12 @@ def test_a_kill_at_any_point_and_then_a_power_loss(tmp_path: Path, scratch: Path
 
 def test_the_check_notices_a_catalog_that_lies(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalog that says something else than the manifests makes states bad: listings do read it."""
-    encode = repository.encode
+    encode = catalog.encode
 
-    def forged(run: str, cards: Iterator[repository.Card]) -> bytes:
+    def forged(run: str, cards: Iterator[catalog.CatalogEntry]) -> bytes:
         return encode(run, (replace(card, info=replace(card.info, reason="forged")) for card in cards))
 
-    monkeypatch.setattr(repository, "encode", forged)
+    monkeypatch.setattr(catalog, "encode", forged)
     explorer = Explorer(scratch, _check)
     explorer.explore(_lived(tmp_path / "disk"), stop_at_bad=True)
     assert explorer.bad

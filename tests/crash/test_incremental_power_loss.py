@@ -19,7 +19,7 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.names import manifest_name, parse_id
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll
+from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk, check

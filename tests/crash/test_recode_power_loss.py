@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.store import container, names
@@ -18,7 +18,7 @@ from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk
@@ -59,11 +59,11 @@ def _near(root: Path) -> Repository:
 
 
 def _encoded(near: Repository, far: Repository, snapshot: str) -> object:
-    return copy_encoded(near, far, snapshot, lambda _: "zstd", Tally())
+    return copy_encoded(near, far, snapshot, lambda _: "zstd", EncodeStats())
 
 
 def _differences(near: Repository, far: Repository, snapshot: str) -> object:
-    return copy_encoded(near, far, snapshot, lambda _: "delta", Tally())
+    return copy_encoded(near, far, snapshot, lambda _: "delta", EncodeStats())
 
 
 def _live(near: Repository, storage: LocalStorage, mark: Callable[[str], None], upto: int, copy: _Copy) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.copy import drop_components
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import collect, compact, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Garbage, Repository
-from ckpt_engine.store.retention import KeepAll, KeepLast
+from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.life import QuietDisk
@@ -110,7 +110,7 @@ class Schedule:
                 if self.chance.random() < 0.25:
                     copy_snapshot(near, far, newest)
                 else:
-                    copy_encoded(near, far, newest, lambda _: codec, Tally())
+                    copy_encoded(near, far, newest, lambda _: codec, EncodeStats())
 
     def copy(self, disk: Disk) -> None:
         source = self.place(self.chance.choice(("near", "far")))

@@ -13,10 +13,11 @@ import pytest
 from ckpt_engine.copy.make_room import collect, plan_prune
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast, plan
+from ckpt_engine.store.retention import plan
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.disk import translating, write_blocks
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.cli.main import main
-from ckpt_engine.dcp import Block, CkptReader, CkptWriter, Container, DcpArray, DcpItem, manifest_of
+from ckpt_engine.dcp import CkptReader, CkptWriter, manifest_of
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.interop import dcp_reader
+from ckpt_engine.interop.dcp_container import Block, Container, DcpArray, DcpItem
 from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository

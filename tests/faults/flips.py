@@ -31,7 +31,7 @@ from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.errors import CkptError
 from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import container, lease, names, pins, repository
+from ckpt_engine.store import catalog, container, lease_holder, names, object_lease, pins
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest
@@ -73,7 +73,7 @@ def everything_is_shared() -> Iterator[None]:
     with (
         patch.object(*bounds("PLAIN", least_bytes=0)),
         patch.object(encode_pieces, "LEAST_ROWS", 2),
-        patch.object(repository, "EVERY", 1),
+        patch.object(catalog, "EVERY", 1),
         patch.object(cut, "__defaults__", (4000,)),
     ):
         yield
@@ -133,7 +133,9 @@ class Site:
         text = kept.read_bytes()
         kept.unlink()
         if Path(storage.root).name == "far":  # the other form: of a storage without locks
-            text = lease.Record(json.loads(text), "ab" * 16, 7, 30.0, lease.ProcessIdentity.current()).encode()
+            text = object_lease.Record(
+                json.loads(text), "ab" * 16, 7, 30.0, lease_holder.ProcessIdentity.current()
+            ).encode()
         (Path(storage.root) / names.LEASE).write_bytes(text)
 
     def _add_part(self, repository: Repository, source: Manifest) -> None:

@@ -36,7 +36,7 @@ from ckpt_engine.restore.load import load
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll
+from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.faults.life import fork_server, start_fork_server
 from tests.snapshot.passage import same

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.store import container
+from ckpt_engine.store import sealed_json
 from tests.faults.flips import CODECS, KINDS, TIERS, Site, campaign, verified
 
 BAR_FLIPS = 2400
@@ -31,11 +31,11 @@ def test_the_campaign_notices_what_is_not_protected(site: Site, monkeypatch: pyt
     """Without the digests of small files flips in numbers and in texts are missed."""
 
     def unchecked(text: bytes, where: str) -> dict[str, Any]:
-        row: dict[str, Any] = container.json.loads(text)
+        row: dict[str, Any] = sealed_json.json.loads(text)
         row.pop("digest", None)
         return row
 
-    monkeypatch.setattr(container, "unseal", unchecked)
+    monkeypatch.setattr(sealed_json, "unseal", unchecked)
     bad = campaign(site, 12, seed=0, kinds=("lease", "status")).bad
     assert {line.partition(":")[0] for line in bad} == {"lease", "status"}
 

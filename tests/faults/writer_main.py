@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ckpt_engine.store.storage.object_requests import GrowingPauses
+from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.writer import replicate
 from ckpt_engine.writer.server import main
 from tests.faults.disk import install

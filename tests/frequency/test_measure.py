@@ -9,9 +9,9 @@ import pytest
 from ckpt_engine.frequency.measure import (
     CostMeter,
     Outliers,
+    RobustBaseline,
     Slowdown,
     StepTimes,
-    Usual,
     middle_mean,
     quantile,
     second_highest,
@@ -121,7 +121,7 @@ def test_enough_clean_steps_depends_on_jitter_and_budget() -> None:
 
 
 def usual(*values: float) -> float:
-    one = Usual()
+    one = RobustBaseline()
     for value in values:
         one.add(value)
     return one.value
@@ -148,7 +148,7 @@ def test_the_usual_value_is_efficient_where_nothing_is_unusual() -> None:
     rng = random.Random(8)
     series = []
     for _ in range(600):
-        one = Usual()
+        one = RobustBaseline()
         for _ in range(32):
             one.add(rng.gauss(1.0, 0.1), 0.1)
         series.append((one.value, one.error))

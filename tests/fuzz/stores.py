@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
-from ckpt_engine.store import names, pins
-from ckpt_engine.store import repository as catalog
+from ckpt_engine.store import catalog, names, pins
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.run_records import TierStatus, WriterStatus, write_status
@@ -132,7 +131,7 @@ def plain(root: Path) -> None:
     )
     listed = {names.manifest_id(one.name): one for one in repository.storage.list(names.MANIFESTS)}
     cards = [
-        catalog.Card(one, repository.read(parsed.id).info, repository.files_of(parsed.id))
+        catalog.CatalogEntry(one, repository.read(parsed.id).info, repository.files_of(parsed.id))
         for parsed, one in listed.items()
         if parsed is not None
     ]
@@ -163,7 +162,7 @@ def encoded(root: Path) -> None:
     source = Repository(LocalStorage(near))
     far = adopt_run(RunText.of(source), LocalStorage(root))
     for parsed in source.ids():
-        copy_encoded(source, far, parsed.id, lambda dtype: "zstd" if dtype == "uint8" else "delta", Tally())
+        copy_encoded(source, far, parsed.id, lambda dtype: "zstd" if dtype == "uint8" else "delta", EncodeStats())
     shutil.rmtree(near)
 
 

@@ -25,6 +25,7 @@ MOST_IN_FILE = 400
 MOST_IN_FUNCTION = 60
 MOST_MEMBERS = 8
 MOST_ARGUMENTS = 10
+MOST_ATTRIBUTES = 15
 LONG_CONSTRUCTORS = frozenset({"AdaptiveCheckpoint"})
 """LightningCLI needs the options of the callback."""
 UNPLAIN = re.compile(r"\b(nobody|whoever|anew|told|held)\b", re.IGNORECASE)
@@ -130,6 +131,52 @@ def test_a_name_means_one_thing() -> None:
     assert [name for name, times in classes.items() if times > 1] == ["AdaptiveCheckpoint"]
 
 
+TWICE = frozenset(
+    {*("Count", "Counters", "Duration", "Folder", "Groups", "Mode", "Names", "Save", "Size", "Slots", "State", "Wrap")}
+)
+"""Aliases of types whose name is also that of another alias or of a class: they may only become fewer."""
+WIDE = frozenset(
+    {
+        *("Cadence", "Config", "Engine", "Epoch", "Feed", "FitResume", "FitRun", "FlightRecorder", "JobQueue", "Loops"),
+        *("Options", "Peers", "Persister", "Pipeline", "PreemptionWatch", "PrimaryTier", "SecondaryTier"),
+        *("SecondaryTiers", "SimulatedJob", "Stopping", "Together", "Tracker", "Training", "TransformersCallback"),
+        "WriterClient",
+    }
+)
+"""Classes with more attributes than `MOST_ATTRIBUTES`: they may only become fewer."""
+
+
+def test_an_alias_of_a_type_has_a_name_of_its_own() -> None:
+    """Else a reader has to look at the imports to know what is meant."""
+    classes = {node.name for path in MODULES for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+    aliases = Counter(name for path in MODULES for name in _aliases(path))
+    found = {name for name, times in aliases.items() if times > 1 or name in classes}
+    assert "Rule" in aliases, "the search finds nothing"
+    assert found - TWICE == set()
+
+
+def _aliases(path: Path) -> set[str]:
+    """The public names in capitals and small letters that a module assigns."""
+    targets = (one for node in tree_of(path).body if isinstance(node, ast.Assign) for one in node.targets)
+    return {one.id for one in targets if isinstance(one, ast.Name) and re.fullmatch("[A-Z][A-Za-z]*[a-z]", one.id)}
+
+
+def test_a_class_has_few_attributes() -> None:
+    """Fields included; frozen values are as wide as what they describe."""
+    classes = [node for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
+    wide = {node.name for node in classes if len(_attributes(node)) > MOST_ATTRIBUTES}
+    assert "Cadence" in wide, "the search finds nothing"
+    assert wide - WIDE == set()
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    if any("frozen=True" in ast.unparse(one) for one in node.decorator_list):
+        return set()
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return fields | {one.attr for one in stored if ast.unparse(one.value) == "self"}
+
+
 def test_messages_use_plain_words() -> None:
     """Words that a reader whose first language is not English has to look up, or that leave open who does something."""
     found = [
@@ -221,7 +268,7 @@ def _storages() -> set[str]:
 def test_no_code_above_the_store_asks_for_the_class_of_a_storage() -> None:
     """What a storage can do is in its `capabilities`, which show through wrappers."""
     kinds = _storages()
-    assert {"LocalStorage", "NodeStorage", "Spread", "WatchedStorage"} <= kinds, "the search finds nothing"
+    assert {"LocalStorage", "NodeStorage", "JointStorage", "WatchedStorage"} <= kinds, "the search finds nothing"
     problems = []
     for path in (one for one in MODULES if not one.is_relative_to(STORE)):
         for node in nodes_of(path):

@@ -24,7 +24,7 @@ from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import codecs, decode, manifest_codec, names
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import MAX_CHAIN, Turns, joined
+from ckpt_engine.store.decode import MAX_CHAIN, ReadLimiter, joined
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -293,7 +293,7 @@ def test_small_pieces_of_many_entries_are_read_in_few_requests(tmp_path: Path) -
 def test_a_turn_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what was waited for; a turn that ended is there for the next one."""
     monkeypatch.setattr(decode, "TURN_SECONDS", 0.01)
-    turns = Turns(1, "reading from there")
+    turns = ReadLimiter(1, "reading from there")
     with turns.one(), pytest.raises(StorageError, match="reading from there"), turns.one():
         pass
     with turns.one():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_snapshot
 from ckpt_engine.copy.write_plan import plan
@@ -63,7 +63,7 @@ def far_of(near: Repository, root: Path) -> Repository:
 
 
 def encoded(near: Repository, far: Repository, snapshot: str, codec: str = "byteplane-zstd", **more: Any) -> Any:
-    return copy_encoded(near, far, snapshot, lambda _: codec, Tally(), **more)
+    return copy_encoded(near, far, snapshot, lambda _: codec, EncodeStats(), **more)
 
 
 def restored(root: Path, step: int) -> bool:

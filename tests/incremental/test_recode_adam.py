@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.copy.adam_groups import AdamGroup, find
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError
@@ -22,7 +22,7 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.store import names
-from ckpt_engine.store.decode import Decoder, Groups, needed_for
+from ckpt_engine.store.decode import Decoder, GroupDecoder, needed_for
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -57,7 +57,7 @@ class Far:
         self.near = near
         self.repository = adopt_run(RunText.of(near.repository), LocalStorage(root, disk=QuietDisk()))
         for step in steps:
-            copy_encoded(near.repository, self.repository, self._id(step), lambda _: "delta", Tally())
+            copy_encoded(near.repository, self.repository, self._id(step), lambda _: "delta", EncodeStats())
 
     def _id(self, step: int) -> str:
         return next(parsed.id for parsed in self.near.repository.ids() if parsed.step == step)
@@ -179,14 +179,14 @@ def test_a_group_is_decoded_once_however_little_is_in_memory(
 ) -> None:
     """Its pieces come out together and are put together one behind another: no group is decoded for each of them."""
     applied: list[tuple[object, ...]] = []
-    real = Groups._apply
+    real = GroupDecoder._apply
 
-    def counted(self: Groups, level: str | None, start: int, piece: Piece, outs: Any, bases: Any) -> None:
+    def counted(self: GroupDecoder, level: str | None, start: int, piece: Piece, outs: Any, bases: Any) -> None:
         applied.append((level, piece.group, start))
         real(self, level, start, piece, outs, bases)
 
     far = Far(near, tmp_path, 1, 2, 3)
-    monkeypatch.setattr(Groups, "_apply", counted)
+    monkeypatch.setattr(GroupDecoder, "_apply", counted)
     monkeypatch.setattr("ckpt_engine.restore.read.BATCH_BYTES", 1)
     found = load([far.repository], step=3)
     assert found is not None and same(found.state, near.states[3])

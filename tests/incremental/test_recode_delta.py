@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import Copied, RunText, adopt_run, copy_snapshot
 from ckpt_engine.copy.write_plan import plan
@@ -31,7 +31,7 @@ def far_of(life: Evolving, root: Path) -> Repository:
 
 
 def differences(life: Evolving, far: Repository, snapshot: str) -> Copied:
-    return copy_encoded(life.repository, far, snapshot, lambda _: "delta", Tally())
+    return copy_encoded(life.repository, far, snapshot, lambda _: "delta", EncodeStats())
 
 
 def forget(place: Repository, *snapshots: str) -> None:
@@ -178,7 +178,7 @@ def test_a_copy_that_is_as_it_is_follows_and_leads(tmp_path: Path) -> None:
         if codec is None:
             copy_snapshot(life.repository, far, snapshot)
         else:
-            copy_encoded(life.repository, far, snapshot, lambda _, codec=codec: codec, Tally())
+            copy_encoded(life.repository, far, snapshot, lambda _, codec=codec: codec, EncodeStats())
     assert life.check(far) == 7
     assert far.read(far.ids()[-1].id).bases
 
@@ -195,7 +195,7 @@ def test_copies_of_differences_are_the_same_elsewhere(tmp_path: Path) -> None:
     assert life.check(third) == 1
     back = far_of(life, tmp_path / "back")
     for parsed in far.ids():
-        copy_encoded(far, back, parsed.id, lambda _: "delta", Tally())
+        copy_encoded(far, back, parsed.id, lambda _: "delta", EncodeStats())
     assert life.check(back) == 4
     assert load([back]) is not None
 

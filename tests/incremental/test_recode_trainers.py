@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine.copy.encoded_copy import Tally
+from ckpt_engine.copy.codec_selector import EncodeStats
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -22,7 +22,7 @@ def predicted(near: Path, far: Path) -> int:
     target = adopt_run(RunText.of(source), LocalStorage(far))
     found = 0
     for parsed in source.ids():
-        copy_encoded(source, target, parsed.id, lambda _: "delta", Tally())
+        copy_encoded(source, target, parsed.id, lambda _: "delta", EncodeStats())
         manifest = target.read(parsed.id)
         assert contents(target, manifest) == contents(source, source.read(parsed.id))
         grouped = {name for name, entry in manifest.entries.items() for piece in entry.pieces if piece.group}

@@ -22,7 +22,7 @@ from ckpt_engine.store import names as layout
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.cli.conftest import Outcome
 from tests.incremental.test_reading import flip_bit

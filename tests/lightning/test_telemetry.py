@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from ckpt_engine.observe.metrics import RunSpent
+from ckpt_engine.observe.run_times import RunSpent
 from tests.lightning.runs import Case, every_batch, fit
 
 

@@ -16,7 +16,7 @@ from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import control
-from ckpt_engine.writer.commit_of_ranks import follow
+from ckpt_engine.writer.crash_recovery import follow
 from tests.memory.lives import until
 from tests.memory.rank_host import open_rank
 from tests.ranks.runs import SharedStore, on_all

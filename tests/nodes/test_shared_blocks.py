@@ -15,18 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.restore import shared_reads
+from ckpt_engine.restore import node_storage, shared_blocks
 from ckpt_engine.restore.ask_tiers import Sources
+from ckpt_engine.restore.node_storage import NodeBlocks, NodeStorage
 from ckpt_engine.restore.read import read_entries
-from ckpt_engine.restore.shared_reads import (
-    BLOCK_BYTES,
-    BlockClaim,
-    NodeBlocks,
-    NodeStorage,
-    SharedBlocks,
-    open_shared,
-    remove_shared,
-)
+from ckpt_engine.restore.shared_blocks import BLOCK_BYTES, BlockClaim, SharedBlocks, open_shared, remove_shared
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.storage.local import LocalStorage
@@ -137,7 +130,7 @@ def test_each_rank_begins_with_its_own_share(stored: tuple[Counting, Manifest, t
 
 HOLD = """
 import os, sys
-from ckpt_engine.restore.shared_reads import SharedBlocks as Region
+from ckpt_engine.restore.shared_blocks import SharedBlocks as Region
 region = Region(os.open(sys.argv[1], os.O_RDWR), sys.argv[2])
 print(*(region.claim(n).name for n in range(4)), flush=True)
 sys.stdin.read()
@@ -165,7 +158,7 @@ def test_a_neighbour_that_dies_or_hangs_delays_no_other(
             neighbour.send_signal(signal.SIGKILL)
             neighbour.wait(30)
         else:
-            monkeypatch.setattr(shared_reads, "WAIT_SECONDS", 0.2)
+            monkeypatch.setattr(node_storage, "WAIT_SECONDS", 0.2)
         with caplog.at_level(logging.WARNING):
             storage.announce(manifest)
             assert torch.equal(read(storage, manifest), whole)
@@ -197,17 +190,17 @@ def test_without_room_in_shared_memory_everybody_reads_alone(
 ) -> None:
     """Too little room before: nothing is shared. Full in the middle: the rest is read alone, and that is said."""
     inner, manifest, whole = stored
-    monkeypatch.setattr(shared_reads, "room_bytes", lambda fd: NBYTES - 1)
+    monkeypatch.setattr(node_storage, "room_bytes", lambda fd: NBYTES - 1)
     storage = NodeStorage(inner, shared(), 0, 2)
     storage.announce(manifest)
     assert torch.equal(read(storage, manifest), whole)
     assert os.fstat(shared()).st_blocks == 0
-    monkeypatch.setattr(shared_reads, "room_bytes", lambda fd: NBYTES)
+    monkeypatch.setattr(node_storage, "room_bytes", lambda fd: NBYTES)
 
     def full(fd: int, data: memoryview, at: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_reads.os, "pwrite", full)
+    monkeypatch.setattr(shared_blocks.os, "pwrite", full)
     storage = NodeStorage(inner, shared(), 0, 2)
     with caplog.at_level(logging.WARNING):
         storage.announce(manifest)

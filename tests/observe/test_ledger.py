@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt_engine.observe.durability import Ledger, TierStanding
 from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
@@ -13,7 +14,6 @@ from ckpt_engine.observe.events import (
     TierRecovered,
     WriterLost,
 )
-from ckpt_engine.observe.metrics import Ledger, TierStanding
 
 NEAR, FAR = "/run", "s3://bucket/run"
 

@@ -91,7 +91,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
             "older snapshots are untouched",
         ),
         ("DEBUG", "step 5: the newest in memory when that was to become durable; what could, is"),
-        ("DEBUG", "step 5: snapshot postponed (busy), training goes on"),
+        ("DEBUG", "step 5: snapshot postponed (busy), training continues"),
         ("DEBUG", "2 older snapshots forgotten, 2 GB freed"),
         ("INFO", "step 5: snapshot id durable on s3://b/r too, 1 GB sent in 5 s"),
         ("ERROR", "s3://b/r failed and is tried again later: [CKPT300] the network is down"),

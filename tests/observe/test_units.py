@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.units import duration, share, size
 
 

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.world import group_of, neighbours
-from ckpt_engine.restore import memory
-from ckpt_engine.restore.memory import ShareSource, plan_shares
+from ckpt_engine.restore import memory_of_ranks
+from ckpt_engine.restore.memory_of_ranks import ShareSource, plan_shares
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.names import session_id
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import control, part_records
-from ckpt_engine.writer.channel import Body, Received, Reply
+from ckpt_engine.writer.channel import Received
+from ckpt_engine.writer.messages import Body, Reply
 from ckpt_engine.writer.parity import chunk, number_of, restore_chunk, xor_into
 from ckpt_engine.writer.peer_service import PeerConnection, connect
 from tests.peers.writers import RUN, SECRET, Writer, meet, until
@@ -157,7 +158,7 @@ def test_a_lost_share_comes_from_the_others_over_the_network(group: list[Writer]
     assert chosen is not None
     assert list(chosen.lost) == [str(lost)]
     got: dict[int, Received] = {}
-    memory._gather(got, "/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
+    memory_of_ranks._gather(got, "/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
     assert got[lost].body["file"] == gone.name
     for rank, one in enumerate(group):
         nbytes = one.orders[-1].staged(snapshot).data.nbytes
@@ -177,7 +178,7 @@ def test_a_share_that_is_not_what_it_was_is_noticed(group: list[Writer]) -> None
     group[1].stage.fill(6)
     chosen = plan_shares(3, [[source(one, snapshot)] for one in group[1:]])
     assert chosen is not None
-    place, why = memory._assembled("/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
+    place, why = memory_of_ranks._assembled("/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
     assert place is None
     assert "of the share of rank 0 does not match its digest" in why
 

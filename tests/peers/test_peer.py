@@ -18,7 +18,7 @@ from ckpt_engine.copy.job import Mirrored
 from ckpt_engine.errors import ConfigError, WriterError
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import partner_of
-from ckpt_engine.restore.memory import ShareSource, plan_shares
+from ckpt_engine.restore.memory_of_ranks import ShareSource, plan_shares
 from ckpt_engine.snapshot import save_request
 from ckpt_engine.snapshot.save_request import SharedSnapshots
 from ckpt_engine.store.lease import read_holder

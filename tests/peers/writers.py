@@ -10,7 +10,7 @@ from ckpt_engine.copy.job import RankConfig, job_to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.ranks.world import neighbours
 from ckpt_engine.store.names import session_id
-from ckpt_engine.writer import channel
+from ckpt_engine.writer import messages
 from ckpt_engine.writer.memory_snapshots import MessageDecoder, StagedJob
 from ckpt_engine.writer.peers import Peers
 from tests.persist.staged import WAIT_SECONDS, Stage
@@ -55,7 +55,7 @@ class Writer:
         """A snapshot of `step` is in memory; its id."""
         snapshot = session_id(SECRET, step, step)
         job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
-        order = self.intake.take({"kind": channel.HOLD, "job": job_to_json(job)})
+        order = self.intake.take({"kind": messages.HOLD, "job": job_to_json(job)})
         assert order is not None
         self.orders.append(order)
         self.peers.offer(order)
@@ -74,11 +74,11 @@ class Writer:
 
     @property
     def mirrored(self) -> list[str]:
-        return [one["snapshot"] for one in self.said if one["kind"] == channel.MIRRORED]
+        return [one["snapshot"] for one in self.said if one["kind"] == messages.MIRRORED]
 
     @property
     def notices(self) -> list[str]:
-        return [one["event"]["message"] for one in self.said if one["kind"] == channel.EVENT]
+        return [one["event"]["message"] for one in self.said if one["kind"] == messages.EVENT]
 
     def close(self) -> None:
         self.peers.close()

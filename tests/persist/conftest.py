@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.copy.job import WriterConfig
-from ckpt_engine.store.storage.object_requests import GrowingPauses
+from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.writer import persister, replicate, secondary_tiers
 from ckpt_engine.writer.client import WriterClient
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter, completed

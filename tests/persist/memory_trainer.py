@@ -30,9 +30,9 @@ from typing import Any
 from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.observe.events import Requested, SnapshotReplicated
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.channel import Pulse
 from ckpt_engine.writer.client import WriterClient
 from ckpt_engine.writer.launch import completed
+from ckpt_engine.writer.pulse import HeartbeatPage
 from tests.persist import staged
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.trainer import Log, fork_holder
@@ -105,7 +105,7 @@ def start(root: str, log: Log, **changes: Any) -> launch.ProcessWriter:
 def storm(root: str, log: Log) -> None:
     """Until killed."""
     client = start(root, log, keep={"last": 2})
-    pulse = Pulse()
+    pulse = HeartbeatPage()
     client.attach_pulse(pulse.fd)
     arena = Arena(client)
     step = int(os.environ.get("TEST_STEP", "0"))
@@ -153,7 +153,7 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         os.kill(os.getpid(), int(rest[0]) if rest else signal.SIGKILL)
     elif plan == "die-mixed":
         client = start(root, log)
-        pulse = Pulse()
+        pulse = HeartbeatPage()
         client.attach_pulse(pulse.fd)
         arena = Arena(client)
         pulse.beat(1)

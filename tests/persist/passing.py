@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ckpt_engine.store.storage import watchdog
-from ckpt_engine.store.storage.watchdog import Lane
+from ckpt_engine.store.storage.watchdog import StuckCallRunner
 from tests.persist.staged import WAIT_SECONDS
 
 _this = threading.local()
@@ -16,19 +16,19 @@ _this = threading.local()
 
 def let_time_pass_where_calls_hang(patch: pytest.MonkeyPatch) -> None:
     """From now on a call hangs only if it calls `it_hangs`; a slow machine makes no other call look like it."""
-    run = Lane._run
+    run = StuckCallRunner._run
 
-    def noted(lane: Lane, *call: object) -> None:
+    def noted(lane: StuckCallRunner, *call: object) -> None:
         _this.lane = lane
         run(lane, *call)  # type: ignore[arg-type]
 
-    patch.setattr(Lane, "_run", noted)
+    patch.setattr(StuckCallRunner, "_run", noted)
     patch.setattr(watchdog, "STALL_SECONDS", WAIT_SECONDS)
 
 
 def it_hangs() -> None:
     """Say that the call on this thread hangs: all who wait for it give up at once."""
-    lane: Lane | None = getattr(_this, "lane", None)
+    lane: StuckCallRunner | None = getattr(_this, "lane", None)
     if lane is not None:
         lane.progress.moved(-math.inf)
         lane.look()

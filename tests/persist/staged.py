@@ -16,9 +16,9 @@ from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
-from ckpt_engine.writer import channel
-from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer import messages
 from ckpt_engine.writer.client import Message, WriterClient
+from ckpt_engine.writer.messages import Body
 
 WAIT_SECONDS = 60.0
 """Longer than anything here takes; a test that reaches it has failed."""
@@ -99,7 +99,7 @@ class Stage:
 
 def arena(slot: list[int] | None = None, **more: Any) -> Body:
     """A message about the arena."""
-    return {"kind": channel.ARENA, "slot": slot, "gone": (), "layout": None, "keys": (), "trees": {}, **more}
+    return {"kind": messages.ARENA, "slot": slot, "gone": (), "layout": None, "keys": (), "trees": {}, **more}
 
 
 NONE = {"$": "tensor", "entry": "model.none"}

@@ -14,12 +14,11 @@ import pytest
 from ckpt_engine.errors import CorruptError, LeaseHeldError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
 from ckpt_engine.store import names
-from ckpt_engine.store.container import seal
-from ckpt_engine.store.lease import LeaseHolder
+from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.store.sealed_json import seal
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer import run_records
-from ckpt_engine.writer.channel import SpentTimes
-from ckpt_engine.writer.run_records import (
+from ckpt_engine.writer import attempts
+from ckpt_engine.writer.attempts import (
     Attempt,
     AttemptHistory,
     AttemptRecord,
@@ -27,6 +26,7 @@ from ckpt_engine.writer.run_records import (
     parse_attempts,
     read_attempts,
 )
+from ckpt_engine.writer.pulse import SpentTimes
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, outcome
 from tests.persist.test_process import run_trainer
@@ -88,11 +88,11 @@ def test_the_first_attempt_has_nothing_to_tell(processes: Writers) -> None:
 
 def test_old_attempts_are_dropped_but_for_what_their_time_went_into() -> None:
     """The file stays small, and the sum is right."""
-    rows = [Attempt("host", "", float(number)) for number in range(run_records.MOST + 10)]
+    rows = [Attempt("host", "", float(number)) for number in range(attempts.MOST + 10)]
     kept = parse_attempts(encode_attempts(AttemptHistory(tuple(rows))), "here")
     assert kept.rows == tuple(rows[10:])
     times = {"startup": 1.0, "training": 5.0, "replay": 2.0, "slowdown": 0.7, "slowdown_error": 0.1}
-    many = range(run_records.MOST + 10)
+    many = range(attempts.MOST + 10)
     long = [Attempt("host", "", 10.0 * n, 9.0, GONE, started=10.0 * n, times=times) for n in many]
     history = AttemptHistory(tuple(long))
     again = parse_attempts(encode_attempts(history), "here")
@@ -191,7 +191,7 @@ def test_a_damaged_record_is_said_once_and_begun_again(processes: Writers, stage
 
 def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record grows without any snapshot."""
-    monkeypatch.setattr(run_records, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(attempts, "BEAT_SECONDS", 0.001)
     said: list[float] = []
     several = threading.Event()
     storage = LocalStorage(tmp_path)
@@ -220,7 +220,7 @@ def test_no_heartbeat_is_left_at_the_end(tmp_path: Path) -> None:
 
 def test_a_lost_lease_ends_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record is of the one who has the lease now."""
-    monkeypatch.setattr(run_records, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(attempts, "BEAT_SECONDS", 0.001)
 
     def check() -> None:
         raise LeaseHeldError("lost")

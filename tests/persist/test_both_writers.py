@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.copy.job import JobDone
 from ckpt_engine.errors import ForeignError, LeaseHeldError, NotAFolderError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten, WriterLost
-from ckpt_engine.store.lease import LeaseHolder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage

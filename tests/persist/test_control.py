@@ -21,10 +21,11 @@ import pytest
 
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import WaitTimeoutError, WriterError
-from ckpt_engine.writer import channel, control
-from ckpt_engine.writer.channel import Body, Reply, name_of
+from ckpt_engine.writer import control, unix_sockets
 from ckpt_engine.writer.control import Control, ControlHandlers, ask
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots
+from ckpt_engine.writer.messages import Body, Reply
+from ckpt_engine.writer.unix_sockets import name_of
 from tests.persist.staged import WAIT_SECONDS
 
 ANOTHER_USER = 65534
@@ -64,7 +65,7 @@ def connect(root: Path) -> socket.socket:
 
 def path_of(root: Path) -> str:
     """The socket of who serves there, or has been killed."""
-    (found,) = (one for folder in channel.folders() if (one := Path(folder, name_of(str(root)))).exists())
+    (found,) = (one for folder in unix_sockets.folders() if (one := Path(folder, name_of(str(root)))).exists())
     return str(found)
 
 
@@ -259,7 +260,7 @@ except PermissionError:
 def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
     """Where all users may make folders, with nothing in it. With names that are short enough for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as one, tempfile.TemporaryDirectory(dir="/tmp") as two:
-        monkeypatch.setattr(channel, "_PLACES", (one, two))
+        monkeypatch.setattr(unix_sockets, "_PLACES", (one, two))
         yield Path(one), Path(two)
         Path(one).mkdir(exist_ok=True)
 
@@ -284,7 +285,7 @@ def test_a_folder_that_others_can_enter_is_not_believed(tmp_path: Path, places: 
     made = Control(str(tmp_path), echo.answer)
     made.open(WAIT_SECONDS)
     assert works(tmp_path)
-    (folder,) = channel.folders()
+    (folder,) = unix_sockets.folders()
     assert Path(folder).parent == places[0] and folder not in map(str, (open_to_all, link, file))
     made.close(WAIT_SECONDS)
     fake.close()
@@ -297,9 +298,9 @@ def test_where_no_folder_can_be_made_the_next_place_is_used(
     places[0].rmdir()
     made = Control(str(tmp_path), echo.answer)
     made.open(WAIT_SECONDS)
-    assert works(tmp_path) and Path(channel.folders()[0]).parent == places[1]
+    assert works(tmp_path) and Path(unix_sockets.folders()[0]).parent == places[1]
     made.close(WAIT_SECONDS)
-    monkeypatch.setattr(channel, "_PLACES", (str(tmp_path / "nothing"),))
+    monkeypatch.setattr(unix_sockets, "_PLACES", (str(tmp_path / "nothing"),))
     nowhere = Control(str(tmp_path), echo.answer)
     with pytest.raises(WriterError, match="nothing"):
         nowhere.open(WAIT_SECONDS)
@@ -309,11 +310,11 @@ def test_where_no_folder_can_be_made_the_next_place_is_used(
 def test_what_a_killed_writer_has_left_stops_no_other(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
     """No client takes the socket of a killed writer for a living one; the next writer of any run removes it."""
     for name in (name_of(str(tmp_path)), name_of("another run")):
-        killed = channel.SocketListener(name, WAIT_SECONDS)
+        killed = unix_sockets.SocketListener(name, WAIT_SECONDS)
         killed._sock.close()
-    folder = Path(channel.folders()[0])
+    folder = Path(unix_sockets.folders()[0])
     assert len(list(folder.iterdir())) == 2 - 1  # the second one has removed the first
-    killed = channel.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
+    killed = unix_sockets.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
     killed._sock.close()
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     made = Control(str(tmp_path), echo.answer)
@@ -328,19 +329,19 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
     tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To connect takes a second at most, however long the reply may take."""
-    monkeypatch.setattr(channel, "_BACKLOG", 0)
-    stands = channel.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
+    monkeypatch.setattr(unix_sockets, "_BACKLOG", 0)
+    stands = unix_sockets.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
     waits = []
     while len(waits) < 2:
         waits.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
         with contextlib.suppress(BlockingIOError):
             waits[-1].connect(path_of(tmp_path))
     given: list[float] = []
-    monkeypatch.setattr(control.sockets, "connect", lambda name, timeout: given.append(timeout))
+    monkeypatch.setattr(unix_sockets, "connect", lambda name, timeout: given.append(timeout))
     assert ask(str(tmp_path), {"what": "x"}, 1e6) is None
     assert given == [1.0]
     monkeypatch.undo()
-    monkeypatch.setattr(channel, "_PLACES", tuple(map(str, places)))
+    monkeypatch.setattr(unix_sockets, "_PLACES", tuple(map(str, places)))
     monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
     with pytest.raises(WaitTimeoutError, match="did not answer"):
         ask(str(tmp_path), {"what": "x"}, 1e6)
@@ -351,7 +352,7 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
 
 def test_the_credentials_decide(tmp_path: Path, served: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer refuses a socket whose credentials name another user; no second user is needed for this test."""
-    monkeypatch.setattr(channel, "peer_of", lambda sock: (0, os.geteuid() + 1))
+    monkeypatch.setattr(unix_sockets, "peer_of", lambda sock: (0, os.geteuid() + 1))
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     with connect(tmp_path) as sock:
         assert hung_up(sock)

@@ -13,11 +13,12 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.observe.events import Event, FanOutSink, MemoryFlushed, SystemClock
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import Event, FanOutSink, MemoryFlushed
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.store import names
 from ckpt_engine.writer import control
-from ckpt_engine.writer.commit_of_ranks import CrashRecovery
+from ckpt_engine.writer.crash_recovery import CrashRecovery
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.ranks.train_plain import state_of
 

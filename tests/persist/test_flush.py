@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.observe.events import MemoryFlushed, Notice, SnapshotCommitted, from_json
-from ckpt_engine.writer import channel, launch
-from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer import launch, messages
 from ckpt_engine.writer.control import FLUSH
 from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.messages import Body
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.persist.test_memory import run_trainer, steps, trainer
@@ -126,7 +126,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
     emit = worker._emit
 
     def hear(body: Body) -> bool:
-        log = from_json(body["event"]) if body["kind"] == channel.EVENT else None
+        log = from_json(body["event"]) if body["kind"] == messages.EVENT else None
         if isinstance(log, MemoryFlushed):
             over.append(log.step)
             if len(over) == 1:

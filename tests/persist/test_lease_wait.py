@@ -14,7 +14,7 @@ import pytest
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import LeaseHeldError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFound
-from ckpt_engine.store.lease import LeaseHolder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter, completed
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage

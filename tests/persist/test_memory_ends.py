@@ -26,8 +26,8 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.channel import Reply
 from ckpt_engine.writer.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, ask
+from ckpt_engine.writer.messages import Reply
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, settle
 from tests.persist.test_memory import attach, attached, check_state, logged, run_trainer, step_in_memory, steps, trainer

@@ -19,13 +19,14 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import GONE, Requested
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.names import parse_id, session_id
-from ckpt_engine.writer import channel, control, part_records
-from ckpt_engine.writer.channel import Pulse, Reply, nothing, read_pulse
+from ckpt_engine.writer import control, messages, part_records
 from ckpt_engine.writer.control import ControlHandlers
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.launch import ThreadWriter
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
+from ckpt_engine.writer.messages import Reply, nothing
 from ckpt_engine.writer.persister import Persister
+from ckpt_engine.writer.pulse import HeartbeatPage, read_pulse
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
 RUN = RunText("0" * 32, b"{}")
@@ -43,11 +44,11 @@ class Trainer:
     def say(self, fds: Sequence[int] = (), **changes: Any) -> None:
         """What is new of the arena: nothing but these changes."""
         same: dict[str, Any] = {"slot": None, "gone": [], "layout": None, "keys": [], "trees": {}}
-        self.intake.take({"kind": channel.ARENA, **same, **changes}, fds)
+        self.intake.take({"kind": messages.ARENA, **same, **changes}, fds)
 
     def hold(self, step: int, **changes: Any) -> StagedJob:
         job = dataclasses.replace(self.stage.job(step), **changes)
-        order = self.intake.take({"kind": channel.HOLD, "job": job_to_json(job)})
+        order = self.intake.take({"kind": messages.HOLD, "job": job_to_json(job)})
         assert order is not None
         self.orders.append(order)
         return order
@@ -305,13 +306,13 @@ def test_a_request_waits_once(stage: Stage) -> None:
     """A request that is repeated before the trainer reads it is kept once: it cannot fill the trainer's memory."""
     client = ThreadWriter(WriterConfig("tier"))
     for what in ("save", "save", "stop", "save"):
-        client._hear({"kind": channel.REQUEST, "what": what, "who": "me"})
+        client._hear({"kind": messages.REQUEST, "what": what, "who": "me"})
     assert client.poll() == [Requested("save", "me"), Requested("stop", "me")]
 
 
 def test_the_pulse_is_read_from_its_descriptor() -> None:
     """The last beat; none before the first, and none in what is no pulse."""
-    pulse = Pulse()
+    pulse = HeartbeatPage()
     assert read_pulse(pulse.fd) is None
     for step in (1, 2):
         pulse.beat(step)
@@ -326,7 +327,7 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
 
 def test_a_new_pulse_replaces_the_old_one(snapshots: MemorySnapshots) -> None:
     """Only the newest descriptor stays open."""
-    pulses = [Pulse(), Pulse()]
+    pulses = [HeartbeatPage(), HeartbeatPage()]
     before = files()
     for step, pulse in enumerate(pulses):
         pulse.beat(step)
@@ -355,9 +356,9 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     second = Stage(slot=1)
     for each in (stage, second):
         worker.put(*each.message())
-    worker.put({"kind": channel.PERSIST, "job": job_to_json(stage.job(1))})
+    worker.put({"kind": messages.PERSIST, "job": job_to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
-    worker.put({"kind": channel.HOLD, "job": job_to_json(second.job(2))})
+    worker.put({"kind": messages.HOLD, "job": job_to_json(second.job(2))})
     worker.abandon(GONE)
     offer = offered(worker.held)
     os.close(offer.fds[0])
@@ -398,7 +399,7 @@ def test_one_of_several_ranks_keeps_three(sending: Trainer, share: MemorySnapsho
 def test_what_was_being_overwritten_is_not_kept(sending: Trainer, share: MemorySnapshots) -> None:
     """The trainer has said whose slot it fills before it did; one that is complete there again is whole."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2))]
-    pulse = Pulse()
+    pulse = HeartbeatPage()
     pulse.fill(2, 3)
     share.take_pulse(os.dup(pulse.fd))
     share.drop_torn()

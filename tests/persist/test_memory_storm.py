@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.writer import channel
+from ckpt_engine.writer import unix_sockets
 from tests.persist.memory_trainer import DURABLE_EVERY
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.test_memory import attach, step_in_memory, trainer
@@ -69,7 +69,7 @@ def nothing_is_left(root: Path, writers: list[int]) -> None:
         place.release()
     for pid in writers:
         assert gone(pid)
-    assert not [one for one in channel.folders() if Path(one, channel.name_of(str(root))).exists()]
+    assert not [one for one in unix_sockets.folders() if Path(one, unix_sockets.name_of(str(root))).exists()]
     assert os.fspath(root) not in processes()
 
 

@@ -15,6 +15,7 @@ from ckpt_engine.copy.job import (
     EntryLayout,
     ErrorRecord,
     JobDone,
+    KeySkeleton,
     Layout,
     PersistJob,
     WriterConfig,
@@ -29,9 +30,8 @@ from ckpt_engine.copy.write_snapshot import LEAST_PIECE_BYTES, CutLayout, cut, d
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, WriterLost
 from ckpt_engine.store.container import PIECE_BYTES, digest
-from ckpt_engine.store.lease import LeaseHolder
-from ckpt_engine.store.tree import KeySkeleton
-from ckpt_engine.writer import channel
+from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.writer import channel, messages
 from ckpt_engine.writer.channel import decode, encode
 from ckpt_engine.writer.launch import ThreadWriter
 
@@ -199,7 +199,7 @@ def test_a_lost_writer_loses_its_open_jobs_once() -> None:
     client = ThreadWriter(WriterConfig("tier"))
     for number in (1, 2):
         client.submit(PersistJob(number, 0, {}, 5, None, "x", {}, 0.0, 0.0))
-    client._hear({"kind": channel.DONE, "done": asdict(JobDone(1, "a"))})
+    client._hear({"kind": messages.DONE, "done": asdict(JobDone(1, "a"))})
     client._lose(ErrorRecord("CKPT600", "gone"), expected=False)
     client._lose(ErrorRecord("CKPT600", "again"), expected=False)
     ok, done, lost = client.poll()

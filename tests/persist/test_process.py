@@ -235,7 +235,7 @@ def test_a_writer_that_stays_stopped_is_named_once(
     assert client.wait(WAIT_SECONDS)
     (said,) = client.poll()
     assert isinstance(said, Notice)
-    assert said.message.endswith(f"no snapshot becomes durable; `kill -CONT {client.pid}` lets it go on")
+    assert said.message.endswith(f"no snapshot becomes durable; `kill -CONT {client.pid}` resumes it")
     assert not client.wait(0.2)
     os.kill(client.pid, signal.SIGCONT)
     stage.share(client)

@@ -11,7 +11,7 @@ import pytest
 from ckpt_engine.errors import StorageStalledError
 from ckpt_engine.store.storage.base import Throttle, metered
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer.replicate import NEXT, PAUSES, CopyStoppedError, Gate, Replicator, TierState
+from ckpt_engine.writer.replicate import NEXT, PAUSES, CopyStoppedError, CopyThrottle, Replicator, TierState
 from tests.memory.lives import until
 from tests.persist.passing import let_time_pass_where_calls_hang
 from tests.persist.staged import WAIT_SECONDS
@@ -141,14 +141,14 @@ def test_attempts_become_rarer_up_to_a_limit() -> None:
 def test_an_open_gate_asks_its_limit() -> None:
     """Every byte that passes is counted against the bandwidth."""
     now = [0.0]
-    gate = Gate(Throttle(100.0, lambda: now[0]))
+    gate = CopyThrottle(Throttle(100.0, lambda: now[0]))
     assert [gate.wait(50), gate.wait(50), gate.wait(50)] == [0.0, 0.5, 1.0]
-    assert Gate(None).wait(10**9) == 0.0
+    assert CopyThrottle(None).wait(10**9) == 0.0
 
 
 def test_a_dropped_copy_ends_at_its_next_slice(tmp_path: Path) -> None:
     """`drop` holds for one copy, `stop` for all."""
-    gate = Gate(None)
+    gate = CopyThrottle(None)
     sink = metered(LocalStorage(tmp_path), lambda _: gate)
     gate.drop()
     with pytest.raises(CopyStoppedError):
@@ -164,7 +164,7 @@ def test_a_dropped_copy_ends_at_its_next_slice(tmp_path: Path) -> None:
 
 def test_a_copy_that_waits_for_its_turn_can_be_stopped() -> None:
     """A low bandwidth must not delay the end."""
-    gate = Gate(Throttle(1.0))
+    gate = CopyThrottle(Throttle(1.0))
     gate.wait(1000)
     ended = threading.Event()
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import policy_from
-from ckpt_engine.writer.secondary_tier import Rhythm
+from ckpt_engine.store.retention_rules import policy_from
+from ckpt_engine.writer.secondary_tier import CopySchedule
 from tests.store.samples import info
 
 
@@ -27,8 +27,8 @@ def seqs(infos: list[SnapshotInfo]) -> list[int]:
     return [one.seq for one in infos]
 
 
-def rhythm_of(seconds: float | None, steps: int | None, keep: dict[str, Any]) -> Rhythm:
-    return Rhythm(seconds, steps, policy_from(keep))
+def rhythm_of(seconds: float | None, steps: int | None, keep: dict[str, Any]) -> CopySchedule:
+    return CopySchedule(seconds, steps, policy_from(keep))
 
 
 LAST2 = rhythm_of(None, None, {"last": 2})

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_engine.errors import StorageStalledError
 from ckpt_engine.store.storage import watchdog
-from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, Lane
+from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, StuckCallRunner
 from ckpt_engine.writer.memory_snapshots import SlotReaders
 from tests.persist.staged import WAIT_SECONDS
 
@@ -41,7 +41,7 @@ def hanging(end: threading.Event) -> Callable[[], str]:
 
 def test_a_call_returns_what_its_work_does() -> None:
     """Values, errors and even what ends a program pass; its lane is free again at once."""
-    lane = Lane("file:///x")
+    lane = StuckCallRunner("file:///x")
     assert lane.call(lambda: 7) == 7
     for kind in (ValueError, SystemExit):
 
@@ -57,7 +57,7 @@ def test_a_call_returns_what_its_work_does() -> None:
 def test_a_call_that_hangs_is_left_behind_alone() -> None:
     """The caller goes on with an error that names the tier; while it hangs no other one is begun."""
     end, over, left = threading.Event(), threading.Event(), []
-    lane = Lane("file:///x", ended=over.set)
+    lane = StuckCallRunner("file:///x", ended=over.set)
     before = set(threading.enumerate())
     with short(), pytest.raises(StorageStalledError, match="file:///x has not got on"):
         lane.call(hanging(end), left=left.append)
@@ -80,7 +80,7 @@ def test_a_call_that_hangs_is_left_behind_alone() -> None:
 
 def test_a_call_that_gets_on_may_take_as_long_as_it_likes() -> None:
     """Only the time since the last sign of progress counts."""
-    lane, now, looked = Lane("file:///x"), [0.0], threading.Event()
+    lane, now, looked = StuckCallRunner("file:///x"), [0.0], threading.Event()
 
     def clock() -> float:
         if threading.current_thread() is threading.main_thread():
@@ -102,7 +102,7 @@ def test_a_call_that_gets_on_may_take_as_long_as_it_likes() -> None:
 
 def test_the_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """After SIGSTOP and SIGCONT, or in a container that was frozen, a call has as long as it had before."""
-    lane, ahead, looked = Lane("file:///x"), [0.0], threading.Event()
+    lane, ahead, looked = StuckCallRunner("file:///x"), [0.0], threading.Event()
 
     def clock() -> float:
         if threading.current_thread() is threading.main_thread():
@@ -136,7 +136,7 @@ def test_a_rest_that_was_announced_is_no_stall() -> None:
 
 def test_what_was_left_behind_does_not_go_on() -> None:
     """Its next look at the progress ends it; the next call may."""
-    lane, end, found = Lane("file:///x"), threading.Event(), []
+    lane, end, found = StuckCallRunner("file:///x"), threading.Event(), []
     done = threading.Event()
 
     def work() -> None:
@@ -159,7 +159,7 @@ def test_what_was_left_behind_does_not_go_on() -> None:
 
 def test_a_caller_may_go_on_waiting() -> None:
     """`give_up` decides, and is asked again; a call that comes back is then like any other."""
-    lane, end, asked = Lane("file:///x"), threading.Event(), []
+    lane, end, asked = StuckCallRunner("file:///x"), threading.Event(), []
 
     def no(error: StorageStalledError) -> None:
         asked.append(error)
@@ -173,7 +173,7 @@ def test_a_caller_may_go_on_waiting() -> None:
 
 def test_a_lane_that_does_not_keep_its_calls_is_free_at_once() -> None:
     """A call that hangs in another place does not block the calls that follow."""
-    lane, end = Lane("file:///x", keeps=False), threading.Event()
+    lane, end = StuckCallRunner("file:///x", keeps=False), threading.Event()
     with short(), pytest.raises(StorageStalledError):
         lane.call(hanging(end))
     assert not lane.stuck
@@ -183,7 +183,7 @@ def test_a_lane_that_does_not_keep_its_calls_is_free_at_once() -> None:
 
 def test_the_last_thing_is_done_when_the_call_has_ended() -> None:
     """At the end there is nothing to wait for: a free lane says so."""
-    lane, end, done = Lane("file:///x"), threading.Event(), threading.Event()
+    lane, end, done = StuckCallRunner("file:///x"), threading.Event(), threading.Event()
     assert not lane.last(done.set)
     with short(), pytest.raises(StorageStalledError):
         lane.call(hanging(end))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_engine.copy import encoded_copy
-from ckpt_engine.copy.encoded_copy import Encoding, Tally
+from ckpt_engine.copy import codec_selector
+from ckpt_engine.copy.codec_selector import CodecSelector, EncodeStats
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import StorageFullError
 from ckpt_engine.observe.events import SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten, TierDegraded
@@ -144,7 +144,7 @@ def test_copies_that_were_cut_short_are_made_again(run: Run) -> None:
 
 def test_auto_first_measures_and_then_encodes_what_a_slow_link_wants(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first copy is sent as it is; the next one is encoded, with the reason in one line."""
-    monkeypatch.setattr(encoded_copy, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(codec_selector, "LEAST_BYTES", 1000)
     run.start(run.tier(codec="auto", bandwidth_bytes_per_second=300_000.0))
     run.save(1)
     first = run.until_copied(1)
@@ -176,7 +176,7 @@ class Place:
         self.near = Repository(LocalStorage(root / "near"))
         self.near.create_if_absent()
         self.far = adopt_run(RunText.of(self.near), LocalStorage(root / "far"))
-        self.auto = Encoding("auto")
+        self.auto = CodecSelector("auto")
         self.arrays: dict[str, bytes] = {}
 
     def save(self, step: int) -> str:
@@ -204,7 +204,7 @@ class Place:
 
     def copy(self, step: int, link: float) -> dict[str, str]:
         """Copy a new snapshot as `auto` wants; the link takes `link` bytes per second. The codec of each array."""
-        snapshot, tally = self.save(step), Tally()
+        snapshot, tally = self.save(step), EncodeStats()
         pick = self.auto.pick()
         if pick is None:
             copy_snapshot(self.near, self.far, snapshot)
@@ -240,8 +240,8 @@ def test_auto_encodes_numbers_by_planes_and_the_rest_by_zstd_on_a_slow_link(tmp_
 def test_auto_has_one_bound(tmp_path: Path, share: float, wanted: dict[str, str]) -> None:
     """Below it all is encoded, above it nothing is."""
     place = Place(tmp_path)
-    place.copy(1, share * encoded_copy.LINK_BYTES_PER_SECOND)
-    assert place.copy(2, share * encoded_copy.LINK_BYTES_PER_SECOND) == wanted
+    place.copy(1, share * codec_selector.LINK_BYTES_PER_SECOND)
+    assert place.copy(2, share * codec_selector.LINK_BYTES_PER_SECOND) == wanted
     assert place.auto.why.startswith("auto: " if wanted == SLOW else "as it is: the link takes ")
 
 
@@ -255,6 +255,6 @@ def test_auto_believes_the_best_of_the_last_two_rates(tmp_path: Path) -> None:
 
 def test_auto_learns_nothing_from_small_transfers() -> None:
     """They measure latency: the link is still to be measured."""
-    auto = Encoding("auto")
-    auto.done(Tally(put_bytes=encoded_copy.LEAST_BYTES - 1, put_seconds=10.0))
+    auto = CodecSelector("auto")
+    auto.done(EncodeStats(put_bytes=codec_selector.LEAST_BYTES - 1, put_seconds=10.0))
     assert auto.pick() is None and auto.why == "as it is, to measure the link"

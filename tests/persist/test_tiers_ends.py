@@ -41,7 +41,7 @@ def test_closing_waits_for_copies_but_not_for_a_tier_that_fails(run: Run) -> Non
     run.until(lambda m: isinstance(m, TierDegraded))
     assert client.close(WAIT_SECONDS)
     run.heard += client.poll()
-    notice = run.until(lambda m: isinstance(m, Notice) and "goes on with it" in m.message)
+    notice = run.until(lambda m: isinstance(m, Notice) and " continues it" in m.message)
     assert isinstance(notice, Notice) and str(run.far) in notice.message
     with acquire(LocalStorage(run.near)):
         pass  # the nearest tier is free for the next job already

@@ -16,10 +16,10 @@ import pytest
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, TierDegraded
-from ckpt_engine.store.lease import LeaseHolder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.watchdog import Signs
+from ckpt_engine.store.storage.watchdog import ResponsivenessProbe
 from ckpt_engine.writer import client, replicate, secondary_tiers
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run, steps
@@ -204,7 +204,9 @@ def test_the_end_waits_for_copies_as_long_as_the_option_says(
     assert run.weather[run.far].reached.wait(WAIT_SECONDS)
     assert closed(run)  # would fail after all its time
     (note,) = run.all(Notice)
-    assert note.message.startswith(f"not everything is on file://{run.far} (lacks {newest}); the writer thread goes on")
+    assert note.message.startswith(
+        f"not everything is on file://{run.far} (lacks {newest}); the writer thread continues"
+    )
     is_copied_at_last(run)
 
 
@@ -239,7 +241,7 @@ def test_an_end_without_time_says_that_copies_are_missing(run: Run, monkeypatch:
     assert run.client is not None
     assert run.client.close(WAIT_SECONDS, hurries=lambda _: True)
     assert [one.message for one in run.all(Notice)] == [
-        "not everything is on the further tiers yet; the writer thread goes on with it as long as this process lives, "
+        "not everything is on the further tiers yet; the writer thread continues it as long as this process lives, "
         "and then the next run does"
     ]
     is_copied_at_last(run)
@@ -340,7 +342,7 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
 def test_signs_of_a_place_count_only_while_it_is_asked() -> None:
     """A place without a request is not silent; an answer to one of two requests is a sign, another try is none."""
     now = [0.0]
-    signs = Signs(lambda: now[0])
+    signs = ResponsivenessProbe(lambda: now[0])
     now[0] = 100.0
     assert signs.silent_seconds == 0.0
 

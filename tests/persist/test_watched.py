@@ -21,7 +21,7 @@ from ckpt_engine.store.storage.watchdog import (
     WatchedSource,
     WatchedStorage,
 )
-from ckpt_engine.writer.replicate import Gate
+from ckpt_engine.writer.replicate import CopyThrottle
 from tests.persist.staged import WAIT_SECONDS
 
 
@@ -104,7 +104,7 @@ def test_an_opaque_storage_has_time_for_what_it_is_given() -> None:
 def test_a_limited_opaque_storage_has_the_same_time_after_its_turn() -> None:
     """The wait for the bandwidth comes on top: a big object is sent long after it has passed the gate."""
     progress = Counting()
-    storage = WatchedStorage(metered(Opaque(), lambda _: Gate(None)), progress)  # type: ignore[arg-type]
+    storage = WatchedStorage(metered(Opaque(), lambda _: CopyThrottle(None)), progress)  # type: ignore[arg-type]
     storage.put("a", [memoryview(bytes(3 * SLOWEST_BYTES_PER_SECOND))])
     assert progress.moves[-2:] == [3.0, 0.0]  # its turn, and its end
 

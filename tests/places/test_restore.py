@@ -12,8 +12,8 @@ import pytest
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import NoUsableSnapshotError, ResumeError, StorageError
 from ckpt_engine.ranks.session import Beacon
-from ckpt_engine.restore import node_roots
-from ckpt_engine.restore.node_roots import Borrower, Lender
+from ckpt_engine.restore import folder_service
+from ckpt_engine.restore.folder_service import FolderClient, FolderServer
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
@@ -188,8 +188,8 @@ def test_a_leader_that_cannot_be_reached_is_asked_once(
         tried.append(port)
         raise TimeoutError("timed out")  # a firewall
 
-    monkeypatch.setattr(node_roots, "connect", drop)
-    monkeypatch.setattr(node_roots, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(folder_service, "connect", drop)
+    monkeypatch.setattr(folder_service, "PATIENCE_SECONDS", 0.0)
     again = open_nodes(tmp_path, NODES, 2, further=tiers, keep={"last": 3})
     if further:
         check_all(again, 3)
@@ -250,13 +250,13 @@ def test_each_byte_is_lent_once_to_a_node(tmp_path: Path, monkeypatch: pytest.Mo
     """Three ranks of a node share what comes from the other one; a rank's own folder is read directly."""
     saved(tmp_path)
     lent: list[int] = []
-    found = Lender._found
+    found = FolderServer._found
 
-    def count(self: Lender, request: dict[str, Any]) -> Any:
+    def count(self: FolderServer, request: dict[str, Any]) -> Any:
         lent.append(request.get("nbytes", 0))
         return found(self, request)
 
-    monkeypatch.setattr(Lender, "_found", count)
+    monkeypatch.setattr(FolderServer, "_found", count)
     again = open_nodes(tmp_path, NODES, 3)
     check_all(again, 2, saved=4)
     close_all(again)
@@ -274,7 +274,7 @@ def test_a_leader_that_lends_nothing_any_more(tmp_path: Path, monkeypatch: pytes
     def gone(*_: Any) -> None:
         raise StorageError("the folder of rank 0 at 127.0.0.1 does not answer: gone")
 
-    monkeypatch.setattr(Borrower, "get_into", gone)
+    monkeypatch.setattr(FolderClient, "get_into", gone)
     again = open_nodes(tmp_path, NODES, 2, further=tiers)
     if further:
         check_all(again, 2)

@@ -22,8 +22,9 @@ from ckpt_engine.config.sections import Status
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop.boundary import Stopping
 from ckpt_engine.loop.rank_decisions import cadence_of
-from ckpt_engine.observe.events import FanOutSink, SystemClock
-from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.durability import DurabilityStatus, PendingCommit, TierStanding
+from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.preempt.stop_plan import Board, PendingSnapshot, StopFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
@@ -37,7 +38,7 @@ NEAR, FAR = TierStanding("/run", 1e9, 90, 40.0), TierStanding('s3://b/"r"', None
 
 def seen(near: TierStanding = NEAR, stopping: str | None = None, far: TierStanding = FAR) -> dict[str, Any]:
     """At second 100 of a run that started at second 10: step 97, 2 GB of state, one snapshot in flight."""
-    standing = Standing((near, far), (Flying(95, 2_000_000_000, 90.0),), 2_000_000_000)
+    standing = DurabilityStatus((near, far), (PendingCommit(95, 2_000_000_000, 90.0),), 2_000_000_000)
     tiers = tuple(TierStanding(one.url, one.bytes_per_second) for one in standing.tiers)
     facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(PendingSnapshot(95, 1e9),), stall_seconds=0.1)
     return outlook(standing, facts, now=100.0, started=10.0, step_seconds=3.0, stopping=stopping)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.observe.metrics import TierStanding
+from ckpt_engine.observe.durability import TierStanding
 from ckpt_engine.preempt.stop_plan import MARGIN, PendingSnapshot, StopChoice, StopFacts, plan_stop
 
 MB, GB = 1e6, 1e9

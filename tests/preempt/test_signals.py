@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.preempt.stop_requests import SignalWatch, Wake
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.config.sections import Source
-from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.preempt import stop_requests
 from ckpt_engine.preempt.stop_requests import PreemptionSource, PreemptionSourceError, open_source
 
@@ -185,7 +185,7 @@ def test_a_launcher_that_is_gone_is_a_notice(launcher: str, tmp_path: Path) -> N
     """The end of a launcher is a stop request; the end of another parent, such as a shell under nohup, is none."""
     child = (
         "import sys, time; from ckpt_engine.preempt.stop_requests import launcher_source as f; "
-        "from ckpt_engine.observe.events import SystemClock; s = f(SystemClock()); "
+        "from ckpt_engine.observe.clock import SystemClock; s = f(SystemClock()); "
         "print(s is None or s.poll() is None, flush=True); sys.stdin.read(1); "
         "print(s is None or s.poll().who.split(' (')[0], flush=True)"
     )

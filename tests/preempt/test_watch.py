@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from ckpt_engine.config.sections import Preemption
-from ckpt_engine.observe.events import Requested, SnapshotCommitted, SnapshotStaged, SystemClock
-from ckpt_engine.observe.metrics import Ledger
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.durability import Ledger
+from ckpt_engine.observe.events import Requested, SnapshotCommitted, SnapshotStaged
 from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.watch import PreemptionWatch
 

@@ -20,7 +20,8 @@ from ckpt_engine.loop import diverging, rank_decisions
 from ckpt_engine.loop.diverging import Diverging, Rollbacks, whole
 from ckpt_engine.loop.halt import Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, hear
-from ckpt_engine.observe.events import LogSink, SystemClock
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import LogSink
 from ckpt_engine.preempt.divergence import Divergence, RollbackRecord, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.preempt.watch import open_watch

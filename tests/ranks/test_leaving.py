@@ -17,8 +17,9 @@ import torch.distributed as dist
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop.halt import Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence
-from ckpt_engine.observe.events import LogSink, SystemClock
-from ckpt_engine.observe.metrics import RunTimes
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import LogSink
+from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.process_group import GroupStore
 from tests.ranks.runs import ThreadRanks

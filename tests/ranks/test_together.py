@@ -17,8 +17,9 @@ from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop import rank_decisions
 from ckpt_engine.loop.rank_decisions import SharedCadence, Together
 from ckpt_engine.observe import events
-from ckpt_engine.observe.events import LogSink, SystemClock
-from ckpt_engine.observe.metrics import RunTimes
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import LogSink
+from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.world import Waits
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all

@@ -11,9 +11,10 @@ import pytest
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import names, pins
-from ckpt_engine.store.lease import acquire, locks_are_shared
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lock_scope import locks_are_shared
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.testing import StorageContract, listed, put
 from tests.store.samples import save

@@ -22,7 +22,7 @@ from ckpt_engine.copy.make_room import prune
 from ckpt_engine.store import pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.staged import check_all
 from tests.real import uml

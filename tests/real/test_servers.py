@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.lease import LeaseSlot, Timing, acquire, take
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.object_lease import LeaseSlot, Timing, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.objects_s3 import S3Storage

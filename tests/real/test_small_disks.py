@@ -16,7 +16,7 @@ from ckpt_engine.errors import StorageFullError, StorageReadOnlyError
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.testing import StorageContract, aligned, listed
 from tests.store.samples import files, info, manifest, save

@@ -11,14 +11,14 @@ import torch
 import zstandard
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.host_memory import MemoryLimit
+from ckpt_engine.copy.memory_limits import MemoryLimit
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.restore import read
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import container, manifest_codec
 from ckpt_engine.store.container import PIECE_BYTES, digest
-from ckpt_engine.store.decode import Groups, Rooms
+from ckpt_engine.store.decode import BufferPool, GroupDecoder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.support.forged import forge, newest
@@ -83,7 +83,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_read(
 ) -> None:
     """A snapshot of zeros is small on disk: what counts is the memory that is left."""
     monkeypatch.setattr(read, "UNASKED_BYTES", 1000)
-    monkeypatch.setattr(read.host_memory, "look", lambda: MemoryLimit(1500, "the limit of a test"))
+    monkeypatch.setattr(read.memory_limits, "look", lambda: MemoryLimit(1500, "the limit of a test"))
     manifest = Repository(LocalStorage(root)).read(newest(root).stem)
     with pytest.raises(FormatError, match="the limit of a test"):
         read.read_entries(Sources([LocalStorage(root)]), manifest)
@@ -107,7 +107,7 @@ def test_leaves_that_share_an_entry_cost_no_memory_each() -> None:
 def test_groups_of_groups_do_not_take_for_ever(root: Path) -> None:
     """What is decoded is counted: groups could be arranged so that each has to be made again for each."""
     manifest = Repository(LocalStorage(root)).read(newest(root).stem)
-    groups = Groups(manifest, lambda *_: None, lambda *_: None, Rooms())
+    groups = GroupDecoder(manifest, lambda *_: None, lambda *_: None, BufferPool())
     groups._count(8 * 2048)
     with pytest.raises(CorruptError, match="as long to decode"):
         groups._count(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_engine.state.flatten import INLINE_BYTES, MAX_DEPTH
 from ckpt_engine.state.rebuild import _KINDS
-from ckpt_engine.store import container, decode, manifest, manifest_codec, names, repository, tree
+from ckpt_engine.store import catalog, container, decode, manifest, manifest_codec, names, tree
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -27,7 +27,7 @@ def test_constants_on_the_page_are_those_of_the_code() -> None:
     assert f"at most {manifest_codec.MOST_OVERHEAD_BYTES} more as it is stored" in PAGE
     assert f"name at most {manifest_codec.MOST_SHARED} times the bytes" in PAGE
     assert f"decoded more than {decode.MOST_DECODED} times" in PAGE
-    assert f"when at least {repository.EVERY} snapshots" in PAGE
+    assert f"when at least {catalog.EVERY} snapshots" in PAGE
 
 
 def test_the_page_lists_exactly_the_node_kinds_of_the_reader() -> None:

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.store import names, repository
+from ckpt_engine.store import catalog, names
 from ckpt_engine.store.storage.local import LocalStorage
 
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalog for every five snapshots."""
-    monkeypatch.setattr(repository, "EVERY", 5)
-    monkeypatch.setattr(repository, "FEW", 2)
+    monkeypatch.setattr(catalog, "EVERY", 5)
+    monkeypatch.setattr(catalog, "FEW", 2)
 
 
 def test_the_writer_leaves_a_catalog_on_every_tier(often: None, tmp_path: Path, monkeypatch: Any) -> None:
@@ -39,6 +39,6 @@ def test_the_writer_leaves_a_catalog_on_every_tier(often: None, tmp_path: Path, 
         assert [info.step for info in ckpt.snapshots()] == list(range(1, 13))
         for place in ("near", "far"):
             assert f"{place}/{names.CATALOG}" in read
-            assert len([name for name in read if name.startswith(f"{place}/{names.MANIFESTS}")]) < repository.EVERY
+            assert len([name for name in read if name.startswith(f"{place}/{names.MANIFESTS}")]) < catalog.EVERY
         state = ckpt.load()
         assert state is not None and torch.equal(state["w"], torch.full((10,), 12.0))

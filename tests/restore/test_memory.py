@@ -29,8 +29,8 @@ from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer import channel, control
-from ckpt_engine.writer.channel import Beat
+from ckpt_engine.writer import control, unix_sockets
+from ckpt_engine.writer.pulse import Heartbeat
 from tests.snapshot.passage import same
 
 N = 3_000_000
@@ -51,7 +51,7 @@ def write(root: Path, *steps: int) -> Repository:
 class Memory:
     """The newest snapshot of a folder, as a dead trainer's writer would offer it."""
 
-    def __init__(self, disk: Repository, beat: Beat | None = None) -> None:
+    def __init__(self, disk: Repository, beat: Heartbeat | None = None) -> None:
         newest = disk.list()[-1].id
         (file,) = disk.read(newest).files
         self.file, self.nbytes = file.name, file.nbytes
@@ -81,7 +81,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Repository:
 
 @pytest.fixture
 def memory(disk: Repository) -> Iterator[Memory]:
-    made = Memory(disk, Beat(4, 0.0))
+    made = Memory(disk, Heartbeat(4, 0.0))
     yield made
     made.close()
 
@@ -230,17 +230,17 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A run whose name somebody has who takes no requests, or not even connections."""
     monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
     place = tempfile.mkdtemp(dir="/tmp")  # names of sockets are short
-    monkeypatch.setattr(channel, "_PLACES", (place,))
+    monkeypatch.setattr(unix_sockets, "_PLACES", (place,))
     with Checkpointer(str(tmp_path / "run")) as ckpt:
         ckpt.save({"x": 1}, step=1).wait(60)
-    monkeypatch.setattr(channel, "_BACKLOG", 0)
-    name = channel.name_of(str(tmp_path / "run"))
-    listener = channel.SocketListener(name, 60.0)
+    monkeypatch.setattr(unix_sockets, "_BACKLOG", 0)
+    name = unix_sockets.name_of(str(tmp_path / "run"))
+    listener = unix_sockets.SocketListener(name, 60.0)
     clients = []
     while request.param == "full" and len(clients) < 2:
         clients.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
         with contextlib.suppress(BlockingIOError):
-            clients[-1].connect(f"{channel.folders()[0]}/{name}")
+            clients[-1].connect(f"{unix_sockets.folders()[0]}/{name}")
     yield tmp_path / "run"
     listener.close()
     for one in clients:

@@ -16,9 +16,10 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
 from ckpt_engine.observe.events import Event, LogSink, Notice
 from ckpt_engine.restore.load import TIDY_FROM
-from ckpt_engine.store.lease import Lease, LeaseHolder, LocalLease, acquire
+from ckpt_engine.store.branches import branches
+from ckpt_engine.store.lease import LocalLease, acquire
+from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import branches
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage

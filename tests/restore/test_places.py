@@ -20,7 +20,7 @@ from ckpt_engine.config import Tier
 from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
 from ckpt_engine.loop.taking_over import publish, report_of
 from ckpt_engine.observe.events import Event, LogSink, TierDegraded, level_of
-from ckpt_engine.restore import ask_tiers, choose
+from ckpt_engine.restore import ask_tiers, choose, far_storage
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.store import manifest_codec, names
@@ -28,7 +28,7 @@ from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.watchdog import Signs
+from ckpt_engine.store.storage.watchdog import ResponsivenessProbe
 from tests.snapshot.passage import same
 from tests.support.hanging import hanging
 
@@ -332,8 +332,8 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     run: Path, near: Any, far: Any, left: list[int]
 ) -> None:
     """The answers of the other places are waited for."""
-    answers = [ask_tiers.PlaceAnswer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
-    asked = ask_tiers._Round(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
+    answers = [ask_tiers.TierReply(place, value) for place, value in zip(where(run), (near, far), strict=True)]
+    asked = ask_tiers._Query(answers, len, ask_tiers.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
     asked._open = {number: Future() for number, value in enumerate((near, far)) if value is None}
     assert asked._silent(2.5, 2.0) == left
     assert asked._silent(1.5, 2.0) == []
@@ -358,16 +358,16 @@ def test_a_far_place_is_opened_by_the_thread_that_asks_it(run: Path, monkeypatch
         now[0] += 50.0
         return Slow(run / "far")
 
-    monkeypatch.setattr(ask_tiers, "open_storage", opens)
-    monkeypatch.setattr(ask_tiers, "Signs", lambda: Signs(lambda: now[0]))
-    place = Repository(ask_tiers.storage_of(Tier(url="s3://bucket/far/")))
+    monkeypatch.setattr(far_storage, "open_storage", opens)
+    monkeypatch.setattr(far_storage, "ResponsivenessProbe", lambda: ResponsivenessProbe(lambda: now[0]))
+    place = Repository(far_storage.storage_of(Tier(url="s3://bucket/far/")))
     assert place.storage.url == "s3://bucket/far"
     assert opened == []
     (answer,) = ask_tiers.ask([place], ask_tiers.ids)
     assert answer.value is not None and len(answer.value) == 3
     assert len(opened) == 1 and opened[0].startswith("ckpt-places")
     far = place.storage
-    assert isinstance(far, ask_tiers.FarStorage)
+    assert isinstance(far, far_storage.FarStorage)
     silent_seconds = far.capabilities.silent_seconds
     assert silent_seconds is not None
     assert silent_seconds() == 0.0
@@ -490,7 +490,7 @@ def test_a_far_place_is_opened_while_the_writer_starts(run: Path, monkeypatch: p
         done.set()
         return LocalStorage(run / "far")
 
-    monkeypatch.setattr(ask_tiers, "open_storage", opens)
+    monkeypatch.setattr(far_storage, "open_storage", opens)
     ckpt = Checkpointer(tiers=[str(run / "near"), "s3://bucket/run"])
     monkeypatch.setattr(ckpt.engine._pipeline, "start", lambda: done.wait(WAIT_SECONDS))
     ckpt.engine.start(resumes=True)
@@ -589,8 +589,8 @@ def test_a_far_place_is_asked_for_its_run_and_its_snapshots_side_by_side(
             listed.set()
             return super().list(prefix)
 
-    monkeypatch.setattr(ask_tiers, "open_storage", lambda url, _: Waiting(run / "far"))
-    (answer,) = ask_tiers.ask([Repository(ask_tiers.storage_of(Tier(url="s3://bucket/far/")))], ask_tiers.ids)
+    monkeypatch.setattr(far_storage, "open_storage", lambda url, _: Waiting(run / "far"))
+    (answer,) = ask_tiers.ask([Repository(far_storage.storage_of(Tier(url="s3://bucket/far/")))], ask_tiers.ids)
     assert answer.value is not None and len(answer.value) == 3
     assert answer.place.record() is not None
 
@@ -606,8 +606,8 @@ def test_an_object_store_is_not_asked_for_what_a_near_place_has_whole(
             asked.append(name)
             return super().get(name, start, nbytes)
 
-    monkeypatch.setattr(ask_tiers, "open_storage", lambda url, options: Listening(run / "far"))
-    far = Repository(ask_tiers.storage_of(Tier(url="s3://bucket/far/")))
+    monkeypatch.setattr(far_storage, "open_storage", lambda url, options: Listening(run / "far"))
+    far = Repository(far_storage.storage_of(Tier(url="s3://bucket/far/")))
     found = choose.choose([Repository(LocalStorage(run / "near")), far])
     assert found is not None and found.sources[-1] is far
     assert not [name for name in asked if name.startswith("snapshots/")]

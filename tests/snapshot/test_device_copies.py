@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event as EngineEvent
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.restore import load_in_place, read
+from ckpt_engine.restore import array_regions, device_copies, load_in_place, read
 from ckpt_engine.snapshot import cuda, transfers
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.cuda import DeviceCopies, TornCopyError
@@ -37,9 +37,9 @@ def _small() -> Iterator[None]:
         patch.setattr(transfers, "BUFFER_BYTES", BUFFER)
         patch.setattr(transfers, "DIRECT_BYTES", DIRECT)
         patch.setattr(cuda, "PIECE_BYTES", PIECE)
-        for module in (read, load_in_place):
+        for module in (read, array_regions, device_copies):
             patch.setattr(module, "READ_BYTES", 3000)
-        patch.setattr(load_in_place, "_STRIP_UNIT", 64)
+        patch.setattr(device_copies, "_STRIP_UNIT", 64)
         yield
 
 
@@ -429,7 +429,7 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
         handles[-1].wait(30.0)
     assert not devices.registered, "nothing stays page-locked"
     monkeypatch.setattr(load_in_place, "_takes_bytes", lambda live, entry: isinstance(live, torch.Tensor))
-    fill = load_in_place.fill
+    fill = device_copies.fill
     monkeypatch.setattr("ckpt_engine.restore.load_in_place.fill", lambda *rest: fill(*rest, runtime=devices))
     for step in (4, 5):
         with pumped(devices), Checkpointer(str(tmp_path)) as ckpt:
@@ -477,7 +477,7 @@ def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkey
         ckpt.save(state, step=1).wait(30.0)
     devices = FakeDevices()
     devices.idle_until_waited_for = True
-    fill = load_in_place.fill
+    fill = device_copies.fill
     monkeypatch.setattr("ckpt_engine.restore.load_in_place.fill", lambda *rest: fill(*rest, runtime=devices))
     target = {name: devices.put(torch.zeros_like(tensor)) for name, tensor in state.items()}
     with Checkpointer(str(tmp_path)) as ckpt:

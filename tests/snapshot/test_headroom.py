@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy.host_memory import RESERVE, Fit, MemoryLimit, look, plan_arena
+from ckpt_engine.copy.memory_limits import RESERVE, Fit, MemoryLimit, look, plan_arena
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 
 GB = 10**9
@@ -131,12 +131,12 @@ def test_the_warning_says_needed_available_and_what_to_do() -> None:
     fit = plan_arena(10 * GB, 3, memory=True, room=MemoryLimit(12 * GB, "limit of control group /x"))
     assert fit.warning == (
         "too little host memory for the arena: 3 slots of 10 GB need 30 GB, 11 GB are available (limit of control "
-        "group /x). Snapshots go on with 1 slot and without the memory tier. Give the job more memory, or set "
+        "group /x). Snapshots continue with 1 slot and without the memory tier. Give the job more memory, or set "
         "`slots: 1` and remove the memory tier"
     )
     fit = plan_arena(10 * GB, 2, memory=False, room=MemoryLimit(12 * GB, "y"))
     assert fit.warning is not None
-    assert "go on with 1 slot. Give" in fit.warning
+    assert "continue with 1 slot. Give" in fit.warning
 
 
 @given(st.integers(1, 10**12), st.integers(1, 8), st.booleans(), st.integers(0, 10**13), st.integers(0, 10**12))
@@ -179,9 +179,9 @@ def test_a_writer_process_is_not_started_into_too_little_memory() -> None:
     fit = plan_arena(0, 3, memory=True, room=room, process=True)
     assert (fit.process, fit.slots, fit.memory) == (False, 3, False)
     assert fit.warning == (
-        "too little host memory for a writer process: 19 MB are available (limit of control group /x). Snapshots go "
-        "on, written by a thread of the trainer, with 3 slots and without the memory tier. Give the job more memory, "
-        "or set `writer: thread` and remove the memory tier"
+        "too little host memory for a writer process: 19 MB are available (limit of control group /x). Snapshots "
+        "continue, written by a thread of the trainer, with 3 slots and without the memory tier. Give the job more "
+        "memory, or set `writer: thread` and remove the memory tier"
     )
     assert plan_arena(0, 3, memory=True, room=MemoryLimit(40 * MB, "x"), process=True).process
 

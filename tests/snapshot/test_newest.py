@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt_engine.copy.host_memory import MemoryLimit
 from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob
+from ckpt_engine.copy.memory_limits import MemoryLimit
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.snapshot import pipeline

@@ -10,16 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import host_memory
-from ckpt_engine.copy.host_memory import (
-    DEAR_SECONDS,
-    HUGE_BYTES,
-    STEP_BYTES,
-    FreshPages,
-    advise,
-    free_huge_bytes,
-    populate,
-)
+from ckpt_engine.copy import fresh_pages, host_memory
+from ckpt_engine.copy.fresh_pages import DEAR_SECONDS, STEP_BYTES, FreshPages, advise, free_huge_bytes, populate
+from ckpt_engine.copy.host_memory import HUGE_BYTES
 from ckpt_engine.snapshot import arena
 from tests.support import interpreters
 
@@ -60,7 +53,7 @@ def test_as_much_is_asked_for_as_half_of_the_free_ones(free: int, asked: int, mo
             self.asked = length
 
     memory = Memory(-1, 8 * HUGE_BYTES)
-    monkeypatch.setattr(host_memory, "free_huge_bytes", lambda: free * HUGE_BYTES)
+    monkeypatch.setattr(fresh_pages, "free_huge_bytes", lambda: free * HUGE_BYTES)
     advise(memory)
     assert memory.asked == asked * HUGE_BYTES
 
@@ -70,7 +63,7 @@ def test_a_slot_goes_on_to_ask_for_huge_pages_after_a_part_has_none_for_now(
     code: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a slot has huge pages is no matter of luck; a kernel that knows of none is asked once."""
-    real, collapsed = host_memory._LIBC, []
+    real, collapsed = host_memory.LIBC, []
 
     class Libc:
         mmap, munmap = real.mmap, real.munmap
@@ -82,7 +75,7 @@ def test_a_slot_goes_on_to_ask_for_huge_pages_after_a_part_has_none_for_now(
             ctypes.set_errno(code)
             return -1 if len(collapsed) == 1 else 0
 
-    monkeypatch.setattr(host_memory, "_LIBC", Libc())
+    monkeypatch.setattr(host_memory, "LIBC", Libc())
     monkeypatch.setattr(arena, "_HUGE_FROM_BYTES", 1)
     slot = arena.SharedSlot(0, 3 * arena._PREFAULT_BYTES)
     assert slot.prefault() and not slot.is_cold
@@ -93,7 +86,7 @@ def test_a_slot_goes_on_to_ask_for_huge_pages_after_a_part_has_none_for_now(
 @pytest.mark.parametrize(("factor", "unasked"), [(0.5, []), (2.0, [1, 2])])
 def test_dear_huge_pages_are_asked_for_once(factor: float, unasked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a hypervisor gives memory back slowly, what follows the first step has small pages; all is present."""
-    real, clock, refused = host_memory._LIBC, 0.0, []
+    real, clock, refused = fresh_pages.LIBC, 0.0, []
     memory = mmap.mmap(-1, 3 * STEP_BYTES + HUGE_BYTES)
     base = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE_BYTES) * HUGE_BYTES
 
@@ -105,8 +98,8 @@ def test_dear_huge_pages_are_asked_for_once(factor: float, unasked: list[int], m
                 refused.append(((address.value or 0) - base, nbytes.value))
             return int(real.madvise(address, nbytes, advice))
 
-    monkeypatch.setattr(host_memory, "_LIBC", Libc())
-    monkeypatch.setattr(host_memory.time, "thread_time", lambda: clock)
+    monkeypatch.setattr(fresh_pages, "LIBC", Libc())
+    monkeypatch.setattr(fresh_pages.time, "thread_time", lambda: clock)
     FreshPages().populate(base, 3 * STEP_BYTES)
     assert refused == [(step * STEP_BYTES, STEP_BYTES) for step in unasked]
     assert present(base, 3 * STEP_BYTES)
@@ -128,13 +121,13 @@ def test_a_small_part_of_memory_stays_as_its_neighbours_are(monkeypatch: pytest.
             asked.append(advice)
             return 0
 
-    monkeypatch.setattr(host_memory, "_LIBC", Libc())
-    monkeypatch.setattr(host_memory, "DEAR_SECONDS", -1.0)
+    monkeypatch.setattr(fresh_pages, "LIBC", Libc())
+    monkeypatch.setattr(fresh_pages, "DEAR_SECONDS", -1.0)
     pages = FreshPages()
     pages.populate(0, HUGE_BYTES)  # too short to say what memory costs
     pages.populate(STEP_BYTES, STEP_BYTES)
     pages.populate(2 * STEP_BYTES, HUGE_BYTES - 1)
-    assert asked == 3 * [host_memory._POPULATE_WRITE]
+    assert asked == 3 * [host_memory.POPULATE_WRITE]
 
 
 WITHOUT_HUGE_PAGES = """

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage import object_requests, open_storage
-from ckpt_engine.store.storage.object_requests import asking
+from ckpt_engine.store.storage import open_storage, retries
+from ckpt_engine.store.storage.retries import asking
 from tests.servers.s3 import free_port
 
 FOR_EVER = {"retry_seconds": 1e9, "timeout_seconds": 1e6}
@@ -70,5 +70,5 @@ def test_only_a_missing_server_is_hopeless_and_only_while_asking(error: OSError,
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
     with asking():
-        assert object_requests.is_hopeless(error) is object_requests.is_hopeless(wrapped) is hopeless
-    assert not object_requests.is_hopeless(error)
+        assert retries.is_hopeless(error) is retries.is_hopeless(wrapped) is hopeless
+    assert not retries.is_hopeless(error)

@@ -15,11 +15,11 @@ from benchmarks.counted import CountedStorage
 from ckpt_engine.copy.make_room import collect, measure, prune
 from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.restore import choose
-from ckpt_engine.store import names, repository
+from ckpt_engine.store import catalog, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -47,7 +47,7 @@ def test_requests_grow_with_pages_not_with_snapshots(count: int) -> None:
     """A listing, a resume, and the reading of retention: pages, the record, the catalog, and what is newer than it."""
     storage = CountedStorage()
     fill(storage, count)
-    newer = fill(storage, repository.EVERY - 1, count + 1)
+    newer = fill(storage, catalog.EVERY - 1, count + 1)
     pages = -(-(count + len(newer)) // 1000)
 
     storage.requests.clear()
@@ -81,13 +81,13 @@ def test_without_a_catalog_everything_is_read_and_right() -> None:
 def test_a_young_run_has_none() -> None:
     """Below the limit nothing is written, and few snapshots are read without asking for a catalog."""
     storage = CountedStorage()
-    fill(storage, repository.EVERY - 1)
+    fill(storage, catalog.EVERY - 1)
     assert names.CATALOG not in storage.objects
     few = CountedStorage()
-    fill(few, repository.FEW)
+    fill(few, catalog.FEW)
     few.requests.clear()
     Repository(few).list()
-    assert few.requests == {"list": 1, "get": repository.FEW}
+    assert few.requests == {"list": 1, "get": catalog.FEW}
 
 
 def test_the_writer_keeps_it_up_to_date() -> None:
@@ -112,51 +112,51 @@ def test_the_writer_keeps_it_up_to_date() -> None:
     assert storage.requests["get"] == 2
 
 
-def card(name: str = "", nbytes: int = 7, version: str = "v1", **about: Any) -> repository.Card:
+def card(name: str = "", nbytes: int = 7, version: str = "v1", **about: Any) -> catalog.CatalogEntry:
     facts = info(**about)
     item = ObjectInfo(name or names.manifest_name(facts.id), nbytes, version)
-    return repository.Card(item, facts, (names.data_name(facts.id),))
+    return catalog.CatalogEntry(item, facts, (names.data_name(facts.id),))
 
 
-def listed(*cards: repository.Card) -> dict[str, ObjectInfo]:
+def listed(*cards: catalog.CatalogEntry) -> dict[str, ObjectInfo]:
     return {one.info.id: one.manifest for one in cards}
 
 
 def test_a_catalog_says_what_it_was_given() -> None:
     """Metrics that JSON has no numbers for come back too."""
     cards = [card(seq=1, metrics={"loss": math.inf}), card(seq=2, epoch=None)]
-    assert repository.decode(repository.encode(RUN, cards), RUN, listed(*cards)) == cards
+    assert catalog.decode(catalog.encode(RUN, cards), RUN, listed(*cards)) == cards
 
 
 def test_an_entry_counts_only_for_the_very_object() -> None:
     """An entry is left out if the listing has another size, another or no version, or lacks the name."""
     one = card()
-    text = repository.encode(RUN, [one])
-    assert repository.decode(text, RUN, {one.info.id: ObjectInfo("x", 7, "v1")})
+    text = catalog.encode(RUN, [one])
+    assert catalog.decode(text, RUN, {one.info.id: ObjectInfo("x", 7, "v1")})
     for other in (ObjectInfo("x", 8, "v1"), ObjectInfo("x", 7, "v2"), ObjectInfo("x", 7)):
-        assert repository.decode(text, RUN, {one.info.id: other}) == []
-    assert repository.decode(text, RUN, {}) == []
+        assert catalog.decode(text, RUN, {one.info.id: other}) == []
+    assert catalog.decode(text, RUN, {}) == []
     unknown = card(version="")
-    assert repository.decode(repository.encode(RUN, [unknown]), RUN, listed(unknown)) == []
+    assert catalog.decode(catalog.encode(RUN, [unknown]), RUN, listed(unknown)) == []
 
 
 def test_what_is_not_a_whole_catalog_of_this_run_is_none() -> None:
     """Cut anywhere, any bit flipped, of another run, of a later version, or not JSON at all."""
     one = card()
-    text = repository.encode(RUN, [one])
+    text = catalog.encode(RUN, [one])
     for cut in range(len(text)):
         with pytest.raises(CorruptError):
-            repository.decode(text[:cut], RUN, listed(one))
+            catalog.decode(text[:cut], RUN, listed(one))
     for at in range(len(text) - 2):
         with pytest.raises(CorruptError):
-            repository.decode(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], RUN, listed(one))
+            catalog.decode(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], RUN, listed(one))
     with pytest.raises(CorruptError, match="another run"):
-        repository.decode(text, "cd" * 16, listed(one))
+        catalog.decode(text, "cd" * 16, listed(one))
     body = b'{"format":"ckpt-engine","version":1,"run":"%s","snapshots":[{"info":3}]}' % RUN.encode()
     for odd in (body, body.replace(b'"version":1', b'"version":2'), b"[]", b"{"):
         whole = b'{"digest":"%s","catalog":%s}\n' % (digest(odd).encode(), odd)
         with pytest.raises(CorruptError):
-            repository.decode(whole, RUN, listed(one))
+            catalog.decode(whole, RUN, listed(one))
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 100, b'{"digest":"x","catalog":{}}\n'])
@@ -250,8 +250,8 @@ def test_a_listing_never_depends_on_the_catalog(data: st.DataObject) -> None:
     writer.create_if_absent()
     catalogs: list[bytes] = [b"torn"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repository, "EVERY", 3)
-        patch.setattr(repository, "FEW", 1)
+        patch.setattr(catalog, "EVERY", 3)
+        patch.setattr(catalog, "FEW", 1)
         for _ in range(data.draw(st.integers(1, 25))):
             there = [parsed.id for parsed in writer.ids()]
             match data.draw(st.sampled_from(["commit", "commit", "catalog", "forget", "rot", "swap", "restart"])):
@@ -294,7 +294,7 @@ def _measured(place: Repository) -> Any:
 
 def test_requests_to_a_real_server(moto: Any, bucket: str, wire: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """S3 over a socket: ETags are versions; a listing reads the record, the catalog and what is newer."""
-    monkeypatch.setattr(repository, "EVERY", 20)
+    monkeypatch.setattr(catalog, "EVERY", 20)
     options = moto.options(wire.url, verify="never")
     storage = open_storage(f"s3://{bucket}/run", options)
     made = fill(storage, 25)

@@ -10,9 +10,10 @@ import pytest
 from ckpt_engine.copy.make_room import collect, plan_prune, prune
 from ckpt_engine.errors import LeaseHeldError, StorageError
 from ckpt_engine.store import names
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepBest, KeepLast
+from ckpt_engine.store.retention_rules import KeepBest, KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.testing import put
 from tests.store.samples import data_file, files, info, manifest, save

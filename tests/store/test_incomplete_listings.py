@@ -12,7 +12,7 @@ from ckpt_engine.errors import StorageError
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.base import ObjectInfo, WrapperStorage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.testing import put

@@ -20,7 +20,8 @@ from ckpt_engine.errors import (
     StorageReadOnlyError,
 )
 from ckpt_engine.store import lease as lease_module
-from ckpt_engine.store.lease import LeaseHolder, acquire, read_holder
+from ckpt_engine.store.lease import acquire, read_holder
+from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import files, opened_below, save

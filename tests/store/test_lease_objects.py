@@ -20,18 +20,10 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import LeaseHeldError, StorageError, StorageExistsError
-from ckpt_engine.store.lease import (
-    TTL_SECONDS,
-    LeaseSlot,
-    ObjectLease,
-    ProcessIdentity,
-    Record,
-    Timing,
-    acquire,
-    locks_are_shared,
-    read_holder,
-    take,
-)
+from ckpt_engine.store.lease import acquire, read_holder
+from ckpt_engine.store.lease_holder import ProcessIdentity
+from ckpt_engine.store.lock_scope import locks_are_shared
+from ckpt_engine.store.object_lease import TTL_SECONDS, LeaseSlot, ObjectLease, Record, Timing, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -419,7 +411,7 @@ def test_a_folder_whose_locks_others_do_not_see_gets_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On sshfs, CIFS and the like a lock would keep out only processes of this machine."""
-    monkeypatch.setattr("ckpt_engine.store.lease.locks_are_shared", lambda _: False)
+    monkeypatch.setattr("ckpt_engine.store.lock_scope.locks_are_shared", lambda _: False)
     storage = LocalStorage(tmp_path)
     with acquire(storage, pause=lambda _: None) as lease:
         assert isinstance(lease, ObjectLease)

@@ -12,20 +12,12 @@ import pytest
 
 from ckpt_engine.copy.make_room import make_room, plan_prune, prune
 from ckpt_engine.errors import StorageFullError
-from ckpt_engine.store import manifest_codec
-from ckpt_engine.store import repository as catalog
+from ckpt_engine.store import catalog, manifest_codec
+from ckpt_engine.store.branches import MOST_ATTEMPTS, OTHER_LINE, UNNAMED_BRANCH, branches, continued
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import (
-    MOST_ATTEMPTS,
-    OTHER_LINE,
-    UNNAMED_BRANCH,
-    KeepLast,
-    branches,
-    continued,
-    policy_from,
-)
+from ckpt_engine.store.retention_rules import KeepLast, policy_from
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import data_file, info, manifest
@@ -127,7 +119,7 @@ def test_a_line_survives_manifest_and_catalog() -> None:
     assert manifest_codec.decode(manifest_codec.encode(manifest(about))).info == about
     assert manifest_codec.decode_info(manifest_codec.encode(manifest(about))) == about
     item = ObjectInfo(f"snapshots/{about.id}.json", 5, "v")
-    text = catalog.encode("ab" * 16, [catalog.Card(item, about, ())])
+    text = catalog.encode("ab" * 16, [catalog.CatalogEntry(item, about, ())])
     assert catalog.decode(text, "ab" * 16, {about.id: item})[0].info == about
     assert "line" not in json.loads(json.dumps(manifest_codec.info_to_json(info())))
 

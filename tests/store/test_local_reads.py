@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store.storage import disk
+from ckpt_engine.store.storage import disk, page_cache
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.testing import aligned
 from tests.store.samples import opened_below
@@ -60,8 +60,8 @@ def huge() -> memoryview:
     """Memory in huge pages; skips where there are none, or the kernel cannot tell."""
     found = _memory(mmap.MADV_HUGEPAGE)
     small = _memory(mmap.MADV_NOHUGEPAGE)
-    if disk.is_in_huge_page(_address(small)) or not all(
-        disk.is_in_huge_page(_address(found[at:])) for at in (0, 4 << 20)
+    if page_cache.is_in_huge_page(_address(small)) or not all(
+        page_cache.is_in_huge_page(_address(found[at:])) for at in (0, 4 << 20)
     ):
         pytest.skip("no huge pages, or a kernel before 6.7")
     return found
@@ -79,7 +79,7 @@ def evictable(tmp_path: Path) -> None:
     _evict(probe)
     fd = os.open(probe, os.O_RDONLY)
     try:
-        if disk.is_resident(fd, 0):
+        if page_cache.is_resident(fd, 0):
             pytest.skip("this file system keeps everything in memory")
     finally:
         os.close(fd)
@@ -143,7 +143,7 @@ def test_where_the_kernel_does_not_tell_pages_memory_is_read_to_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a kernel before 6.7, or in a container without /proc."""
-    monkeypatch.setattr(disk, "_PAGEMAP", tmp_path / "none")
+    monkeypatch.setattr(page_cache, "_PAGEMAP", tmp_path / "none")
     storage = LocalStorage(tmp_path)
     storage.put("data/x", [BIG])
     _evict(tmp_path / "data" / "x")

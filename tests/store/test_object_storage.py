@@ -23,7 +23,7 @@ from benchmarks.measure import PeakMemory
 from benchmarks.null_sink import NullSink
 from ckpt_engine.errors import StorageError, StorageExistsError
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import object_requests, objects_fsspec, open_storage
+from ckpt_engine.store.storage import client_randomness, objects_fsspec, open_storage
 from ckpt_engine.store.storage.base import metered
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
@@ -311,7 +311,7 @@ def test_client_libraries_get_a_random_source_of_their_own(monkeypatch: pytest.M
         module = types.ModuleType(name)
         module.random = random  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    object_requests.shield()
+    client_randomness.shield()
     assert sys.modules["gcsfs.retry"].random is not random  # type: ignore[attr-defined]
     assert sys.modules["mine.retry"].random is random  # type: ignore[attr-defined]
     state = random.getstate()

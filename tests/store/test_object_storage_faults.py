@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ckpt_engine.errors import StorageError, StorageExistsError, StorageMissingError
-from ckpt_engine.store.storage.object_requests import CAP_SECONDS, Backoff
 from ckpt_engine.store.storage.objects_s3 import S3Storage
+from ckpt_engine.store.storage.retries import CAP_SECONDS, Backoff
 from ckpt_engine.testing import listed, put
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server

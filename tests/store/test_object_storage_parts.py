@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage.object_requests import (
-    MAX_PART_BYTES,
-    MAX_PARTS,
-    MIN_PART_BYTES,
-    MemoryBlocks,
-    ObjectOptions,
-    plan_parts,
-)
+from ckpt_engine.store.storage.object_options import ObjectOptions
+from ckpt_engine.store.storage.upload_parts import MAX_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, MemoryBlocks, plan_parts
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 

@@ -22,9 +22,9 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.observe.events import Event, LogSink, TierDegraded
-from ckpt_engine.store.storage.object_requests import redacted, secrets_of, shows
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
+from ckpt_engine.store.storage.redaction import redacted, secrets_of, shows
 from ckpt_engine.testing import put
 from tests.cli.conftest import Outcome
 from tests.servers.s3 import free_port

@@ -11,9 +11,10 @@ import pytest
 from ckpt_engine.copy.make_room import execute, plan_prune, prune
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import names, pins
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast, policy_from
+from ckpt_engine.store.retention_rules import KeepLast, policy_from
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import files, save
 

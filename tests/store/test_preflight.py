@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.store.retention import policy_from, preflight
+from ckpt_engine.store.retention_preflight import preflight
+from ckpt_engine.store.retention_rules import policy_from
 
 GB = 10**9
 

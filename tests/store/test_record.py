@@ -10,8 +10,8 @@ import pytest
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError
 from ckpt_engine.store import names
-from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.repository import Repository, encode_record, parse_record
+from ckpt_engine.store.sealed_json import seal, unseal
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import save
 

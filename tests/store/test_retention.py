@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import (
+from ckpt_engine.store.retention import RetentionPlan, plan
+from ckpt_engine.store.retention_rules import (
     KeepAge,
     KeepBest,
     KeepEveryNSteps,
     KeepLast,
     KeepPeriods,
     Retention,
-    RetentionPlan,
-    plan,
     policy_from,
 )
 from tests.store.samples import info

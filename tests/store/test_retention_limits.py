@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import (
-    SLACK_BYTES,
-    ByteLimits,
-    KeepAll,
-    KeepLast,
-    Retention,
-    RetentionPlan,
-    Usage,
-    plan,
-    plan_before_write,
-    policy_from,
-)
+from ckpt_engine.store.retention import SLACK_BYTES, RetentionPlan, Usage, plan, plan_before_write
+from ckpt_engine.store.retention_rules import ByteLimits, KeepAll, KeepLast, Retention, policy_from
 from tests.store.samples import info
 from tests.store.test_retention import keeps, runs
 

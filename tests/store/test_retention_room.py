@@ -16,9 +16,11 @@ from ckpt_engine.copy import make_room as rooms
 from ckpt_engine.copy.make_room import make_room, measure, prune, shortage
 from ckpt_engine.errors import StorageError, StorageFullError
 from ckpt_engine.store import manifest_codec, names, pins
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import SLACK_BYTES, policy_from
+from ckpt_engine.store.retention import SLACK_BYTES
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.measured import MeasuredDisk
 from tests.store.samples import data_file, files, info, manifest, save

@@ -14,7 +14,8 @@ import yaml
 from ckpt_engine.config import load_config
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe.events import Notice, SnapshotFailed, SnapshotsForgotten
-from ckpt_engine.store.retention import policy_from, preflight
+from ckpt_engine.store.retention_preflight import preflight
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage

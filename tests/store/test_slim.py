@@ -13,11 +13,12 @@ from safetensors.numpy import load_file
 from ckpt_engine.copy import drop_components
 from ckpt_engine.copy.make_room import plan_prune, prune
 from ckpt_engine.errors import NoUsableSnapshotError
-from ckpt_engine.restore.choose import Search, candidates, require_none
+from ckpt_engine.restore.choose import SearchLog, candidates, require_none
 from ckpt_engine.store import names, pins
-from ckpt_engine.store.lease import Lease, acquire
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease_holder import Lease
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.cli.conftest import RunFolder
 from tests.store.measured import MeasuredDisk
@@ -202,11 +203,11 @@ def test_a_slim_snapshot_is_never_resumed_from_unasked(run: RunFolder, lease: Le
     """Without its optimizer a run would go on wrongly: passed over with the reason, and found by its step."""
     prune(run.repository, lease, POLICY)
     run.repository.forget(ids[2:])
-    search = Search()
+    search = SearchLog()
     assert list(candidates([run.repository], search)) == []
     assert [(one.snapshot, one.code) for one in search.rejected] == [(one, "CKPT202") for one in _slim(ids[1::-1])]
     assert "took optimizer from it" in search.rejected[0].reason
     with pytest.raises(NoUsableSnapshotError):
         require_none([run.repository], search, None)
-    (found,) = candidates([run.repository], Search(), step=1)
+    (found,) = candidates([run.repository], SearchLog(), step=1)
     assert found.info.id == _slim(ids)[0]

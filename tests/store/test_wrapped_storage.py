@@ -13,7 +13,7 @@ from ckpt_engine.store.storage.base import Capabilities, Storage, Throttle, Vers
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, WatchedSource, WatchedStorage
 from ckpt_engine.testing import StorageContract, put
-from ckpt_engine.writer.replicate import Gate
+from ckpt_engine.writer.replicate import CopyThrottle
 from tests.persist.faulty import Faulty, Weather
 
 
@@ -24,7 +24,7 @@ class Plain(WrapperStorage):
 
 
 def limited(storage: Storage) -> Storage:
-    return metered(storage, lambda _: Gate(Throttle(1e12)))
+    return metered(storage, lambda _: CopyThrottle(Throttle(1e12)))
 
 
 def watched(storage: Storage) -> Storage:

@@ -1,1 +1,1 @@
-"""Codecs: how the stored bytes of a piece are made from its bytes, losslessly, one file each."""
+"""How the stored bytes of a piece are made from its bytes without loss, one codec a file."""

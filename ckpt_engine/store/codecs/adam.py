@@ -1,4 +1,4 @@
-"""The adam codec: float32 weights and moments one step of AdamW after their base; only the first moment travels.
+"""The adam codec: float32 weights and moments that are one step of AdamW after their base.
 
 The first moment is stored as a difference, or raw. From it and the base follow the second moment, nearly, and from both
 moments the weights, exactly; what is stored of these two is the difference to the prediction.
@@ -42,7 +42,7 @@ from ckpt_engine.store.codecs.planes import (
     scratch,
     words_in,
 )
-from ckpt_engine.store.codecs.simple import PAYS
+from ckpt_engine.store.codecs.zstd_frames import PAYS
 
 FIRST, SECOND, WEIGHTS = "m", "v", "p"
 NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
@@ -58,6 +58,7 @@ _MOST_WRONG = 0.5
 
 _first = itemgetter(0)
 _Prediction = Callable[[int, int], Words]
+Floats = NDArray[np.float32]
 
 
 class AdamCodec:
@@ -78,7 +79,7 @@ class AdamCodec:
         numbers: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
         """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base: then each
-        array is encoded by itself.
+        array is encoded alone.
 
         Args:
             numbers: those named by `NUMBERS`; several where it is not sure which were used: those that fit are taken.
@@ -220,9 +221,6 @@ def _prediction(
     if kind in (_PREDICTED, _CONTRACTED) and role != FIRST:
         return second if role == SECOND else weights
     return lambda start, stop: old[role][start:stop]
-
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

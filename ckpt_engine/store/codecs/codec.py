@@ -1,4 +1,4 @@
-"""The seam of codecs: what a codec knows and promises, and which codecs exist by name."""
+"""The seam of codecs: what each of them promises."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from ckpt_engine.plugins import CODECS, plugin
 
 if TYPE_CHECKING:
     from ckpt_engine.store.codecs.adam import AdamCodec
+
+_CODECS = {
+    "raw": ("simple", "RawCodec"),
+    "zstd": ("simple", "ZstdCodec"),
+    "byteplane-zstd": ("numbers", "BytePlaneCodec"),
+    "delta-byteplane-zstd": ("numbers", "DeltaCodec"),
+    "rows": ("table_rows", "RowsCodec"),
+}
+"""Name → module and class. Modules are imported when asked for: most readers need none of them."""
+_known: dict[str, Codec] = {}
+Stored = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +64,6 @@ class Codec(Protocol):
             CorruptError: `stored` is not what `encode` returned for this many bytes and this base.
             NewerFormatError: a later version of this codec wrote it.
         """
-
-
-_CODECS = {
-    "raw": ("simple", "RawCodec"),
-    "zstd": ("simple", "ZstdCodec"),
-    "byteplane-zstd": ("numbers", "BytePlaneCodec"),
-    "delta-byteplane-zstd": ("numbers", "DeltaCodec"),
-    "rows": ("numbers", "RowsCodec"),
-}
-"""Name → module and class. Modules are imported when asked for: most readers need none of them."""
-
-_known: dict[str, Codec] = {}
 
 
 def get_codec(name: str) -> Codec:
@@ -120,9 +119,6 @@ def get_group_codec(name: str) -> AdamCodec:
 def damaged(codec: str, what: str) -> CorruptError:
     """The error of stored bytes that `codec` cannot have written."""
     return CorruptError(f"a piece encoded with {codec!r} is damaged: {what}")
-
-
-Stored = bytes | memoryview
 
 
 def codec_on_slow_link(dtype: str) -> str:

@@ -1,4 +1,4 @@
-"""The stream of byte planes that the codecs for numbers share: planes that pay are compressed, the others are not.
+"""The stream of byte planes that the codecs for numbers share.
 
 ```
 header   magic (4 bytes), width of a word (1), moved (1), zero (2), words in a block (u32), zero (u32),
@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
 from ckpt_engine.store.codecs.codec import damaged
-from ckpt_engine.store.codecs.simple import HOPELESS, PAYS, FrameError, compress, decompress_into
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, FrameError, compress, decompress_into
 
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
-Lane = NDArray[np.uint16]
+HalfWords = NDArray[np.uint16]
 
 BLOCK_WORDS = 1 << 17
 """Words handled at once: a block with its planes stays in the second-level cache of a core."""
@@ -53,6 +53,31 @@ _FLOATS = {
 }
 _INTEGERS = {"int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8}
 WIDTHS = (1, 2, 4, 8)
+ReadWords = Callable[[int, int], Words]
+"""Words [start, stop) of what is to be encoded; may return the same memory every time."""
+WriteWords = Callable[[int, int, Words], None]
+"""Takes words [start, stop) that were decoded; they are overwritten afterwards."""
+_HEADER = struct.Struct("<4sBBHIIQQ")
+HEADER_BYTES = _HEADER.size
+_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
+_SETTINGS = {
+    "strategy": 1,
+    "min_match": 7,
+    "hash_log": 6,
+    "chain_log": 6,
+    "search_log": 1,
+    "window_log": 17,
+    "target_length": 0,
+    "write_content_size": 1,
+}
+"""Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
+_REST_BLOCKS = 8
+"""Blocks after a plane that did not pay for which it is not tried again."""
+_SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
+_MOST_KEPT_BYTES = 20 << 20
+_LOW, _HIGH = 7, 8
+"""Numbers of scratch memory for two planes."""
+_local = threading.local()
 
 
 def width_of(dtype: str) -> int:
@@ -91,7 +116,7 @@ class Scratch:
         return found[:count]
 
 
-def lane_of(words: Words, number: int, scratch: Scratch) -> Lane:
+def lane_of(words: Words, number: int, scratch: Scratch) -> HalfWords:
     """Bits `16 * number` and up of every word: a view where words are 16 bits wide, else in scratch."""
     width = words.itemsize
     if width == 2:
@@ -101,7 +126,7 @@ def lane_of(words: Words, number: int, scratch: Scratch) -> Lane:
     return lane
 
 
-def copy_lane(words: Words, number: int, lane: Lane, scratch: Scratch) -> None:
+def copy_lane(words: Words, number: int, lane: HalfWords, scratch: Scratch) -> None:
     """As `lane_of`, into `lane`."""
     if number == 0:
         np.copyto(lane, words, casting="unsafe")
@@ -111,7 +136,7 @@ def copy_lane(words: Words, number: int, lane: Lane, scratch: Scratch) -> None:
         np.copyto(lane, shifted, casting="unsafe")
 
 
-def split_lane(lane: Lane, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
+def split_lane(lane: HalfWords, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
     """The lower and the upper byte of each number of a lane, in scratch.
 
     Args:
@@ -133,7 +158,7 @@ def split_lane(lane: Lane, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]
     return low, high
 
 
-def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: Lane, scratch: Scratch) -> None:
+def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: HalfWords, scratch: Scratch) -> None:
     """Undo `split_lane` into `lane`; a plane that is None is all zeros."""
     upper, lower = scratch.lanes[1][: lane.size], scratch.words(2, 1, lane.size)
     # Multiplications, because numpy shifts 16-bit numbers to the left more slowly.
@@ -153,42 +178,12 @@ def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: Lane, sc
     np.bitwise_or(upper, lower, out=lane)
 
 
-def add_lane(words: Words, number: int, lane: Lane, out: Words, scratch: Scratch) -> None:
+def add_lane(words: Words, number: int, lane: HalfWords, out: Words, scratch: Scratch) -> None:
     """Set bits `16 * number` and up, which are zero in `words`, and put the result into `out`."""
     other = scratch.words(words.itemsize, 1, words.size)
     np.copyto(other, lane)
     np.left_shift(other, words.dtype.type(16 * number), out=other)
     np.bitwise_or(words, other, out=out)
-
-
-Source = Callable[[int, int], Words]
-"""Words [start, stop) of what is to be encoded; may return the same memory every time."""
-Sink = Callable[[int, int, Words], None]
-"""Takes words [start, stop) that were decoded; they are overwritten afterwards."""
-
-_HEADER = struct.Struct("<4sBBHIIQQ")
-HEADER_BYTES = _HEADER.size
-_AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
-_SETTINGS = {
-    "strategy": 1,
-    "min_match": 7,
-    "hash_log": 6,
-    "chain_log": 6,
-    "search_log": 1,
-    "window_log": 17,
-    "target_length": 0,
-    "write_content_size": 1,
-}
-"""Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
-_REST_BLOCKS = 8
-"""Blocks after a plane that did not pay for which it is not tried again."""
-_SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
-_MOST_KEPT_BYTES = 20 << 20
-
-_LOW, _HIGH = 7, 8
-"""Numbers of scratch memory for two planes."""
-
-_local = threading.local()
 
 
 def scratch() -> Scratch:
@@ -299,7 +294,7 @@ class PlaneEncoder:
         self._out[self._end : end] = 0
         self._end = end
 
-    def encode(self, source: Source, tail: memoryview) -> memoryview:
+    def encode(self, source: ReadWords, tail: memoryview) -> memoryview:
         """All blocks and the tail; the stored bytes."""
         count = self._header.nbytes // self._header.width
         for start in range(0, count, self._header.block_words):
@@ -378,7 +373,7 @@ class PlaneDecoder:
         self._at = -(-position // 8) * 8
         self._scratch = scratch()
 
-    def decode(self, sink: Sink, tail: memoryview) -> None:
+    def decode(self, sink: WriteWords, tail: memoryview) -> None:
         """All blocks through scratch memory to `sink`, then the tail; nothing may be left over."""
         for start, stop in self._blocks():
             words = self._scratch.words(self._header.width, 3, stop - start)
@@ -444,7 +439,7 @@ class PlaneDecoder:
         elif filled is not out:
             np.copyto(out, filled)
 
-    def _lane(self, number: int, low: int, high: int, count: int, out: Lane | None) -> Lane | None:
+    def _lane(self, number: int, low: int, high: int, count: int, out: HalfWords | None) -> HalfWords | None:
         """A lane: where it is stored, in `out`, or else in scratch; None if it is all zeros."""
         if low >> 28 == _PAIR:
             if low & 0xFFFFFFF != 2 * count or high != _WITH_PREVIOUS << 28:

@@ -1,18 +1,9 @@
-"""The codecs for anything that is not numbers: the bytes themselves (raw), and one Zstandard frame (zstd).
-
-The zstd codec: one Zstandard frame, for anything that is not numbers.
-
-Zstandard frames of known size: compressing with the context of each thread, decompressing without trust.
-"""
+"""The codecs for bytes of any kind: unchanged (raw) or as one Zstandard frame (zstd)."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-
-import zstandard
-
 from ckpt_engine.store.codecs.codec import Chunk, damaged
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, FrameError, compress, decompress_into, sample
 
 
 class RawCodec:
@@ -56,63 +47,3 @@ class ZstdCodec:
             decompress_into(stored, out.cast("B"))
         except FrameError as err:
             raise damaged(self.name, str(err)) from err
-
-
-PAYS = 0.97
-"""An encoding is worth its time if at most this share of the bytes is left."""
-HOPELESS = 0.99
-"""Samples that compress worse than this end the attempt: short runs compress a little worse than the whole."""
-_RUNS, _RUN_BYTES = 8, 1 << 10
-
-_local = threading.local()
-
-
-class FrameError(Exception):
-    """Stored bytes are no frame of the expected size; codecs turn it into a CorruptError of theirs."""
-
-
-def compress(data: memoryview, settings: Mapping[str, int]) -> bytes:
-    """One frame that states its size; releases the GIL.
-
-    Args:
-        settings: arguments of `zstandard.ZstdCompressionParameters`; contexts are kept by the identity of this mapping,
-            so pass constants.
-    """
-    contexts: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    context = contexts.get(id(settings))
-    if context is None:
-        parameters = zstandard.ZstdCompressionParameters(**settings)
-        context = contexts[id(settings)] = zstandard.ZstdCompressor(compression_params=parameters)
-    return context.compress(data)
-
-
-def decompress_into(stored: memoryview, out: memoryview) -> None:
-    """Fill `out` with the bytes of one frame; allocates nothing, whatever the frame says; releases the GIL.
-
-    Raises:
-        FrameError: `stored` is not one whole frame of that size.
-    """
-    context: zstandard.ZstdDecompressor | None = _local.__dict__.get("decompressor")
-    if context is None:
-        context = _local.decompressor = zstandard.ZstdDecompressor()
-    try:
-        # Checked first: what is not known to fit is decoded in steps, through memory of the library.
-        claimed = zstandard.frame_content_size(stored)
-        if claimed != out.nbytes:
-            raise FrameError(f"a frame of {claimed} bytes where {out.nbytes} belong")
-        with context.stream_reader(stored, read_across_frames=True) as reader:
-            if reader.readinto(out) != out.nbytes:
-                raise FrameError(f"a frame of {out.nbytes} bytes ends early")
-            if reader.read(1):
-                raise FrameError("more than one frame")
-    except (zstandard.ZstdError, ValueError) as err:
-        raise FrameError(str(err)) from err
-
-
-def sample(data: memoryview) -> bytes:
-    """A few runs of `data`, to try on them whether it can be compressed at all; all of it where it is short."""
-    nbytes = data.nbytes
-    if nbytes <= _RUNS * _RUN_BYTES:
-        return bytes(data)
-    starts = (i * (nbytes - _RUN_BYTES) // (_RUNS - 1) for i in range(_RUNS))
-    return b"".join(data[start : start + _RUN_BYTES] for start in starts)

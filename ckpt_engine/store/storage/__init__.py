@@ -1,4 +1,4 @@
-"""Where objects lie: disks, object stores, anything that fsspec reaches.
+"""The storage that serves a URL.
 
 From a URL to the storage that serves it: local, S3 by our own streaming uploads, of a plugin, or through fsspec.
 """
@@ -15,7 +15,8 @@ from ckpt_engine.errors import StorageError
 from ckpt_engine.plugins import STORAGES, plugin
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.object_requests import ObjectOptions, split_url
+from ckpt_engine.store.storage.object_options import ObjectOptions
+from ckpt_engine.store.storage.object_requests import split_url
 
 S3_SCHEMES = ("s3", "s3a")
 TRANSPORTS = ("fsspec", "obstore")

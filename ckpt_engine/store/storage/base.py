@@ -1,4 +1,4 @@
-"""The storage seam: immutable objects under one root, and what a storage can do beyond that.
+"""The storage seam: immutable objects under one root.
 
 What a file system and an object store can both promise, and no more: there is no rename, no append, no folder. And
 storages around another storage, which pass on what they do not change, or limit its bandwidth.
@@ -16,7 +16,12 @@ from typing import Protocol, Self
 
 from ckpt_engine.errors import StorageReadOnlyError
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.storage.disk import Meter, PartialFile
+from ckpt_engine.store.storage.disk import Meter
+from ckpt_engine.store.storage.partial_file import PartialFile
+
+BURST_SECONDS = 0.25
+SLICE_BYTES = 4 << 20
+"""What is sent at once, so that a limit below the rate of a disk is kept evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ class Folder(Storage, Protocol):
         """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
 
         Args:
-            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token go on with
+            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token continue with
                 what there is.
             fill: writes what is missing. What it raises is raised, and what has arrived stays until it is swept.
 
@@ -294,11 +299,6 @@ def metered(storage: Storage, wrap: Callable[[Meter], Meter]) -> Storage:
     """`storage` with a meter that is made of the one it has: asked before each slice, or else before each object."""
     own = storage.capabilities.metered
     return own(wrap) if own is not None else MeteredStorage(storage, wrap(Meter()))
-
-
-BURST_SECONDS = 0.25
-SLICE_BYTES = 4 << 20
-"""What is sent at once, so that a limit below the rate of a disk is kept evenly."""
 
 
 class Throttle:

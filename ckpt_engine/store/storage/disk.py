@@ -1,4 +1,4 @@
-"""The files of a disk: opened safely, written in big blocks or in parts, metered, their errors explained.
+"""Access to the files of a disk.
 
 `Disk` is a class so that a test can stand in between: record the calls, drop them, let them fail. It opens regular
 files only, and never what a link leads to. Direct I/O moves big blocks around the page cache; it needs addresses,
@@ -30,6 +30,30 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageReadOnlyError,
 )
+from ckpt_engine.store.storage.page_cache import PAGE_BYTES, is_in_huge_page, is_resident
+
+_SYNC_BYTES = 64 << 20
+"""Bytes in the page cache before they are synced: a sync of everything at the end would look like a hang."""
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Opening a pipe waits for its other end without `O_NONBLOCK`; regular files do not notice it."""
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
+SLICE_BYTES = 64 << 20
+"""Bytes per system call: big enough to run at the device's rate, small enough to be interrupted."""
+DIRECT_MIN_BYTES = 1 << 20
+"""Below this the page cache is faster."""
+BOUNCE_BYTES = 2 << 20
+"""One huge page: a disk fills it twice as fast as small ones, of which a request has room for a few hundred."""
+_rooms = threading.local()
+_KINDS: dict[int, tuple[type[StorageError], str | None]] = {
+    errno.ENOSPC: (StorageFullError, "free space or keep fewer snapshots"),
+    errno.EDQUOT: (StorageFullError, "the quota is used up: free space or keep fewer snapshots"),
+    errno.EROFS: (StorageReadOnlyError, "mount it read-write or choose another folder"),
+    errno.EACCES: (StorageReadOnlyError, "check the permissions of this folder and its parents"),
+    errno.EPERM: (StorageReadOnlyError, "check the permissions of this folder and its parents"),
+    errno.ENOTDIR: (NotAFolderError, "give the path of a folder"),
+    errno.ENOENT: (StorageMissingError, None),
+    errno.EEXIST: (StorageExistsError, None),
+}
 
 
 class Disk:
@@ -79,10 +103,6 @@ class Disk:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-_SYNC_BYTES = 64 << 20
-"""Bytes in the page cache before they are synced: a sync of everything at the end would look like a hang."""
 
 
 class Meter:
@@ -191,11 +211,6 @@ class MeteredDisk(Disk):
         self._inner.sync_folder(path)
 
 
-_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Opening a pipe waits for its other end without `O_NONBLOCK`; regular files do not notice it."""
-_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV)
-
-
 def open_regular(path: str, flags: int) -> int:
     """A descriptor of the regular file at `path`. Links on the way to its folder are followed.
 
@@ -247,13 +262,6 @@ def _kind(mode: int) -> str:
         if is_it(mode):
             return text
     return "a device"
-
-
-PAGE_BYTES = 4096
-SLICE_BYTES = 64 << 20
-"""Bytes per system call: big enough to run at the device's rate, small enough to be interrupted."""
-DIRECT_MIN_BYTES = 1 << 20
-"""Below this the page cache is faster."""
 
 
 def write_blocks(disk: Disk, fd: int, blocks: Sequence[memoryview]) -> int:
@@ -316,11 +324,6 @@ def read_into(path: str, start: int, out: memoryview) -> int:
         reader.close()
 
 
-BOUNCE_BYTES = 2 << 20
-"""One huge page: a disk fills it twice as fast as small ones, of which a request has room for a few hundred."""
-_rooms = threading.local()
-
-
 def _bounce() -> mmap.mmap:
     """Memory of this thread for what cannot be read to where it belongs."""
     room: mmap.mmap | None = getattr(_rooms, "kept", None)
@@ -333,43 +336,6 @@ def _bounce() -> mmap.mmap:
 
 def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
-
-
-_libc = ctypes.CDLL(None)
-
-
-def is_resident(fd: int, at: int) -> bool:
-    """Whether the page cache has the page at `at`, as far as the kernel says so.
-
-    Asked with `RWF_NOWAIT` for a page that is missing, the kernel reads ahead what is then read a second time.
-    """
-    answer = ctypes.c_ubyte(0)
-    try:
-        page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=at - at % mmap.ALLOCATIONGRANULARITY)
-    except (OSError, ValueError):  # a file system without maps; the end of the file
-        return False
-    with page:
-        _libc.mincore(ctypes.byref(ctypes.c_char.from_buffer(page)), ctypes.c_size_t(1), ctypes.byref(answer))
-    return bool(answer.value & 1)
-
-
-_PAGEMAP = Path("/proc/self/pagemap")
-_PAGEMAP_SCAN = 0xC0606610
-_HUGE = 1 << 6  # PAGE_IS_HUGE
-
-
-def is_in_huge_page(address: int) -> bool:
-    """Whether the memory at `address` is part of a huge page; also True where the kernel cannot say (before 6.7)."""
-    start, region = address - address % PAGE_BYTES, (ctypes.c_uint64 * 3)()
-    end = start + PAGE_BYTES
-    # struct pm_scan_arg: its size, flags, from, to, where it ended, room for regions, how many, pages to be found at
-    # most, categories that are inverted, that a page must have, any of which it must have, and that are returned.
-    ask = (ctypes.c_uint64 * 12)(96, 0, start, end, 0, ctypes.addressof(region), 1, 0, 0, _HUGE, 0, _HUGE)
-    try:
-        with _PAGEMAP.open("rb", buffering=0) as pagemap:
-            return int(fcntl.ioctl(pagemap, _PAGEMAP_SCAN, ask)) > 0
-    except OSError:
-        return True
 
 
 class _Reader:
@@ -434,64 +400,6 @@ class _Reader:
         if got > head + whole:
             ctypes.memmove(address + head + whole, _address(blocks[2]), got - head - whole)
         return got
-
-
-class PartialFile:
-    """The file so far. Bytes that have not arrived are undefined. Thread safe.
-
-    Args:
-        disk: what writes.
-        fd: of the file, open for writing.
-        path: of the file.
-        has_begun: an earlier attempt has left something: look with `read` before bytes are fetched again.
-    """
-
-    def __init__(self, disk: Disk, fd: int, path: str, *, has_begun: bool) -> None:
-        self._disk = disk
-        self._fd = fd
-        self._path = path
-        self.has_begun = has_begun
-
-    def read(self, start: int, out: memoryview) -> bool:
-        """Fill `out` with what is there; whether there was enough."""
-        with translating("read", self._path):
-            return read_into(self._path, start, out) == len(out)
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Put bytes into their place.
-
-        Raises:
-            StorageError
-        """
-        done = 0
-        with translating("write", self._path):
-            while done < len(data):
-                done += self._disk.write(self._fd, data[done : done + SLICE_BYTES], start + done)
-
-
-def reserve(fd: int, nbytes: int) -> None:
-    """Make the file `nbytes` long and take the room for them, so that a disk that is too small says so at once.
-
-    Raises:
-        OSError: there is no room.
-    """
-    stat = os.fstat(fd)
-    if stat.st_size > nbytes:
-        os.ftruncate(fd, nbytes)
-    if nbytes and (stat.st_size < nbytes or stat.st_blocks * 512 < nbytes):
-        os.posix_fallocate(fd, 0, nbytes)
-
-
-_KINDS: dict[int, tuple[type[StorageError], str | None]] = {
-    errno.ENOSPC: (StorageFullError, "free space or keep fewer snapshots"),
-    errno.EDQUOT: (StorageFullError, "the quota is used up: free space or keep fewer snapshots"),
-    errno.EROFS: (StorageReadOnlyError, "mount it read-write or choose another folder"),
-    errno.EACCES: (StorageReadOnlyError, "check the permissions of this folder and its parents"),
-    errno.EPERM: (StorageReadOnlyError, "check the permissions of this folder and its parents"),
-    errno.ENOTDIR: (NotAFolderError, "give the path of a folder"),
-    errno.ENOENT: (StorageMissingError, None),
-    errno.EEXIST: (StorageExistsError, None),
-}
 
 
 def translated(error: OSError, what: str, path: str, else_hint: str | None = None) -> StorageError:

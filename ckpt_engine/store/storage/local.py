@@ -28,15 +28,14 @@ from ckpt_engine.store.storage.disk import (
     Disk,
     Meter,
     MeteredDisk,
-    PartialFile,
     open_regular,
     read_into,
     require_size,
-    reserve,
     translated,
     translating,
     write_blocks,
 )
+from ckpt_engine.store.storage.partial_file import PartialFile, reserve
 
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""

@@ -1,4 +1,4 @@
-"""Objects in any store that fsspec reaches: `memory://`, `gs://`, `az://`, `sftp://` and the like.
+"""Objects in any store that fsspec reaches, such as `gs://`.
 
 Where closing a file publishes it whole (object stores) it is written under its name; everywhere else under a temporary
 one, and then renamed.
@@ -25,20 +25,19 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.store import names
-from ckpt_engine.store.storage import object_requests
+from ckpt_engine.store.storage import client_randomness, redaction
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import require_size, translated
+from ckpt_engine.store.storage.object_options import ObjectOptions
 from ckpt_engine.store.storage.object_requests import (
-    Backoff,
-    ObjectOptions,
     OtherAnswerError,
     checked,
     explained,
-    is_hopeless,
     require_empty,
     require_stored,
     split_url,
 )
+from ckpt_engine.store.storage.retries import Backoff, is_hopeless
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a", "hf"})
 """Schemes of stores that show an object only when its upload is complete."""
@@ -52,7 +51,7 @@ _TRANSIENT_NAMES = frozenset(
 """Of aiohttp, requests, Azure's libraries and httpx, which have trees of their own."""
 
 _T = TypeVar("_T")
-_Rows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
+_FsspecRows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
 
 _publishing = threading.Lock()
 """Makes looking and renaming one step, at least within this process."""
@@ -73,16 +72,16 @@ class FsspecStorage:
         self.options, library_options = ObjectOptions.split(options)
         scheme, path = split_url(url)
         self.url = f"{scheme}://{path}"
-        self._secrets = object_requests.secrets_of(library_options)
+        self._secrets = redaction.secrets_of(library_options)
         try:
             filesystem, root = fsspec.core.url_to_fs(
                 self.url, **library_options, skip_instance_cache=bool(library_options), use_listings_cache=False
             )
         except (ValueError, TypeError, KeyError) as err:
-            reason = object_requests.redacted(str(err), self._secrets)
+            reason = redaction.redacted(str(err), self._secrets)
             shown = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
             raise shown from self._shown(err)
-        object_requests.shield()
+        client_randomness.shield()
         self._fs: Any = filesystem
         self._root = root.rstrip("/")
         self._whole_at_close = scheme in WHOLE_AT_CLOSE
@@ -216,10 +215,10 @@ class FsspecStorage:
             raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}")
         return data
 
-    def _found(self, folder: str) -> _Rows:
+    def _found(self, folder: str) -> _FsspecRows:
         top = f"{self._root}/{folder}" if folder else self._root
 
-        def find() -> _Rows:
+        def find() -> _FsspecRows:
             there = self._info(top)
             if there is not None and there["type"] != "directory":
                 raise NotADirectoryError(20, "Not a directory", top)
@@ -258,7 +257,7 @@ class FsspecStorage:
 
     def _shown(self, error: Exception) -> Exception | None:
         """`error`, if a traceback may show it."""
-        return None if object_requests.shows(error, self._secrets) else error
+        return None if redaction.shows(error, self._secrets) else error
 
     def _trying(self, work: Callable[[], _T], what: str, name: str) -> _T:
         backoff = Backoff(self.options.retry_seconds)

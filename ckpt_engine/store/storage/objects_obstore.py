@@ -1,7 +1,8 @@
-"""Objects in S3, Google and Azure stores through obstore, a client in Rust: for where processors limit an upload.
+"""Objects in a store that is reached through obstore, a client in Rust.
 
-It takes the caller's memory without a copy, encrypts on threads of its own and tries requests again by itself. It
-neither continues an interrupted upload nor lists one, and an object of several parts appears without a condition.
+It is for S3, Google and Azure where processors limit an upload. It takes the caller's memory without a copy, encrypts
+on threads of its own and tries requests again. It neither continues an interrupted upload nor lists one, and an object
+of several parts appears without a condition.
 """
 
 from __future__ import annotations
@@ -22,25 +23,21 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from ckpt_engine.errors import CkptError, CorruptError, StorageError, StorageExistsError
 from ckpt_engine.store import names
-from ckpt_engine.store.storage import object_requests
+from ckpt_engine.store.storage import redaction, retries
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Meter, require_size
+from ckpt_engine.store.storage.object_options import ObjectOptions
 from ckpt_engine.store.storage.object_requests import (
-    BASE_SECONDS,
-    CAP_SECONDS,
     NO_BUCKET,
-    SLOWEST_BYTES_PER_SECOND,
-    Backoff,
-    MemoryBlocks,
-    ObjectOptions,
     OtherAnswerError,
     checked,
     explained,
-    plan_parts,
     require_empty,
     require_stored,
     split_url,
 )
+from ckpt_engine.store.storage.retries import BASE_SECONDS, CAP_SECONDS, SLOWEST_BYTES_PER_SECOND, Backoff
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks, plan_parts
 
 SCHEMES: Mapping[str, Any] = {
     **dict.fromkeys(("s3", "s3a"), S3Store),
@@ -71,7 +68,7 @@ _STATUSES = {
 _LOOK_SECONDS = 0.01
 
 _T = TypeVar("_T")
-_Rows = list[ObjectInfo]  # inside ObstoreStorage, `list` is its method
+_ObstoreRows = list[ObjectInfo]  # inside ObstoreStorage, `list` is its method
 _Views = list[memoryview]
 
 
@@ -99,7 +96,7 @@ class ObstoreStorage:
             )
         self._prefix = f"{prefix}/" if prefix else ""
         self.options, library_options = ObjectOptions.split(options)
-        self._secrets = object_requests.secrets_of(library_options)
+        self._secrets = redaction.secrets_of(library_options)
         self._kind = SCHEMES[scheme]
         self._client, self._config = _settings(self._kind, library_options)
         self._stores: dict[tuple[bool, bool], Any] = {}
@@ -306,7 +303,7 @@ class ObstoreStorage:
                 raise
             return self._store().get_range(key, start=start, end=size) if _status(err) in (0, 416) else b""
 
-    def _found(self, folder: str, prefix: str) -> _Rows:
+    def _found(self, folder: str, prefix: str) -> _ObstoreRows:
         rows = [row for rows in self._store().list(prefix=folder.rstrip("/") or None) for row in rows]
         inner = prefix.removeprefix(self._prefix)
         if not rows:  # the library takes any answer for an empty listing
@@ -327,7 +324,7 @@ class ObstoreStorage:
 
     def _store(self, *, writing: bool = False, patient: bool = True) -> Any:
         """The client for such requests. One that uploads does not know whether bytes move: it has a limit in all."""
-        patient = patient and not object_requests.is_asking()
+        patient = patient and not retries.is_asking()
         if (writing, patient) not in self._stores:
             options = self.options
             most_bytes = options.part_bytes if writing else _READ_BYTES
@@ -365,10 +362,10 @@ class ObstoreStorage:
                 raise
             except (exceptions.BaseError, OSError, ValueError, TypeError) as err:
                 broken = isinstance(err, exceptions.GenericError | OtherAnswerError) and not _status(err)
-                wait = backoff.next_wait() if broken and not object_requests.is_asking() else None
+                wait = backoff.next_wait() if broken and not retries.is_asking() else None
                 if wait is None:
                     shown = _explained(err, what, f"{self.url}/{name}" if name else self.url)
-                    raise shown from (None if object_requests.shows(err, self._secrets) else err)
+                    raise shown from (None if redaction.shows(err, self._secrets) else err)
             self._meter.wait(0)
             time.sleep(wait)
 

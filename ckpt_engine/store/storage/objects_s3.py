@@ -1,4 +1,7 @@
-"""Objects in an S3 store: streamed from memory, published whole, never renamed; no bucket is ever made."""
+"""Objects in an S3 store, streamed from memory.
+
+They are published whole and never renamed. No bucket is ever made.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,16 @@ from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, S
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.object_requests import (
-    BASE_SECONDS,
-    Backoff,
-    MemoryBlocks,
-    ObjectOptions,
-    UploadPart,
-    checked,
-    plan_parts,
-    split_url,
+from ckpt_engine.store.storage.object_options import ObjectOptions
+from ckpt_engine.store.storage.object_requests import checked, split_url
+from ckpt_engine.store.storage.retries import BASE_SECONDS, Backoff
+from ckpt_engine.store.storage.s3_answers import (
+    DamagedInTransitError,
+    LostError,
+    NotS3Error,
+    OthersError,
+    code_of,
+    status_of,
 )
 from ckpt_engine.store.storage.s3_multipart import (
     ATTEMPTS,
@@ -35,20 +39,13 @@ from ckpt_engine.store.storage.s3_multipart import (
     plain_etag,
     server_time,
 )
-from ckpt_engine.store.storage.s3_requests import (
-    DamagedInTransitError,
-    LostError,
-    NotS3Error,
-    OthersError,
-    S3Calls,
-    code_of,
-    status_of,
-)
+from ckpt_engine.store.storage.s3_requests import S3Calls
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart, plan_parts
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
 _DELETES = 16
-_Rows = tuple[tuple[str, int, str], ...]
+_S3Rows = tuple[tuple[str, int, str], ...]
 """Objects of a listing: key, size, ETag."""
 
 
@@ -302,7 +299,7 @@ class S3Storage:
     async def _get_verified(self, name: str, start: int, nbytes: int | None) -> bytes:
         """Small objects steer what is kept and what is deleted: they have to match the store's own digest.
 
-        Of the others (which have digests of ours) a small part has to be answered twice alike.
+        Of the others (which have our digests) a small part has to be answered twice alike.
         """
         key = self._key(name)
         head = await self._multipart.head(key)
@@ -356,7 +353,7 @@ class S3Storage:
                 return None
             raise
 
-    async def _page(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
+    async def _page(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
         first = await self._page_once(prefix, after)
         if not self._calls.verifying:
             return first
@@ -368,7 +365,7 @@ class S3Storage:
             first = second
         raise DamagedInTransitError("the listing is different each time")
 
-    async def _page_once(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
+    async def _page_once(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
         more: dict[str, Any] = {"ContinuationToken": after} if after else {}
         answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **more, **self._extra)
         rows = answer.get("Contents") or ()

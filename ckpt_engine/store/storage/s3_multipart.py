@@ -1,4 +1,7 @@
-"""Uploading a big object to S3 in parts, several at once, going on with an upload that was interrupted."""
+"""Uploads a big object to S3 in parts.
+
+Several parts are on their way at once. An upload that was interrupted is continued.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,16 @@ from typing import Any
 
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-from ckpt_engine.store.storage.object_requests import MemoryBlocks, UploadPart
-from ckpt_engine.store.storage.s3_requests import (
-    Answer,
-    DamagedInTransitError,
-    OthersError,
-    S3Calls,
-    code_of,
-    status_of,
-)
+from ckpt_engine.store.storage.s3_answers import DamagedInTransitError, OthersError, S3Answer, code_of, status_of
+from ckpt_engine.store.storage.s3_requests import S3Calls
+from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart
 
 TOKEN = "ckpt-writer"
 """Name of the metadata that says which `put` wrote an object."""
 ATTEMPTS = 3
 """So often an object is sent that does not appear as it should."""
+_active: set[str] = set()
+"""Ids of the uploads under way in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,6 @@ class Stale:
     key: str
     id: str
     age_seconds: float
-
-
-_active: set[str] = set()
-"""Ids of the uploads under way in this process."""
 
 
 class Multipart:
@@ -103,7 +98,7 @@ class Multipart:
             await self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._payer)
         raise DamagedInTransitError(f"{key} is put together from other parts than were sent")
 
-    async def head(self, key: str) -> Answer | None:
+    async def head(self, key: str) -> S3Answer | None:
         """What the store says of an object, None if there is none."""
         try:
             return await self._calls.call("head_object", Bucket=self._bucket, Key=key, **self._payer)
@@ -189,7 +184,7 @@ class Multipart:
         return "-" not in there or etag in ("", there) or not _is_digest(found)
 
     async def _begin(self, key: str, token: str) -> tuple[str, dict[int, tuple[int, str]]]:
-        """An upload to go on with, and what it has already; a new one if there is none."""
+        """An upload to continue, and what it has already; a new one if there is none."""
         candidates = [stale for stale in await self.unfinished(key) if stale.key == key]
         if candidates:
             youngest = min(candidates, key=lambda stale: stale.age_seconds)
@@ -233,7 +228,7 @@ class Multipart:
     async def _send_part(self, key: str, upload: str, blocks: MemoryBlocks, part: UploadPart) -> str:
         digest = asyncio.ensure_future(digest_of(blocks, part)) if self._calls.verifying else None
 
-        async def check(answer: Answer) -> None:
+        async def check(answer: S3Answer) -> None:
             if digest is not None and not arrived_whole(answer, await asyncio.shield(digest)):
                 raise DamagedInTransitError(f"part {part.number} of {key} arrived with other bytes")
 
@@ -277,12 +272,12 @@ async def digest_of(blocks: MemoryBlocks, part: UploadPart) -> str:
             await asyncio.wait([made])  # given up, but the thread still reads the caller's memory
 
 
-def arrived_whole(answer: Answer, digest: str) -> bool:
+def arrived_whole(answer: S3Answer, digest: str) -> bool:
     """Whether an upload's answer tells of the bytes with this MD5; true where it cannot tell."""
     return not _is_digest(answer) or plain_etag(answer.get("ETag", digest)).lower() == digest
 
 
-def _is_digest(answer: Answer) -> bool:
+def _is_digest(answer: S3Answer) -> bool:
     """Whether ETags are made of the bytes; under some encryptions they are of something else."""
     return str(answer.get("ServerSideEncryption", "AES256")) == "AES256" and not answer.get("SSECustomerAlgorithm")
 
@@ -296,7 +291,7 @@ def combined_etag(etags: list[str]) -> str:
     return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
 
-def _same(found: Answer, token: str, etag: str) -> bool:
+def _same(found: S3Answer, token: str, etag: str) -> bool:
     return found.get("Metadata", {}).get(TOKEN) == token or (etag != "" and plain_etag(found["ETag"]).lower() == etag)
 
 
@@ -309,7 +304,7 @@ def _busy(upload: str) -> Iterator[None]:
         _active.discard(upload)
 
 
-def server_time(answer: Answer) -> datetime | None:
+def server_time(answer: S3Answer) -> datetime | None:
     """When the server wrote an answer, by its own clock."""
     try:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

@@ -1,4 +1,7 @@
-"""Notices calls to a tier that hang, tells them from slow ones, and leaves them behind."""
+"""Notices calls to a tier that hang.
+
+It tells them from slow ones, and leaves them behind.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,19 @@ from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, Ve
 from ckpt_engine.store.storage.disk import Meter
 
 STALL_SECONDS = 30.0
-"""A tier that does not get on for so long counts as away. An S3 request that moves nothing fails before."""
+"""A tier that makes no progress for so long counts as unreachable. An S3 request that moves nothing fails before."""
 SLOWEST_BYTES_PER_SECOND = 1 << 20
 """What a call whose progress cannot be seen from outside is given time for, on top."""
 _LOOK_SECONDS = 1.0
 
 T = TypeVar("T")
+_DELETE_SECONDS = 1.0
+_ROWS = 100
+"""Of a listing come together, or soon one after another."""
 
 
 class AbandonedError(Exception):
-    """The call was left behind: it must not go on."""
+    """The call was left behind: it must not continue."""
 
 
 class CallProgress:
@@ -93,7 +99,7 @@ class CallProgress:
         return max(0.0, self._clock() - self._last) if self._open else 0.0
 
 
-class Signs(CallProgress):
+class ResponsivenessProbe(CallProgress):
     """Whether a place has anything to say to what it is asked now: another try is no sign of it. Any thread."""
 
     def tried(self) -> None:
@@ -112,7 +118,7 @@ class _Call:
     since: float = field(default_factory=time.time)
 
 
-class Lane:
+class StuckCallRunner:
     """Calls to one tier, one at a time, each on a thread that is left behind if it hangs.
 
     There is at most one such thread: while it hangs every other call fails at once. Any thread may call.
@@ -158,7 +164,7 @@ class Lane:
             give_up: asked again and again while `work` hangs what to raise and so to leave it behind; None: nothing.
 
         Raises:
-            StorageStalledError: `work` did not get on for `STALL_SECONDS` and still runs, or an earlier call does.
+            StorageStalledError: `work` made no progress for `STALL_SECONDS` and still runs, or an earlier call does.
         """
         call = _Call(left)
         with self._changed:
@@ -215,7 +221,7 @@ class Lane:
                     self._changed.wait(min(_LOOK_SECONDS, STALL_SECONDS))
 
     def _leave(self, call: _Call) -> bool:
-        """Stop waiting, unless it has just ended; whether it goes on without us."""
+        """Stop waiting, unless it has just ended; whether it continues without us."""
         with self._changed:
             if call.done:
                 return False
@@ -263,11 +269,6 @@ class Lane:
         )
 
 
-_DELETE_SECONDS = 1.0
-_ROWS = 100
-"""Of a listing come together, or soon one after another."""
-
-
 class WatchedStorage(WrapperStorage):
     """Tells `progress` of each byte that is sent and of each call; puts end once `progress` is abandoned."""
 
@@ -307,7 +308,7 @@ class WatchedStorage(WrapperStorage):
         found: MutableSequence[ObjectInfo] = []
         for item in self.inner.list(prefix):
             found.append(item)
-            if len(found) % _ROWS == 1:  # a long listing gets on
+            if len(found) % _ROWS == 1:  # a long listing makes progress
                 self._progress.moved()
         return found
 
@@ -355,7 +356,7 @@ class _WatchingMeter(Meter):
 
 
 class WatchedSource(CallProgress):
-    """A nearer tier as one further tier reads it: a call that hangs in it is left there, and does not go on afterwards.
+    """A nearer tier as one further tier reads it: a call that hangs in it is left there for good.
 
     Args:
         progress: of the tier that is copied to.
@@ -399,7 +400,7 @@ class WatchedSource(CallProgress):
                 raise AbandonedError
 
 
-class Aside:
+class GuardedReader:
     """Reads at one tier while a call to it is under way.
 
     There is at most one read that hangs: until it ends, others are refused at once.
@@ -410,7 +411,7 @@ class Aside:
         waiting: progress of the call that asks, which must not look as if it hung while a read does.
     """
 
-    def __init__(self, repository: Repository, lane: Lane, waiting: CallProgress) -> None:
+    def __init__(self, repository: Repository, lane: StuckCallRunner, waiting: CallProgress) -> None:
         self._repository = repository
         self._lane = lane
         self.waiting = waiting

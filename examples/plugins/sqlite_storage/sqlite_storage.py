@@ -19,7 +19,8 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import require_size
-from ckpt_engine.store.storage.object_requests import ObjectOptions, checked
+from ckpt_engine.store.storage.object_options import ObjectOptions
+from ckpt_engine.store.storage.object_requests import checked
 
 PART_BYTES = 64 << 20
 """SQLite holds at most 1 GB in one value."""

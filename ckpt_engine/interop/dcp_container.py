@@ -1,0 +1,137 @@
+"""The data file that one rank stores for `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ckpt_engine.copy.job import EntryLayout
+from ckpt_engine.copy.write_snapshot import ParallelMap, cut, part_piece_bytes
+from ckpt_engine.errors import UnstorableLeafError
+from ckpt_engine.ranks.boxes import Box
+from ckpt_engine.state.entries import dtype_name
+from ckpt_engine.state.flatten import tensor_problem
+from ckpt_engine.store.container import container_form, data_header, digest
+from ckpt_engine.store.manifest import DataFile, Entry, Piece
+
+DIGEST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of an array, as some rank has stored it. Crosses between ranks.
+
+    Args:
+        name: of the entry.
+        whole: shape of the whole array.
+        entry: of the box alone, as if its file were the first.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class DcpItem:
+    """What one item of a plan has become. Crosses between ranks.
+
+    Args:
+        blocks: its arrays.
+        node: of the tree, as yet without how a tensor is divided.
+        file: where the blocks are; None: it has none.
+    """
+
+    blocks: tuple[Block, ...]
+    node: Any
+    file: DataFile | None
+
+
+@dataclass(frozen=True, slots=True)
+class DcpArray:
+    """A box of an array to store: a host tensor, and where it belongs."""
+
+    name: str
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def host(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """The plain dense bytes of a tensor in host memory; the tensor itself if it is that already.
+
+    Raises:
+        UnstorableLeafError: it has none; names it.
+    """
+    problem = tensor_problem(tensor)
+    if problem:
+        raise UnstorableLeafError(
+            f"cannot store tensor at {where}: {problem}", hint="convert it to a dense tensor in the state you save"
+        )
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+class Container:
+    """The image of a data file over live tensors: nothing big is copied.
+
+    Args:
+        arrays: with host tensors.
+    """
+
+    def __init__(self, arrays: Iterable[DcpArray]) -> None:
+        # Largest element first: every array is aligned without holes.
+        self._arrays = sorted(arrays, key=lambda one: -one.tensor.element_size())
+        self._header = data_header(list(self._rows()))
+
+    def _rows(self) -> Iterator[tuple[str, str, Sequence[int], int]]:
+        taken: set[str] = set()
+        for one in self._arrays:
+            name, n = one.name, 2
+            while name in taken:  # several boxes of one array
+                name, n = f"{one.name}~{n}", n + 1
+            taken.add(name)
+            form = container_form(dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes)
+            yield name, *form, one.tensor.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return len(self._header) + sum(one.tensor.nbytes for one in self._arrays)
+
+    def contents(self) -> list[memoryview]:
+        """The file, as blocks back to back."""
+        return [memoryview(self._header), *(_bytes(one.tensor) for one in self._arrays)]
+
+    def blocks(self) -> list[Block]:
+        """What the manifest says of each array, in the order of the file."""
+        at = len(self._header)
+        layouts = []
+        for one in self._arrays:
+            dtype, shape, nbytes = dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes
+            code, whole = container_form(dtype, shape, nbytes)[0], None if one.whole == shape else one.whole
+            layouts.append(EntryLayout(one.name, dtype, shape, code, at, nbytes, whole))
+            at += nbytes
+        pairs, least_bytes = list(zip(self._arrays, layouts, strict=True)), part_piece_bytes(layouts)
+        return ParallelMap(lambda pair: _block(*pair, least_bytes), pairs, DIGEST_THREADS, "ckpt-digest").result()
+
+
+def _block(array: DcpArray, layout: EntryLayout, least_bytes: int) -> Block:
+    data = _bytes(array.tensor)
+    pieces = []
+    for extent in cut(layout, least_bytes):
+        start = extent.offset - layout.offset
+        found = digest(data[start : start + extent.nbytes])
+        pieces.append(Piece(0, extent.offset, extent.nbytes, found, extent.nbytes))
+    entry = Entry(layout.dtype, layout.shape, tuple(pieces), layout.container_dtype)
+    return Block(array.name, array.whole, Box(array.offsets, layout.shape), entry)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    if not prod(tensor.shape):
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,208 @@
+"""What the time of a run goes into."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import AttemptsFound
+
+TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validation", "end")
+"""What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
+MEASURED = (
+    "slowdown",
+    "slowdown_error",
+    "step",
+    "stall_each",
+    "slowdown_each",
+    "persist_each",
+    "memory_each",
+    "megabytes",
+    "idle",
+)
+"""What a cadence measures, in seconds: by how much all snapshots made steps longer, and its standard error; one step;
+of one snapshot the stall, the slowdown, the time until it is durable, that of one in memory; 10^6 bytes written;
+how long a rank has waited, on average, for others that snapshots blocked longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpent:
+    """What the time of a run went into, in seconds, of all its attempts and between them. The sum is wall time.
+
+    Args:
+        productive: training that was not lost, less `slowdown`; a step under way counts.
+        slowdown: by which steps next to snapshots were longer, as estimated.
+        stall: that snapshots blocked training.
+        fence: that training waited for a copy before it changed what is copied.
+        replay: work that was done before a failure already, and steps that a failure has cut off.
+        restore: reading a snapshot.
+        startup: from the start of a process until it trains, `restore` not included.
+        validation: evaluation.
+        end: after the last step, until the last snapshot was durable.
+        down: no process trained.
+        unknown: of attempts that have recorded no more than how long they lasted.
+        slowdown_error: standard error of `slowdown`; no part of the sum.
+        idle: that a rank waited, on average, for others that a snapshot blocked longer; in other parts already.
+    """
+
+    productive: float = 0.0
+    slowdown: float = 0.0
+    stall: float = 0.0
+    fence: float = 0.0
+    replay: float = 0.0
+    restore: float = 0.0
+    startup: float = 0.0
+    validation: float = 0.0
+    end: float = 0.0
+    down: float = 0.0
+    unknown: float = 0.0
+    slowdown_error: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """Since the first process started."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by name that make up the sum."""
+        every = asdict(self)
+        del every["slowdown_error"], every["idle"]
+        return every
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which they waited for each other because of snapshots."""
+        wall = self.wall
+        return self.idle / wall if wall > 0.0 else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Productive by wall time; 0.0 of nothing."""
+        wall = self.wall
+        return self.productive / wall if wall > 0.0 else 0.0
+
+    def plus(self, lasted: float, times: Mapping[str, float], rest: str, down: float = 0.0) -> RunSpent:
+        """With one more process, and what came until the one that follows it.
+
+        Args:
+            lasted: seconds that it lived.
+            times: what went into them, see `TIMES` and `MEASURED`.
+            rest: the name of what that leaves out.
+            down: seconds; negative ones count as none.
+        """
+        new = dict.fromkeys(self.parts, 0.0) | {name: times.get(name, 0.0) for name in TIMES}
+        training = new.pop("training")
+        share = training / (training + new["replay"]) if training > 0.0 else 0.0
+        new["slowdown"] = min(share * times.get("slowdown", 0.0), training)
+        new["productive"] = training - new["slowdown"]
+        new[rest] += max(0.0, lasted - sum(times.get(name, 0.0) for name in TIMES))
+        new["down"] = max(0.0, down)
+        error = math.hypot(self.slowdown_error, times.get("slowdown_error", 0.0))
+        sums = {name: was + new[name] for name, was in self.parts.items()}
+        return RunSpent(**sums, slowdown_error=error, idle=self.idle + times.get("idle", 0.0))
+
+    def numbers(self) -> dict[str, float]:
+        """All of it for loggers and monitors: `run_stall_seconds` and so on, whose sum is wall time."""
+        found = {f"run_{name}_seconds": seconds for name, seconds in self.parts.items()}
+        found["run_slowdown_error_seconds"] = self.slowdown_error
+        return found | {"goodput_percent": 100.0 * self.goodput, "idle_percent": 100.0 * self.idle_share}
+
+
+class RunTimes:
+    """What the time of this process goes into, of one run that it trains. Training thread only.
+
+    Args:
+        clock: the source of durations.
+        age: seconds for which the process has lived already.
+    """
+
+    def __init__(self, clock: Clock, age: float = 0.0) -> None:
+        self._now = clock.monotonic
+        self.started = clock.wall() - age
+        self.seconds = dict.fromkeys(TIMES, 0.0)
+        self.measured: Callable[[], Mapping[str, float]] = dict
+        """What the cadence has measured, see `MEASURED`."""
+        self.step = -1
+        """The last one that is complete."""
+        self._until = self._now() - age
+        self._waited = 0.0
+        self._reached = -1
+        self._fresh = self._trains = self._stepped = False
+        self._earlier, self._ended = RunSpent(), 0.0
+
+    def begin(self) -> None:
+        """Training begins here: what came before was preparation, as long as no step was complete."""
+        if not self._stepped:
+            self._account("startup")
+            self._trains = True
+
+    def boundary(self, step: int) -> None:
+        """Step `step` is complete."""
+        again = step <= self._reached
+        self._account("startup" if not self._trains else "replay" if again else "training")
+        self._trains = self._stepped = True
+        self.step = step
+
+    def waited(self, name: str, seconds: float) -> None:
+        """Training made no progress for so long, for a reason of `TIMES`."""
+        self.seconds[name] += seconds
+        self._waited += seconds
+
+    def blocked(self) -> float:
+        """Seconds that snapshots have blocked training."""
+        return self.seconds["stall"] + self.seconds["fence"]
+
+    def over(self) -> None:
+        """Training has ended; the process may begin again."""
+        self._account("end")
+        self._trains = self._stepped = False
+
+    def found(self, earlier: AttemptsFound) -> None:
+        """What earlier attempts were: as far as they were work is done again."""
+        self._reached = -1 if self._fresh else earlier.reached
+        self._earlier, self._ended = RunSpent(**earlier.spent), earlier.until
+
+    def fresh(self) -> None:
+        """Training does not resume from what exists: nothing is done again."""
+        self._fresh, self._reached = True, -1
+
+    @property
+    def spent(self) -> RunSpent:
+        """What the time of the run went into, of earlier attempts and of this one until its last boundary."""
+        down = self.started - self._ended if self._ended else 0.0
+        times = self.seconds | dict(self.measured())
+        return self._earlier.plus(sum(self.seconds.values()), times, "end", down)
+
+    def _account(self, name: str) -> None:
+        now = self._now()
+        self.seconds[name] += now - self._until - self._waited
+        self._until, self._waited = now, 0.0
+
+
+_of_runs: dict[str, RunTimes] = {}
+
+
+def times_of(root_url: str, clock: Clock) -> RunTimes:
+    """Those of this process and that run: one after another may train it here."""
+    if root_url not in _of_runs:
+        _of_runs[root_url] = RunTimes(clock, _age_of_process())
+    return _of_runs[root_url]
+
+
+def _age_of_process() -> float:
+    """Seconds since this process was started to train; 0.0 where that is not known, or people sit before it."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return 0.0
+    with suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0

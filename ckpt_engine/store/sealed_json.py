@@ -1,0 +1,64 @@
+"""Small JSON objects that carry a digest of themselves as their last key, `digest`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt_engine.errors import CorruptError, ForeignError, FormatError
+from ckpt_engine.store.container import ALGORITHM, T, digest
+from ckpt_engine.store.json_checks import MALFORMED, loads
+
+_KEY = b', "digest": "'
+
+
+def seal(row: Mapping[str, Any]) -> bytes:
+    """The text of a JSON object, ending in the digest of what is before it. `row` MUST NOT be empty."""
+    body = json.dumps(row).encode()[:-1]
+    return b'%s%s%s"}' % (body, _KEY, digest(body).encode())
+
+
+def unseal(text: bytes, where: str) -> dict[str, Any]:
+    """The object of a text that `seal` has made, or of one without a digest, as earlier versions wrote it.
+
+    Args:
+        text: with white space at its end, or without.
+        where: it comes from, for messages.
+
+    Raises:
+        CorruptError: it was changed, or it is no JSON.
+        ForeignError: it is no JSON object.
+    """
+    body, found, _ = text.rpartition(_KEY)
+    end = b'%s%s"}' % (_KEY, digest(body).encode())
+    if found and text[len(body) :].rstrip(b" \n") != end:
+        raise CorruptError(f"{where} is damaged: it does not match its digest")
+    try:
+        row = loads(text)
+    except (ValueError, RecursionError) as err:
+        raise CorruptError(f"{where} is damaged: {err}") from err
+    if not isinstance(row, dict):
+        raise ForeignError(f"{where} is not of ckpt-engine")
+    if found:
+        del row["digest"]
+    elif any(isinstance(value, str) and value.startswith(f"{ALGORITHM}:") for value in row.values()):
+        raise CorruptError(f"{where} is damaged: its digest has no name")  # a flip in the name hides the digest
+    return row
+
+
+def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: str) -> T:
+    """What `make` makes of the object of a sealed text; see `unseal`.
+
+    Args:
+        hint: what to do with a file that has another text.
+
+    Raises:
+        CorruptError: it is none, or not one that `make` takes.
+    """
+    try:
+        return make(unseal(text, where))
+    except FormatError as err:
+        raise CorruptError(err.message, hint=hint) from err
+    except MALFORMED as err:
+        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err

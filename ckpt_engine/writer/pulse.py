@@ -1,0 +1,133 @@
+"""The pulse: one page of memory in which the trainer reports its progress.
+
+The writer can read it after the death of the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+from ckpt_engine.copy.host_memory import shared_memory
+from ckpt_engine.observe.run_times import MEASURED, TIMES, RunTimes
+
+_BEAT = struct.Struct("<qd")
+_FILL = struct.Struct("<qq")
+_FILL_OFFSET = 64
+_SPENT_NAMES = (*TIMES, *MEASURED)
+_SPENT = struct.Struct(f"<qdq{len(_SPENT_NAMES)}dq")
+_SPENT_OFFSET = 128
+_SPENT_SECONDS = 1.0
+_LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What the trainer said last: the step that it has begun, counted so that the snapshot before it has `step - 1`.
+
+    `instant_monotonic` is the machine's `time.monotonic()` at that moment.
+    """
+
+    step: int
+    instant_monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The arena slot that the trainer has begun to fill last, and the job that it fills it for."""
+
+    slot: int
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpentTimes:
+    """What the trainer says of its time; see `attempts.Attempt` for these fields."""
+
+    started: float
+    step: int
+    times: dict[str, float]
+
+
+class HeartbeatPage:
+    """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes.
+
+    Raises:
+        StateError: the system refuses the memory.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._page = shared_memory("ckpt-pulse", mmap.PAGESIZE)
+        self._step, self._moment = self._page[:8].cast("q"), self._page[8:16].cast("d")
+        self._count, self._spends_at = 0, -math.inf
+        self.beat(-1)
+        self.fill(-1, -1)
+
+    def beat(self, step: int) -> bool:
+        """Say that `step` begins; whether it is time to `spend` again. Costs less than a microsecond."""
+        now = time.monotonic()
+        self._step[0], self._moment[0] = step, now
+        return now >= self._spends_at
+
+    def fill(self, slot: int, job: int) -> None:
+        """Say that `slot` changes from now on, for `job`. Costs as little as `beat`."""
+        _FILL.pack_into(self._page, _FILL_OFFSET, slot, job)
+
+    def spend(self, times: RunTimes) -> None:
+        """Say what the time went into."""
+        self._count, self._spends_at = self._count + 1, time.monotonic() + _SPENT_SECONDS
+        measured = times.measured()
+        values = (*times.seconds.values(), *map(measured.get, MEASURED, repeat(0.0)))
+        _SPENT.pack_into(
+            self._page, _SPENT_OFFSET, self._count, times.started, times.step, *map(float, values), self._count
+        )
+
+    def close(self) -> None:
+        """Give the page back; who has the descriptor keeps it. Idempotent."""
+        if self.fd >= 0:
+            self._step.release()
+            self._moment.release()
+            self._page.release()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def read_pulse(fd: int) -> Heartbeat | None:
+    """The last beat; None if there was none, or the descriptor is something else than a pulse.
+
+    Only of a trainer that is gone: a beat under way is read torn.
+    """
+    found = _read(fd, _BEAT, 0)
+    return Heartbeat(*found) if found is not None and found[0] >= 0 else None
+
+
+def read_fill(fd: int) -> Fill | None:
+    """What was filled last; None as `read_pulse`. Only of a trainer that is gone."""
+    found = _read(fd, _FILL, _FILL_OFFSET)
+    return Fill(*found) if found is not None and found[0] >= 0 else None
+
+
+def read_spent(fd: int) -> SpentTimes | None:
+    """What the time went into, as it was said last; None as `read_pulse`. Also of a trainer that lives."""
+    for _ in range(_LOOKS):
+        found, again = _read(fd, _SPENT, _SPENT_OFFSET), _read(fd, _SPENT, _SPENT_OFFSET)
+        if found is None or found[0] == 0:
+            return None
+        if found == again and found[0] == found[-1]:
+            times = zip(_SPENT_NAMES, (round(max(0.0, one), 6) for one in found[3:-1]), strict=True)
+            return SpentTimes(found[1], found[2], {name: seconds for name, seconds in times if seconds})
+    return None
+
+
+def _read(fd: int, kind: struct.Struct, offset: int) -> tuple[Any, ...] | None:
+    try:
+        data = os.pread(fd, kind.size, offset)
+    except OSError:
+        return None
+    return kind.unpack(data) if len(data) == kind.size else None

@@ -29,32 +29,26 @@ def command(url: str, size: str, as_json: bool) -> None:
     should not be put there.
     """
     nbytes = max(1, int(quantity("--size", size, parse_bytes)))
-    places = [(tier.url, dict(tier.storage_options)) for tier in options_of(url).tiers]
-    reports: list[tuple[str, list[Finding]]] = []
-    for place, options in places:
-        findings: list[Finding] = []
-        reports.append((place, findings))
-        if not as_json:
-            print_text(place, bold=True)
-        for one in examine(place, options, nbytes):  # each is shown when it is found: a storage may hang at the next
+    say = (lambda *_, **__: None) if as_json else print_text
+    reports: dict[str, list[Finding]] = {}
+    for tier in options_of(url).tiers:
+        say(tier.url, bold=True)
+        findings = reports[tier.url] = []
+        # Each is shown when it is found: a storage may hang at the next.
+        for one in examine(tier.url, dict(tier.storage_options), nbytes):
             findings.append(one)
-            if not as_json:
-                _show(one)
-        if not as_json and any(one.mark is Mark.BAD for one in findings):
-            print_text("  no run should be put here", fg="red")
-        elif not as_json:
-            print_text("  a run is safe here", fg="green")
+            say(*_lines(one))
+        bad = any(one.mark is Mark.BAD for one in findings)
+        say(f"  {'no run should be put' if bad else 'a run is safe'} here", fg="red" if bad else "green")
     if as_json:
-        print_json([{"root": place, "findings": findings} for place, findings in reports])
-    if any(finding.mark is Mark.BAD for _, findings in reports for finding in findings):
+        print_json([{"root": place, "findings": findings} for place, findings in reports.items()])
+    if any(finding.mark is Mark.BAD for findings in reports.values() for finding in findings):
         sys.exit(1)
 
 
-def _show(finding: Finding) -> None:
-    """On as many lines as the terminal needs."""
+def _lines(finding: Finding) -> list[str]:
+    """As many lines as the terminal needs."""
     width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
     lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
-    first, *more = lines or [""]
-    print_text(f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}{first}")
-    for line in more:
-        print_text(f"{'':<{TEXT_COLUMN}}{line}")
+    head = f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}"
+    return [f"{head if number == 0 else '':<{TEXT_COLUMN}}{line}" for number, line in enumerate(lines)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +11,11 @@ import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table, print_text
 from ckpt_engine.cli.root import open_run, options_of, storage_options
-from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
-from ckpt_engine.errors import ConfigError, StorageMissingError
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
-from ckpt_engine.store import pins
-from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import (
-    OTHER_LINE,
-    KeepAll,
-    Retention,
-    RetentionPlan,
-    RetentionPolicy,
-    branches,
-    policy_from,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tier, and the retention that holds there or the snapshots that are to go."""
-
-    repository: Repository
-    policy: RetentionPolicy
-    removing: frozenset[str] | None = None
-
-    def plan(self) -> RetentionPlan:
-        """What is to be forgotten. Reads only."""
-        if self.removing is None:
-            return plan_prune(self.repository, self.policy)
-        pinned = pins.protection(self.repository.storage)
-        ids = [info.id for info in self.repository.list()]
-        going = tuple(one for one in ids if one in self.removing and one not in pinned)
-        keep = {one: pinned.get(one, OTHER_LINE) for one in ids if one not in going}
-        return RetentionPlan(keep, going, dict.fromkeys(going, "of the branch that is removed"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What happened, or would happen, at one place. `done` is None where nothing was carried out."""
-
-    url: str
-    infos: Sequence[SnapshotInfo]
-    plan: RetentionPlan
-    removed_bytes: int
-    done: Pruned | None
+from ckpt_engine.store.retention import policy_from
+from ckpt_engine.tools.prune_run import PrunedPlace, PruneOutcome, branch_places, prune_place
 
 
 @click.command("prune", short_help="Carry out retention now, or show the plan.")
@@ -89,8 +45,8 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
     """
     if branch is not None and rules:
         raise ConfigError("--branch removes a whole line of history: no --keep applies", hint="give one of them")
-    places = _places(root, rules) if branch is None else _branch_places(root, branch)
-    outcomes = [_prune(place, dry_run=dry_run) for place in places]
+    places = _places(root, rules) if branch is None else branch_places(open_run(root, every=True), branch)
+    outcomes = [prune_place(place, dry_run=dry_run) for place in places]
     if as_json:
         print_json({"dry_run": dry_run, "tiers": [_json(outcome) for outcome in outcomes]})
     else:
@@ -102,7 +58,7 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
         sys.exit(1)
 
 
-def _places(root: str, rules: Sequence[str]) -> list[_Place]:
+def _places(root: str, rules: Sequence[str]) -> list[PrunedPlace]:
     if not rules and not Path(root).is_file():
         open_run(root)  # raises where there is no run
         raise ConfigError(
@@ -114,30 +70,8 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
     for tier, repository in zip(config.tiers, run.places, strict=True):
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
         if repository in run.in_use:
-            places.append(_Place(repository, policy_from(keep)))
+            places.append(PrunedPlace(repository, policy_from(keep)))
     return places
-
-
-def _branch_places(root: str, wanted: str) -> list[_Place]:
-    """The tiers, each with the snapshots of that branch.
-
-    Raises:
-        StorageMissingError: there is no such branch.
-        ConfigError: there is no other one: then this is the run.
-    """
-    there = open_run(root, every=True).in_use
-    infos = {info.id: info for repository in there for info in repository.list()}
-    found = branches(list(infos.values()))
-    named = [branch for branch in found if branch.id == wanted]
-    if not named:
-        names = ", ".join(branch.id for branch in found) or "none"
-        raise StorageMissingError(f"no branch {wanted!r} at {root}, there is {names}", hint=f"`ckpt ls {root}`")
-    if len(found) == 1:
-        raise ConfigError(
-            f"{wanted} is the only branch at {root}, and without it there is nothing",
-            hint=f"`ckpt prune {root} --keep last=1` keeps its newest snapshot; else remove the folder or the prefix",
-        )
-    return [_Place(repository, KeepAll(), named[0].own) for repository in there]
 
 
 def _nested(rules: Sequence[str]) -> dict[str, Any]:
@@ -159,19 +93,7 @@ def _nested(rules: Sequence[str]) -> dict[str, Any]:
     return keep
 
 
-def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
-    repository, done = place.repository, None
-    with nullcontext() if dry_run else acquire(repository.storage) as lease:
-        infos, usage, plan = repository.list(), measure(repository), place.plan()
-        if lease is not None:
-            limits = Retention.of(place.policy).limits
-            done = execute(repository, lease, plan, limits)
-            catalogue(repository, limits)
-            plan = done.plan
-    return _Outcome(repository.storage.url, infos, plan, usage.exclusive_bytes(plan.remove), done)
-
-
-def _json(outcome: _Outcome) -> dict[str, Any]:
+def _json(outcome: PruneOutcome) -> dict[str, Any]:
     return {
         "root": outcome.url,
         "keep": outcome.plan.keep,
@@ -186,7 +108,7 @@ def _json(outcome: _Outcome) -> dict[str, Any]:
     }
 
 
-def _print(outcome: _Outcome) -> None:
+def _print(outcome: PruneOutcome) -> None:
     if outcome.infos:
         rows = [
             (info.id, f"{info.step:,}", age(info.created), units.size(info.nbytes), *_fate(outcome, info.id))
@@ -215,7 +137,7 @@ def _print(outcome: _Outcome) -> None:
             print_text(f"{withheld} stay because damaged manifests may need them: {damaged}")
 
 
-def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
+def _fate(outcome: PruneOutcome, snapshot: str) -> tuple[str, str]:
     """What the plan says, or what became of it, and why."""
     plan, done = outcome.plan, outcome.done
     if snapshot not in plan.keep:

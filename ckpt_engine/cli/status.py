@@ -150,21 +150,14 @@ def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
-    said, newest = row.writer, row.newest
-    state = said.state if said else ""
-    if row.error:
-        state = "no answer"
-    name = newest.id if newest else (said.newest or "") if said else ""
-    waiting = ""
-    if said is not None and said.waiting:
-        waiting = f"{count(said.waiting, 'snapshot')}, {units.size(said.waiting_bytes)}"
+    status, newest = row.writer or TierStatus(row.url, ""), row.newest
     return (
         row.url,
-        state,
+        "no answer" if row.error else status.state,
         "" if row.snapshots is None else f"{row.snapshots:,}",
-        name,
+        newest.id if newest else status.newest or "",
         age(newest.created) if newest else "",
-        waiting,
+        f"{count(status.waiting, 'snapshot')}, {units.size(status.waiting_bytes)}" if status.waiting else "",
     )
 
 

@@ -13,7 +13,7 @@ from ckpt_engine.cli.root import open_run, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.tools.check_run import CheckedCopies, SnapshotProblem, Verdict, all_ok, check_run
+from ckpt_engine.tools.check_run import CheckedCopies, Verdict, all_ok, check_run
 from ckpt_engine.tools.stored_run import Run
 
 MAX_SHOWN = 20
@@ -91,11 +91,6 @@ def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
         else:
             print_text(f"{verdict.snapshot}  DAMAGED", fg="red")
             for problem in verdict.problems[:MAX_SHOWN]:
-                print_text(f"  {_line(problem)}")
+                print_text(f"  {problem}")
             if len(verdict.problems) > MAX_SHOWN:
                 print_text(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
-
-
-def _line(problem: SnapshotProblem) -> str:
-    where = ": ".join(part for part in (problem.entry, problem.file) if part)
-    return f"[{problem.code}] {where}: {problem.message}" if where else f"[{problem.code}] {problem.message}"

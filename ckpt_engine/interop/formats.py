@@ -263,29 +263,21 @@ def _nested(flat: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
         for key in outer:
             node = node.setdefault(key, {})
         node[last] = value
-    return {key: _mended(_as_lists(node)) for key, node in root.items()}
-
-
-def _as_lists(node: Any) -> Any:
-    """Dicts whose keys are all numbers were lists: keys of dicts have become text."""
-    if not isinstance(node, dict):
-        return node
-    if node and all(isinstance(key, int) for key in node):
-        return [_as_lists(node[key]) for key in sorted(node)]
-    return {key: _as_lists(child) for key, child in node.items()}
+    return {key: _mended(node) for key, node in root.items()}
 
 
 def _mended(node: Any) -> Any:
-    """Optimizers number their parameters, and have a `state` even if it is empty: dcp loses both."""
-    if isinstance(node, list):
-        return [_mended(child) for child in node]
+    """What dcp loses: lists have become dicts of numbers, keys of dicts texts, and an empty `state` is left out."""
     if not isinstance(node, dict):
         return node
-    if "param_groups" in node and "state" not in node:
-        node = {"state": {}, **node}
-    if is_optimizer(node) and all(str(key).isdecimal() for key in node["state"]):
-        return {**node, "state": {int(key): value for key, value in node["state"].items()}}
-    return {key: _mended(child) for key, child in node.items()}
+    found = {key: _mended(child) for key, child in node.items()}
+    if found and all(isinstance(key, int) for key in found):
+        return [found[key] for key in sorted(found)]
+    if "param_groups" in found and "state" not in found:
+        found = {"state": {}, **found}
+    if is_optimizer(found) and all(str(key).isdecimal() for key in found["state"]):
+        return {**found, "state": {int(key): value for key, value in found["state"].items()}}
+    return found
 
 
 # ---- all of them

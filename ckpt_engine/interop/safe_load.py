@@ -215,10 +215,7 @@ def _without(node: Any, lost: set[tuple[str, ...]], where: tuple[str, ...]) -> A
 
 
 def _refused(path: Path, places: Mapping[Where, str], names: list[str]) -> UnstorableLeafError:
-    if places:
-        shown = [f"{name} at {'/'.join(map(str, where)) or '(root)'}" for where, name in places.items()]
-    else:
-        shown = names
+    shown = [f"{name} at {'/'.join(map(str, where)) or '(root)'}" for where, name in places.items()] or names
     return UnstorableLeafError(
         f"{path} holds objects that are not loaded, because that can run code: {units.first(shown, _SHOWN)}",
         hint=_SAVE_AGAIN,

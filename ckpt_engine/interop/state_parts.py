@@ -102,7 +102,7 @@ def recognise(state: Any) -> StateParts:
         schedulers={where: node for where, node in nodes if is_scheduler(node)},
         scalers={where: node for where, node in nodes if is_scaler(node)},
         custom=tuple(custom.values()),
-        loaders=_sequence(state.get(LOADERS)),
+        loaders=tuple(loaders) if isinstance(loaders := state.get(LOADERS), list | tuple) else (),
         streams=next(filter(looks_recorded, (state.get(STREAMS), own.get(STREAMS))), None),
         trainer_state=state.get(TRAINER_STATE, trainer_state),
         files=files | _files(state.get(FILES)),
@@ -143,10 +143,6 @@ def _nodes(node: Any, where: str, depth: int) -> Iterator[tuple[str, Any]]:
         children = list(enumerate(node))
     for key, child in children:
         yield from _nodes(child, f"{where}/{key}", depth - 1)
-
-
-def _sequence(node: Any) -> tuple[Any, ...]:
-    return tuple(node) if isinstance(node, list | tuple) else ()
 
 
 def is_kept_file(name: str) -> bool:

@@ -53,6 +53,9 @@ class SnapshotProblem:
     file: str | None = None
     entry: str | None = None
 
+    def __str__(self) -> str:
+        return f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -179,22 +182,18 @@ class Checker:
         return readers.get(name)
 
     def _found(self, name: str, check: Callable[[bytes, str], object]) -> list[SnapshotProblem]:
-        where = f"{self._storage.url}/{name}"
-        for looks_left in reversed(range(_LOOKS)):
+        problems: list[SnapshotProblem] = []
+        for _ in range(_LOOKS):  # a running writer may be writing it
             try:
-                check(self._storage.get(name), where)
+                check(self._storage.get(name), f"{self._storage.url}/{name}")
             except StorageMissingError:
                 return []  # removed meanwhile
             except FormatError as err:
-                if looks_left == 0:  # a running writer may have been writing it
-                    return [
-                        SnapshotProblem(
-                            err.code, f"{err.message} → {err.hint or _NEXT.get(_kind(name), 'remove it')}", name
-                        )
-                    ]
+                next_step = err.hint or _NEXT.get(_kind(name), "remove it")
+                problems = [SnapshotProblem(err.code, f"{err.message} → {next_step}", name)]
             else:
                 return []
-        raise AssertionError
+        return problems
 
     def _record(self, text: bytes) -> None:
         run, snapshots = parse_record(text, self._storage.url).run, self._repository.run_of_manifests()

@@ -58,6 +58,11 @@ def plan_import(
     for key, node in found.state.items():
         arrays += Flattener().scan(node, (key,)).arrays
         Flattener().describe(node, (key,))
+    about_run = [
+        f"the run has {count(len(there), 'snapshot')}, the newest of step {newest.step}: "
+        f"it resumes from step {chosen} now"
+        for newest in there[-1:]
+    ]
     return ImportResult(
         source=str(source.absolute()),
         form=found.form,
@@ -66,15 +71,8 @@ def plan_import(
         epoch=found.epoch,
         arrays=len(arrays),
         nbytes=sum(array.numel() * array.element_size() for array in arrays),
-        notes=(*found.notes, *_about_run(there, chosen)),
+        notes=(*found.notes, *about_run),
     )
-
-
-def _about_run(there: Sequence[SnapshotInfo], step: int) -> list[str]:
-    if not there:
-        return []
-    found = f"the run has {count(len(there), 'snapshot')}, the newest of step {there[-1].step}"
-    return [f"{found}: it resumes from step {step} now"]
 
 
 def save_import(found: Imported, planned: ImportResult, config: Config) -> str:

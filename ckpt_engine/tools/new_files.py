@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,8 +38,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
         StorageError: the file cannot be written, or exists and shall not be replaced.
     """
     check_free(path, replace=replace)
-    temp = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    try:
+    with _beside(path) as temp:
         with temp.open("xb") as file:
             yield file
             file.flush()
@@ -48,14 +47,6 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
             temp.replace(path)
         else:
             path.hardlink_to(temp)  # unlike a rename it never replaces what came into being meanwhile
-        _sync(path.absolute().parent)
-    except FileExistsError as err:
-        raise StorageExistsError(f"{path} exists already", hint="--force replaces it") from err
-    except OSError as err:
-        raise translated(err, "write", str(path)) from err
-    finally:
-        with suppress(FileNotFoundError):
-            temp.unlink()
 
 
 @contextmanager
@@ -66,9 +57,7 @@ def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
         StorageError: it cannot be written, or exists and shall not be replaced.
     """
     check_free(path, replace=replace, folder=True)
-    suffix = os.urandom(4).hex()
-    temp, old = (path.with_name(f".{path.name}.{suffix}.{kind}") for kind in ("tmp", "old"))
-    try:
+    with _beside(path) as temp, _beside(path) as old:
         temp.mkdir()
         yield temp
         for one in (*temp.rglob("*"), temp):
@@ -77,18 +66,28 @@ def new_folder(path: Path, *, replace: bool) -> Iterator[Path]:
             path.rename(old)
         try:
             temp.rename(path)  # onto an empty folder at most: what came into being meanwhile is not replaced
-        except OSError:
+        except BaseException:
             if old.exists():
                 old.rename(path)
             raise
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A free name next to `path`; behind the block nothing has it, and the change of names in the folder is synced."""
+    temp = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        yield temp
         _sync(path.absolute().parent)
     except OSError as err:
         if err.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise StorageExistsError(f"{path} exists already", hint="--force replaces it") from err
         raise translated(err, "write", str(path)) from err
     finally:
-        shutil.rmtree(temp, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if temp.is_dir():
+            shutil.rmtree(temp, ignore_errors=True)
+        else:
+            temp.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

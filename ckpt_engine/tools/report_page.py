@@ -55,18 +55,14 @@ class Axis:
         """Pixels and texts of round values."""
         if self.log:
             return [(self.at(one), units.duration(one)) for one in _ROUND_SECONDS if self.low <= one <= self.high]
-        step = _round_step((self.high - self.low) / (8.0 if self.is_time else 5.0), self.is_time)
+        least = (self.high - self.low) / (8.0 if self.is_time else 5.0)
+        power = 10.0 ** math.floor(math.log10(max(least, 1.0)))
+        rounds = _ROUND_SECONDS if self.is_time else [power * many for many in (1, 2, 5, 10)]
+        step = next((one for one in rounds if one >= least), least)
         values = [step * number for number in range(math.ceil(self.low / step), int(self.high / step) + 1)]
         # One unit for all, so that distances can be read.
         unit, name = next(one for one in _UNITS if step >= one[0]) if self.is_time else (1.0, "")
         return [(self.at(one), f"{one / unit:,.10g} {name}".rstrip()) for one in values]
-
-
-def _round_step(least: float, is_time: bool) -> float:
-    """The first round distance that is no shorter than this one."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1.0)))
-    rounds = _ROUND_SECONDS if is_time else [power * many for many in (1, 2, 5, 10)]
-    return next((one for one in rounds if one >= least), least)
 
 
 def _shown(value: Any) -> Any:

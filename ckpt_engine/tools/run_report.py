@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -161,9 +161,8 @@ def _verified(run: Run, counting: Counting) -> tuple[bool, list[str]]:
     checked, away = check_run(run, (), counting)
     more = [f"{one.url} was not verified: [{one.code}] {one.reason}" for one in away]
     for copies in checked:
-        damaged = [(verdict.snapshot, problem) for verdict in copies.verdicts for problem in verdict.problems]
-        damaged += [(problem.file or "", problem) for problem in copies.others]
-        more += [f"{where} at {copies.url}: [{problem.code}] {problem.message}" for where, problem in damaged]
+        problems = [problem for verdict in copies.verdicts for problem in verdict.problems]
+        more += [f"{copies.url}: {problem}" for problem in (*problems, *copies.others)]
     return all_ok(checked) and not away, more
 
 
@@ -181,13 +180,11 @@ def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[S
 
 def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]:
     """The attempts, and which snapshot each went on from, as those that it has left say."""
-    created = [info.created for info in infos]
     resumed: list[int | None] = []
     for one, following in zip_longest(history.rows, history.rows[1:]):
-        first = bisect_left(created, one.began)
-        mine = infos[first : bisect_left(created, following.began) if following else len(infos)]
-        parent = parse_id(mine[0].parent) if mine and mine[0].parent else None
-        resumed.append(parent.step if parent else None)
+        end = math.inf if following is None else following.began
+        parent = parse_id(next((info.parent or "" for info in infos if one.began <= info.created < end), ""))
+        resumed.append(None if parent is None else parent.step)
     lives = []
     spent = history.before
     for number, (one, following) in enumerate(zip_longest(history.rows, history.rows[1:])):

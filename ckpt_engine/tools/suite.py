@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +84,8 @@ class Suite:
         ended = f"the tests ended before it, with exit code {code}"
         ours_of = {test: found.get(test) or Outcome(test, "failed", ended) for test in fine}
         broken = {test: one for test, one in ours_of.items() if one.outcome == "failed"}
-        again: Mapping[str, Outcome] = {}
-        if broken:
-            again, _ = self._run("run 3: the new failures again, without ckpt-engine", (), list(broken))
+        title = "run 3: the new failures again, without ckpt-engine"
+        again = self._run(title, (), list(broken))[0] if broken else {}
         shaky = {test for test, one in again.items() if one.outcome == "failed"}
         return SuiteReport(
             new_failures=tuple(one for test, one in broken.items() if test not in shaky),

@@ -46,17 +46,14 @@ def examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Findi
     base = open_storage(url, options)
     folder = f".ckpt-doctor-{os.urandom(6).hex()}"
     local = base.capabilities.folder
-    above = _nearest_folder(local.root) if local is not None else base.url.rstrip("/")
+    above = base.url.rstrip("/")
+    if local is not None:  # where a folder that does not exist yet would be made
+        above = next(str(path) for path in (Path(local.root), *Path(local.root).parents) if path.is_dir())
     storage = open_storage(f"{above}/{folder}", options)
     try:
         yield from _findings(storage, nbytes)
     finally:
         _clean(storage)
-
-
-def _nearest_folder(root: str) -> str:
-    """Where a folder that does not exist yet would be made."""
-    return next(str(path) for path in (Path(root), *Path(root).parents) if path.is_dir())
 
 
 def _clean(storage: Storage) -> None:
@@ -87,9 +84,8 @@ def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
     }
     for check, work in checks.items():
         yield _tried(check, work, storage)
-    encrypted = storage.capabilities.encrypted
-    if encrypted is not None:
-        yield _channel(encrypted=encrypted())
+    if storage.capabilities.encrypted is not None:
+        yield _tried("channel", _channel, storage)
 
 
 def _tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:
@@ -226,9 +222,8 @@ def _space(storage: Storage) -> tuple[Mark, str]:
     return Mark.OK, "not limited, or not known" if free_bytes is None else f"{units.size(free_bytes)} free"
 
 
-def _channel(*, encrypted: bool) -> Finding:
-    if encrypted:
-        return Finding("channel", Mark.OK, "encrypted")
-    return Finding(
-        "channel", Mark.NOTE, "not encrypted: uploads are compared with digests of the store; that costs CPU"
-    )
+def _channel(storage: Storage) -> tuple[Mark, str]:
+    encrypted = storage.capabilities.encrypted
+    if encrypted is not None and encrypted():
+        return Mark.OK, "encrypted"
+    return Mark.NOTE, "not encrypted: uploads are compared with digests of the store; that costs CPU"

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 
 import click
 
+from ckpt_engine import errors
 from ckpt_engine.cli.output import json_option, print_json, print_text
 from ckpt_engine.errors import CkptError, ConfigError
-
-
-def _errors(base: type[CkptError] = CkptError) -> Iterator[type[CkptError]]:
-    yield base
-    for one in base.__subclasses__():
-        if one.__module__ == base.__module__:
-            yield from _errors(one)
 
 
 def page_of(error: type[CkptError]) -> str:
@@ -28,14 +21,15 @@ def page_of(error: type[CkptError]) -> str:
 @json_option
 def explain(code: str | None, as_json: bool) -> None:
     """Print the page of CODE (CKPT202, or 202), or all codes, each with a line."""
-    errors = {error.code: error for error in sorted(_errors(), key=lambda error: error.code)}
+    kinds = (one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, CkptError))
+    known = {error.code: error for error in sorted(kinds, key=lambda error: error.code)}
     if code is None:
-        found = list(errors.values())
+        found = list(known.values())
     else:
         name = f"CKPT{code.upper().removeprefix('CKPT')}"
-        if name not in errors:
+        if name not in known:
             raise ConfigError(f"there is no code {code!r}", hint="`ckpt explain` lists all codes")
-        found = [errors[name]]
+        found = [known[name]]
     if as_json:
         print_json([{"code": one.code, "name": one.__name__, "page": page_of(one)} for one in found])
     elif code is None:

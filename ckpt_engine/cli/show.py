@@ -83,21 +83,17 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     Raises:
         CkptError: none can be read; that of the nearest.
     """
-    manifest: Manifest | None = None
-    copies: dict[str, str | None] = {}
-    errors: list[CkptError] = []
+    copies: dict[str, Manifest | CkptError] = {}
     for place in holders:
         try:
-            read = unpacked(place.read(snapshot), partial(decoder_of, place.storage))
+            copies[place.storage.url] = unpacked(place.read(snapshot), partial(decoder_of, place.storage))
         except CkptError as err:
-            errors.append(err)
-            copies[place.storage.url] = f"[{err.code}] {err.message}"
-        else:
-            manifest = manifest or read
-            copies[place.storage.url] = None
-    if manifest is None:
-        raise errors[0]
-    return manifest, copies
+            copies[place.storage.url] = err
+    errors = {url: one if isinstance(one, CkptError) else None for url, one in copies.items()}
+    for one in copies.values():
+        if isinstance(one, Manifest):
+            return one, {url: f"[{err.code}] {err.message}" if err else None for url, err in errors.items()}
+    raise next(filter(None, errors.values()))
 
 
 def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored) -> dict[str, Any]:
@@ -159,17 +155,13 @@ def _print(
 
 def _print_components(manifest: Manifest) -> None:
     total = max(1, sum(manifest.info.components.values()))
+    ranks = f"own of {manifest.world_size:,} ranks" if manifest.world_size > 1 else RANKS
     rows = [
-        (_component(manifest, name), units.size(nbytes), units.share(nbytes / total))
+        (ranks if name == RANKS else name or "(state)", units.size(nbytes), units.share(nbytes / total))
         for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1])
     ]
     print_text("")
     print_table(("component", "size", "share"), rows, numbers=("size", "share"))
-
-
-def _component(manifest: Manifest, name: str) -> str:
-    size = manifest.world_size
-    return f"own of {size:,} ranks" if name == RANKS and size > 1 else name or "(state)"
 
 
 def _files(files: Sequence[DataFile]) -> list[tuple[str, str]]:

@@ -58,7 +58,12 @@ def command(
         raise click.UsageError(f"--kill-at {at} must be less than --steps {steps}")
     with scratch_folder(scratch) as place:
         if suite:
-            code = _verify_suite(Suite(words, place, timeout, partial(_shown, hidden=as_json)), as_json=as_json)
+            report = Suite(words, place, timeout, partial(_shown, hidden=as_json)).compare()
+            if as_json:
+                print_json(report)
+            else:
+                _print_suite(report)
+            code = 1 if report.new_failures else 0
         else:
             code = _rehearse(Runs(words, place, timeout), steps, at, None if scratch is None else place, as_json)
     sys.exit(code)
@@ -91,16 +96,6 @@ def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool)
         if kept is not None:
             print_text(f"snapshots and output are in {kept}")
     return NOT_SEEDED if not seeded else 0 if proof.resumed is None else 1
-
-
-def _verify_suite(suite: Suite, *, as_json: bool) -> int:
-    """What our callback changes in the suite; the exit code."""
-    report = suite.compare()
-    if as_json:
-        print_json(report)
-    else:
-        _print_suite(report)
-    return 1 if report.new_failures else 0
 
 
 def _print_suite(report: SuiteReport) -> None:

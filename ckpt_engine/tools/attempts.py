@@ -42,7 +42,7 @@ def history_of(config: Config, storage: Storage) -> AttemptHistory:
         body = ask_writer(config.root_url, LIVE_SECONDS)
     except (CkptError, OSError):
         return history  # what its writer has recorded is at most a minute old
-    if body is None or not body.get("trainer") or not (spent := body.get("spent")):
+    if not body.get("trainer") or not (spent := body.get("spent")):
         return history
     now = replace(history.rows[-1], **spent)
     lasted = max(now.seconds, time.time() - now.began)

@@ -84,6 +84,11 @@ class CheckedCopies:
     verdicts: tuple[Verdict, ...]
     others: tuple[SnapshotProblem, ...]
 
+    @property
+    def problems(self) -> list[SnapshotProblem]:
+        """All that is wrong here."""
+        return [problem for verdict in self.verdicts for problem in verdict.problems] + list(self.others)
+
 
 def check_run(run: Run, snapshots: Sequence[str], counting: Counting) -> tuple[list[CheckedCopies], list[Away]]:
     """Read every byte of snapshots (none: of all, and all other files) at each place of a run.
@@ -121,7 +126,7 @@ def _sizes(run: Run, place: Repository, wanted: Sequence[str]) -> dict[str, int]
 
 def all_ok(checked: Sequence[CheckedCopies]) -> bool:
     """Whether nothing is damaged."""
-    return all(not copies.others and all(verdict.ok for verdict in copies.verdicts) for copies in checked)
+    return not any(copies.problems for copies in checked)
 
 
 class _Stored(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,11 +77,11 @@ def copy_run(
     ids = {run.find(one)[0] for one in wanted} or {parsed.id for parsed in run.holders}
     with acquire(storage):
         far = adopt_run(_record_of(run), storage)
-        missing = sorted(ids - {parsed.id for parsed in far.ids()}, reverse=True)
+        missing = dict.fromkeys(sorted(ids - {parsed.id for parsed in far.ids()}, reverse=True))
         done = CopiedRun(run.tiers[0], storage.url, present=len(ids) - len(missing))
-        with counting(_data_bytes(run, missing)) as advance:
+        holders = {parsed.id: found for parsed, found in run.holders.items() if parsed.id in missing}
+        with counting(_data_bytes(run.places, holders)) as advance:
             counted = Repository(metered(open_storage(tier.url, tier.for_storage()), lambda _: _Counting(advance)))
-            holders = {parsed.id: found for parsed, found in run.holders.items()}
             for snapshot in missing:
                 _copy(holders[snapshot], counted, snapshot, done, advance)
         if done.partial:
@@ -178,15 +178,13 @@ class _Counting(Meter):
         return 0.0
 
 
-def _data_bytes(run: Run, ids: Sequence[str]) -> int:
-    """Of all data files that the snapshots need, each once, as far as their manifests can be read: for the bar."""
-    wanted = set(ids)
+def _data_bytes(places: Sequence[Repository], holders: Mapping[str, Sequence[Repository]]) -> int:
+    """Of all data files that snapshots need, each once, as far as their manifests can be read: for the bar."""
     needed: set[str] = set()
-    for parsed, holders in run.holders.items():
-        if parsed.id in wanted:
-            with suppress(CkptError):
-                needed.update(holders[0].files_of(parsed.id))
-    sizes = {item.name: item.nbytes for place in run.places for item in place.storage.list(names.DATA)}
+    for snapshot, (nearest, *_) in holders.items():
+        with suppress(CkptError):
+            needed.update(nearest.files_of(snapshot))
+    sizes = {item.name: item.nbytes for place in places for item in place.storage.list(names.DATA)}
     return sum(nbytes for name, nbytes in sizes.items() if name in needed)
 
 

@@ -14,7 +14,7 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.restore.match import as_rank
-from ckpt_engine.store.manifest import require_whole
+from ckpt_engine.store.manifest import OWN_KEY, require_whole
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import require_written_out
 from ckpt_engine.tools.new_files import new_file, new_folder
@@ -114,27 +114,28 @@ def plan_state(snapshot: Candidate, out: Path, form: str) -> tuple[Exported, Wri
     Raises:
         CkptError: the format cannot have this state.
     """
-    from ckpt_engine.interop import formats, safe_load, state_parts  # torch
+    from ckpt_engine.interop import formats, snapshot_trees, torch_files  # torch
 
     manifest, info, is_folder = snapshot.manifest, snapshot.info, form in FOLDERS
-    tree = dict(manifest.tree) if form in ("accelerate", "transformers") else state_parts.foreign_tree(manifest)
-    names = state_parts.entries_of(tree)
+    keeps_own = form in ("accelerate", "transformers")
+    tree = {key: node for key, node in manifest.tree.items() if keeps_own or key != OWN_KEY}
+    names = snapshot_trees.entries_of(tree)
     planned = _planned(snapshot, out, form, len(names), sum(manifest.entries[name].nbytes for name in names))
     if form == "lightning":
-        safe_load.require_lightning(manifest)
+        torch_files.require_lightning(manifest)
     if is_folder:
         require_written_out(tree, manifest.entries)
         places = Sources([place.storage for place in snapshot.sources])
         with formats.fitting(form, info.id):
-            formats.CHECKS[form](state_parts.outline(places, manifest, tree), info)
+            formats.CHECKS[form](snapshot_trees.outline(places, manifest, tree), info)
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
-        state, notes = state_parts.rebuild(sources, manifest, tree)
+        state, notes = snapshot_trees.rebuild(sources, manifest, tree)
         new: Callable[..., AbstractContextManager[Any]] = new_folder if is_folder else new_file
         with new(out, replace=force) as target, formats.fitting(form, info.id):
             notes += formats.WRITERS[form](state, info, target)
         advance(planned.nbytes)
-        if not is_folder and (refused := safe_load.why_not_weights_only(out)):
+        if not is_folder and (refused := torch_files.why_not_weights_only(out)):
             notes += (f"torch.load needs weights_only=False: {refused}",)
         return notes
 

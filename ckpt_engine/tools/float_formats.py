@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 FLOAT_FORMATS = ("float32", "bfloat16", "float16")
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _WIDE: dict[str, np.dtype[Any]] = {"float64": np.dtype("<f8"), "float32": np.dtype("<f4")}
 
 
 def is_wider(dtype: str, target: str) -> bool:
     """Whether numbers of `dtype` lose something in `target`: only those are converted."""
-    return dtype in _WIDE and _BYTES[dtype] > _BYTES[target]
+    return dtype in _WIDE and _WIDE[dtype].itemsize > (4 if target == "float32" else 2)
 
 
 @dataclass(slots=True)

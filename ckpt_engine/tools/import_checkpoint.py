@@ -13,7 +13,7 @@ from ckpt_engine.observe.units import count
 from ckpt_engine.store.manifest import SnapshotInfo
 
 if TYPE_CHECKING:
-    from ckpt_engine.interop.safe_load import Imported
+    from ckpt_engine.interop.imported import Imported
 
 SAVE_SECONDS = 3600.0
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import units
@@ -19,6 +19,8 @@ LIVE_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
 """The same where the answer is all that is wanted."""
 LOOK_SECONDS = 0.2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class LiveWriter:
             body = ask_writer(url, LIVE_SECONDS)
         except (CkptError, OSError) as err:
             return cls(None, error=str(err))
-        if body is None:
+        if not body:
             return None
         held, created = body.get("held") or {}, body.get("held_created")
         pace = body.get("pace") or {}
@@ -78,14 +80,14 @@ class LiveWriter:
         return ["; ".join(parts)] + ([f"snapshots {self.why}"] if self.why else [])
 
 
-def ask_writer(url: str, seconds: float) -> Mapping[str, Any] | None:
-    """What the writer of the run at a root's URL says of itself; None: there is none on this machine.
+def ask_writer(url: str, seconds: float) -> Mapping[str, Any]:
+    """What the writer of the run at a root's URL says of itself; nothing: there is none on this machine.
 
     Raises:
         CkptError, OSError: it does not answer within so many seconds.
     """
     reply = control.ask(url, {"what": control.STATUS}, seconds)
-    return None if reply is None else reply.body
+    return {} if reply is None else reply.body
 
 
 def ask_trainer(url: str, what: str) -> None:
@@ -107,22 +109,22 @@ def ask_trainer(url: str, what: str) -> None:
 
 def is_trained(url: str) -> bool:
     """Whether the run still has a writer with a trainer."""
-    body = ask_writer(url, ANSWER_SECONDS)
-    return body is not None and bool(body.get("trainer"))
+    return bool(ask_writer(url, ANSWER_SECONDS).get("trainer"))
 
 
-def wait_for(found: Callable[[], bool], seconds: float, what: str) -> None:
-    """Look again and again.
+def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
+    """Look again and again until something is found.
 
     Raises:
         WaitTimeoutError: `what` did not happen within `seconds`.
     """
     deadline = time.monotonic() + seconds
     pause = threading.Event()
-    while not found():
+    while not (found := look()):
         if time.monotonic() > deadline:
             raise WaitTimeoutError(f"{what} within {seconds:g} s; the run was asked, and does it later")
         pause.wait(LOOK_SECONDS)
+    return found
 
 
 def _who() -> str:

@@ -134,8 +134,10 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
     problems += [f"{bad.id} is damaged at {tier.url}: {bad.error}" for tier in tiers for bad in tier.listing.damaged]
     verified = None
     if counting is not None:
-        verified, more = _verified(run, counting)
-        problems += more
+        checked, silent = check_run(run, (), counting)
+        verified = all_ok(checked) and not silent
+        problems += [f"{one.url} was not verified: [{one.code}] {one.reason}" for one in silent]
+        problems += [f"{copies.url}: {problem}" for copies in checked for problem in copies.problems]
     history = AttemptHistory()
     try:
         history = history_of(config, run.places[0].storage)
@@ -155,15 +157,6 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         problems=tuple(problems),
         resume=last_resume(config.root_url),
     )
-
-
-def _verified(run: Run, counting: Counting) -> tuple[bool, list[str]]:
-    checked, away = check_run(run, (), counting)
-    more = [f"{one.url} was not verified: [{one.code}] {one.reason}" for one in away]
-    for copies in checked:
-        problems = [problem for verdict in copies.verdicts for problem in verdict.problems]
-        more += [f"{copies.url}: {problem}" for problem in (*problems, *copies.others)]
-    return all_ok(checked) and not away, more
 
 
 def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[SnapshotMark]:

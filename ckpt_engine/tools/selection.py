@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.store import container
-from ckpt_engine.store.manifest import Entry, Manifest
+from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.tree import require_written_out
 from ckpt_engine.tools.float_formats import is_wider
 from ckpt_engine.tools.outline import OutlineLeaf, array_leaves, leaves
@@ -34,8 +34,7 @@ class ExportedArray:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    entry: Entry
-    entry_name: str
+    entry: str
     view: Mapping[str, Any] | None
     boxes: tuple[Box, ...] = ()
     stored: str | None = None
@@ -120,7 +119,7 @@ def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]
         if array.name in taken or array.name == "__metadata__":
             raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
         taken.add(array.name)
-        same = stored.setdefault((array.entry_name, repr(leaf.node.get("view"))), array)
+        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
         if same is not array:
             tied[array.name] = same.name
     if not stored:
@@ -139,5 +138,5 @@ def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
     view = leaf.node.get("view")
     if view is None:
         boxes = boxes_of(leaf.node, entry.shape)
-        return ExportedArray(name, entry.dtype, entry.shape, entry, leaf.entry, None, boxes if len(boxes) > 1 else ())
-    return ExportedArray(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, view)
+        return ExportedArray(name, entry.dtype, entry.shape, leaf.entry, None, boxes if len(boxes) > 1 else ())
+    return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf.entry, view)

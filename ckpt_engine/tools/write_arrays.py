@@ -44,9 +44,9 @@ def write_arrays(
     for array in selection.arrays:
         blocks = _blocks(sources, manifest, array)
         if array.view is not None:  # thousands of them may lie in one entry
-            if array.entry_name not in views:
-                views[array.entry_name] = bytearray().join(blocks)
-            blocks = iter((views[array.entry_name],))
+            if array.entry not in views:
+                views[array.entry] = bytearray().join(blocks)
+            blocks = iter((views[array.entry],))
         for stored in _in_order(array, blocks):
             block = stored if array.stored is None else narrow(stored, array.stored, array.dtype, loss)
             out.write(block)
@@ -57,14 +57,14 @@ def write_arrays(
 def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Iterator[bytearray]:
     """The entry's bytes, piece by piece, each verified."""
     decoder = sources.decoder(manifest)
-    for start, piece in array.entry.placed():
+    for start, piece in manifest.entries[array.entry].placed():
         block = bytearray(piece.raw_nbytes)
         try:
-            decoder.read(array.entry_name, start, piece, memoryview(block))
+            decoder.read(array.entry, start, piece, memoryview(block))
         except CorruptError as err:
             file = manifest.files[piece.file].name
             hint = "`ckpt verify` shows which snapshots are whole"
-            raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
+            raise CorruptError(f"{array.entry!r} in {file} is not what was written", hint=hint) from err
         yield block
 
 

@@ -71,8 +71,14 @@ def command(
             one = prove(later[middle])
             proof, later = (proof, later[:middle]) if one.resumed is None else (one, later[middle + 1 :])
     if as_json:
-        kept = None if scratch is None else str(place)
-        print_json({"root": config.root_url, "exact": proof.resumed is None, **fields_of(proof), "scratch": kept})
+        print_json(
+            {
+                "root": config.root_url,
+                "exact": proof.resumed is None,
+                **fields_of(proof),
+                "scratch": scratch and str(place),
+            }
+        )
     else:
         print_text(*proof.lines("what the run has behind it"))
     sys.exit(0 if proof.resumed is None else 1)

@@ -194,7 +194,8 @@ class Checker:
             except StorageMissingError:
                 return []  # removed meanwhile
             except FormatError as err:
-                next_step = err.hint or _NEXT.get(_kind(name), "remove it")
+                kind = name if "/" not in name else name[: name.rindex("/") + 1]
+                next_step = err.hint or _NEXT.get(kind, "remove it")
                 problems = [SnapshotProblem(err.code, f"{err.message} → {next_step}", name)]
             else:
                 return []
@@ -299,11 +300,6 @@ class Checker:
         if memory is None or len(memory) < nbytes:
             memory = self._buffers.memory = bytearray(max(nbytes, PIECE_BYTES))
         return memoryview(memory)[:nbytes]
-
-
-def _kind(name: str) -> str:
-    folder, found, _ = name.rpartition("/")
-    return folder + found or name
 
 
 def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:

@@ -163,5 +163,4 @@ def _nearest(ids: Sequence[ParsedId], step: re.Match[str] | None) -> str:
         return ": it has none yet"
     if step is None:
         return ""
-    wanted = int(step[1])
-    return f"; the nearest step is {min((parsed.step for parsed in ids), key=lambda s: abs(s - wanted))}"
+    return f"; the nearest step is {min((parsed.step for parsed in ids), key=lambda s: abs(s - int(step[1])))}"

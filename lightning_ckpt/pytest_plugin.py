@@ -50,8 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def add_to_every_trainer(folder: Path) -> Callable[[], None]:
     """From now on each Trainer has our callback, with snapshots of each step in a folder of its own; call to undo."""
-    kind: Any = pl.Trainer
-    original = kind.__init__
+    original, patch = pl.Trainer.__init__, pytest.MonkeyPatch()
 
     @functools.wraps(original)
     def with_ours(trainer: pl.Trainer, *args: Any, callbacks: Any = None, **options: Any) -> None:
@@ -61,11 +60,8 @@ def add_to_every_trainer(folder: Path) -> Callable[[], None]:
             given.append(AdaptiveCheckpoint(place, every_n_steps=1, keep={"last": 1}, writer="thread"))
         original(trainer, *args, callbacks=given, **options)
 
-    def undo() -> None:
-        kind.__init__ = original
-
-    kind.__init__ = with_ours
-    return undo
+    patch.setattr(pl.Trainer, "__init__", with_ours)
+    return patch.undo
 
 
 class Outcomes:

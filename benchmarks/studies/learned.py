@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Grid, Series
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import SimulatedJob
+from ckpt_engine.tools.simulate import SimulatedJob
 from tests.frequency.rig import IrregularTraining
 from tests.frequency.scenarios import BUDGET, DAY, PLANS, THROTTLED, Plan
 from tests.frequency.test_irregular import MTBF_SECONDS, WORLDS, World

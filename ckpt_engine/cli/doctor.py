@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import statistics
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
-from pathlib import Path
 
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
 from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config.sections import parse_bytes
-from ckpt_engine.errors import CkptError, StorageExistsError
-from ckpt_engine.observe import units
-from ckpt_engine.store.lock_scope import lockable
-from ckpt_engine.store.storage import open_storage
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.tools.try_storage import Finding, Mark, examine
 
-WRITERS = 8
-SAMPLES = 5
-SKEW_SECONDS = 5.0
-READ_BYTES = 16 << 20
 TEXT_COLUMN = 30
 """Where the texts begin."""
-
-
-class Mark(StrEnum):
-    """What a finding means: fine, worth knowing, or no run should be put there."""
-
-    OK = "ok"
-    NOTE = "note"
-    BAD = "BAD"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was tried."""
-
-    check: str
-    mark: Mark
-    text: str
 
 
 @click.command("doctor", short_help="Try out a storage and say what is safe there.")
@@ -64,224 +29,26 @@ def command(url: str, size: str, as_json: bool) -> None:
     should not be put there.
     """
     nbytes = max(1, int(quantity("--size", size, parse_bytes)))
-    places = [(tier.url, dict(tier.storage_options)) for tier in options_of(url).tiers]
-    reports: list[tuple[str, list[Finding]]] = []
-    for place, options in places:
-        findings: list[Finding] = []
-        reports.append((place, findings))
-        if not as_json:
-            print_text(place, bold=True)
-        for one in _examine(place, options, nbytes):  # each is shown when it is found: a storage may hang at the next
+    say = (lambda *_, **__: None) if as_json else print_text
+    reports: dict[str, list[Finding]] = {}
+    for tier in options_of(url).tiers:
+        say(tier.url, bold=True)
+        findings = reports[tier.url] = []
+        # Each is shown when it is found: a storage may hang at the next.
+        for one in examine(tier.url, dict(tier.storage_options), nbytes):
             findings.append(one)
-            if not as_json:
-                _show(one)
-        if not as_json and any(one.mark is Mark.BAD for one in findings):
-            print_text("  no run should be put here", fg="red")
-        elif not as_json:
-            print_text("  a run is safe here", fg="green")
+            say(*_lines(one))
+        bad = any(one.mark is Mark.BAD for one in findings)
+        say(f"  {'no run should be put' if bad else 'a run is safe'} here", fg="red" if bad else "green")
     if as_json:
-        print_json([{"root": place, "findings": findings} for place, findings in reports])
-    if any(finding.mark is Mark.BAD for _, findings in reports for finding in findings):
+        print_json([{"root": place, "findings": findings} for place, findings in reports.items()])
+    if any(finding.mark is Mark.BAD for findings in reports.values() for finding in findings):
         sys.exit(1)
 
 
-def _show(finding: Finding) -> None:
-    """On as many lines as the terminal needs."""
+def _lines(finding: Finding) -> list[str]:
+    """As many lines as the terminal needs."""
     width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
     lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
-    first, *more = lines or [""]
-    print_text(f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}{first}")
-    for line in more:
-        print_text(f"{'':<{TEXT_COLUMN}}{line}")
-
-
-def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Finding]:
-    base = open_storage(url, options)
-    folder = f".ckpt-doctor-{os.urandom(6).hex()}"
-    local = base.capabilities.folder
-    above = _nearest_folder(local.root) if local is not None else base.url.rstrip("/")
-    storage = open_storage(f"{above}/{folder}", options)
-    try:
-        yield from _findings(storage, nbytes)
-    finally:
-        _clean(storage)
-
-
-def _nearest_folder(root: str) -> str:
-    """Where a folder that does not exist yet would be made."""
-    return next(str(path) for path in (Path(root), *Path(root).parents) if path.is_dir())
-
-
-def _clean(storage: Storage) -> None:
-    """Remove what was tried out; a storage that is away has nothing of it, or keeps it."""
-    with suppress(CkptError):
-        storage.delete(*(item.name for item in storage.list("")))
-    local = storage.capabilities.folder
-    if local is not None and Path(local.root).is_dir():
-        for folder, _, _ in os.walk(local.root, topdown=False):
-            Path(folder).rmdir()
-
-
-def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
-    basic = _tried("write and read", _round_trip, storage)
-    yield basic
-    if basic.mark is Mark.BAD:
-        return
-    checks: dict[str, Callable[[Storage], tuple[Mark, str]]] = {
-        "create only": _exclusive,
-        "create at once": _race,
-        "replace if unchanged": _conditional,
-        "list and delete": _listing,
-        "lease": _lease,
-        "latency": _latency,
-        "throughput": partial(_throughput, nbytes=nbytes),
-        "clock": _clock,
-        "free space": _space,
-    }
-    for check, work in checks.items():
-        yield _tried(check, work, storage)
-    encrypted = storage.capabilities.encrypted
-    if encrypted is not None:
-        yield _channel(encrypted=encrypted())
-
-
-def _tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:
-    try:
-        return Finding(check, *work(storage))
-    except CkptError as err:
-        return Finding(check, Mark.BAD, str(err))
-
-
-def _put(storage: Storage, name: str, data: bytes, *, exclusive: bool = True) -> None:
-    storage.put(name, [memoryview(data)], exclusive=exclusive)
-
-
-def _round_trip(storage: Storage) -> tuple[Mark, str]:
-    data = os.urandom(100_003)
-    _put(storage, "whole", data)
-    if storage.get("whole") != data or storage.get("whole", 70_001, 9) != data[70_001:70_010]:
-        return Mark.BAD, "what is read is not what was written"
-    return Mark.OK, "bytes come back, whole and in ranges"
-
-
-def _exclusive(storage: Storage) -> tuple[Mark, str]:
-    _put(storage, "once", b"first")
-    try:
-        _put(storage, "once", b"second")
-    except StorageExistsError:
-        if storage.get("once") == b"first":
-            return Mark.OK, "an object is not replaced by accident"
-    return Mark.BAD, "an object was replaced although only its creation was asked for"
-
-
-def _race(storage: Storage) -> tuple[Mark, str]:
-    def write(number: int) -> bool:
-        try:
-            _put(storage, "race", bytes([number]) * 1000)
-        except StorageExistsError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(WRITERS) as pool:
-        won = sum(pool.map(write, range(WRITERS)))
-    if won == 1:
-        return Mark.OK, f"of {WRITERS} creators of one object one succeeds"
-    return Mark.NOTE, f"of {WRITERS} creators of one object {won} succeed: the lease waits and reads back instead"
-
-
-def _conditional(storage: Storage) -> tuple[Mark, str]:
-    if lockable(storage) is not None:
-        return Mark.OK, "not needed: the lease is a file lock"
-    versions = storage.capabilities.versions
-    if versions is None:
-        return Mark.NOTE, "not offered here: the lease waits and reads back instead"
-    _put(storage, "versioned", b"1")
-    there = versions.read_versioned("versioned")
-    assert there is not None
-    versions.replace("versioned", b"2", there[1])
-    try:
-        versions.replace("versioned", b"3", there[1])
-    except StorageExistsError:
-        return Mark.OK, "a lease is never overwritten unseen"
-    return Mark.NOTE, "ignored here: the lease waits and reads back instead"
-
-
-def _listing(storage: Storage) -> tuple[Mark, str]:
-    names = [f"many/{number}" for number in range(12)]
-    with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(lambda name: _put(storage, name, b"x"), names))
-    if sorted(item.name for item in storage.list("many/")) != sorted(names):
-        return Mark.BAD, "a listing misses what was just written"
-    storage.delete(*names)
-    if list(storage.list("many/")):
-        return Mark.BAD, "a listing shows what was just deleted"
-    return Mark.OK, "seen at once"
-
-
-def _lease(storage: Storage) -> tuple[Mark, str]:
-    if lockable(storage) is not None:
-        return Mark.OK, "a file lock, free at once when its holder dies"
-    return Mark.OK, "an object with a heartbeat; a holder that died on another machine expires in 30 s"
-
-
-def _latency(storage: Storage) -> tuple[Mark, str]:
-    writes, reads = [], []
-    for number in range(SAMPLES):
-        began = time.perf_counter()
-        _put(storage, f"small{number}", b"x" * 1000)
-        written = time.perf_counter()
-        storage.get(f"small{number}")
-        writes.append(written - began)
-        reads.append(time.perf_counter() - written)
-    shown = [units.duration(statistics.median(values)) for values in (writes, reads)]
-    return Mark.OK, f"1 kB written in {shown[0]}, read in {shown[1]}"
-
-
-def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:
-    random = os.urandom(1 << 20)
-    data = memoryview(random * (1 + nbytes // len(random)))[:nbytes]
-    began = time.perf_counter()
-    storage.put("big", [data])
-    written = time.perf_counter()
-    back = memoryview(bytearray(nbytes))
-    ranges = [(start, back[start : start + READ_BYTES]) for start in range(0, nbytes, READ_BYTES)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda one: storage.get_into("big", *one), ranges))
-    read = time.perf_counter()
-    if back != data:
-        return Mark.BAD, f"{units.size(nbytes)} do not come back as they were written"
-    rates = [units.size(nbytes / seconds) for seconds in (written - began, read - written)]
-    cached = ", perhaps from memory" if storage.capabilities.folder is not None else ""
-    return Mark.OK, f"{units.size(nbytes)} written at {rates[0]}/s, read at {rates[1]}/s{cached}"
-
-
-def _clock(storage: Storage) -> tuple[Mark, str]:
-    before = time.time()
-    there: float | None = None
-    can = storage.capabilities
-    if can.server_seconds is not None:
-        there = can.server_seconds()
-    elif can.folder is not None:
-        _put(storage, "clock", b"x")
-        there = Path(can.folder.path("clock")).stat().st_mtime
-    after = time.time()
-    if there is None:
-        return Mark.NOTE, "the storage does not tell its time"
-    skew = max(there - after, before - there - 1.0, 0.0)  # the answer has whole seconds
-    if skew <= SKEW_SECONDS:
-        return Mark.OK, "the same as here"
-    ahead = "ahead" if there > after else "behind"
-    return Mark.NOTE, f"{units.duration(skew)} {ahead}: ages are shown wrongly; nothing else depends on it"
-
-
-def _space(storage: Storage) -> tuple[Mark, str]:
-    free_bytes = storage.capabilities.free_bytes()
-    return Mark.OK, "not limited, or not known" if free_bytes is None else f"{units.size(free_bytes)} free"
-
-
-def _channel(*, encrypted: bool) -> Finding:
-    if encrypted:
-        return Finding("channel", Mark.OK, "encrypted")
-    return Finding(
-        "channel", Mark.NOTE, "not encrypted: uploads are compared with digests of the store; that costs CPU"
-    )
+    head = f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}"
+    return [f"{head if number == 0 else '':<{TEXT_COLUMN}}{line}" for number, line in enumerate(lines)]

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text, progress
-from ckpt_engine.cli.root import options_of, repository_of, storage_options
-from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import CkptError, ConfigError, MismatchError
+from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
-from ckpt_engine.store.manifest import SnapshotInfo
-
-if TYPE_CHECKING:
-    from ckpt_engine.interop.safe_load import Imported
+from ckpt_engine.tools.import_checkpoint import ImportResult, config_of, plan_import, save_import
+from ckpt_engine.tools.stored_run import repository_of
 
 FORMATS = ("auto", *FILES, *FOLDERS)
-SAVE_SECONDS = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ImportResult:
-    """What was, or would be, imported. `snapshot` is None if nothing was written."""
-
-    source: str
-    form: str
-    root: str
-    step: int
-    epoch: int | None
-    arrays: int
-    nbytes: int
-    snapshot: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 @click.command("import", short_help="Turn a checkpoint of another program into a snapshot.")
@@ -62,11 +41,11 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
     there = repository_of(tier).list()
     with progress(f"reading {source.name}", sources.nbytes(source), hidden=as_json) as advance:
         found = sources.read(source, None if form == "auto" else form, advance)
-    planned = _plan(found, source, tier.url, step, there)
+    planned = plan_import(found, source, tier.url, step, there)
     if not dry_run:
         with progress(f"writing to {tier.url}", planned.nbytes, hidden=as_json) as advance:
             advance(0)
-            planned = replace(planned, snapshot=_save(found, planned, _config(tier, len(there))))
+            planned = replace(planned, snapshot=save_import(found, planned, config_of(tier, len(there))))
     if as_json:
         print_json(planned)
     else:
@@ -86,65 +65,6 @@ def _local(given: str) -> Path:
             hint="copy it to this machine first, and import the copy; `ckpt cp` copies what is a run of ours already",
         )
     return Path(rest if there else given)
-
-
-def _config(tier: Tier, there: int) -> Config:
-    """The nearest tier, and retention that removes nothing: that is the run's business."""
-    nearest = tier.model_dump(mode="json", exclude_unset=True, exclude={"keep"})
-    keep = {"last": there + 1}
-    return load_config({"tiers": [nearest], "keep": keep, "writer": "thread", "slots": 1, "on_error": "raise"})
-
-
-def _plan(found: Imported, source: Path, root: str, step: int | None, there: Sequence[SnapshotInfo]) -> ImportResult:
-    """What will be written.
-
-    Raises:
-        UnstorableLeafError: a leaf cannot be stored; names it.
-        MismatchError: the step is not known.
-    """
-    from ckpt_engine.state.flatten import Flattener  # torch
-
-    chosen = found.step if step is None else step
-    if chosen is None:
-        raise MismatchError(f"{source} does not say at which step it was saved", hint="give it with --step")
-    arrays = []
-    for key, node in found.state.items():
-        arrays += Flattener().scan(node, (key,)).arrays
-        Flattener().describe(node, (key,))
-    return ImportResult(
-        source=str(source.absolute()),
-        form=found.form,
-        root=root,
-        step=chosen,
-        epoch=found.epoch,
-        arrays=len(arrays),
-        nbytes=sum(array.numel() * array.element_size() for array in arrays),
-        notes=(*found.notes, *_about_run(there, chosen)),
-    )
-
-
-def _about_run(there: Sequence[SnapshotInfo], step: int) -> list[str]:
-    if not there:
-        return []
-    found = f"the run has {count(len(there), 'snapshot')}, the newest of step {there[-1].step}"
-    return [f"{found}: it resumes from step {step} now"]
-
-
-def _save(found: Imported, planned: ImportResult, config: Config) -> str:
-    from ckpt_engine.checkpointer import Checkpointer  # torch
-
-    notes: Mapping[str, Any] = {
-        "trainer": found.form,
-        "imported": {"from": planned.source, "as": found.form, "notes": list(found.notes)},
-        **found.about,
-    }
-    with Checkpointer(config) as checkpointer:
-        handle = checkpointer.save(found.state, step=planned.step, epoch=planned.epoch, reason="import", notes=notes)
-        try:
-            return handle.wait(SAVE_SECONDS)
-        except CkptError as err:
-            # The cause is what helps; the wrapper speaks of the background.
-            raise err.__cause__ if isinstance(err.__cause__, CkptError) else err from None
 
 
 def _print(done: ImportResult) -> None:

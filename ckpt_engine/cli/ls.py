@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ckpt_engine.cli.output import (
-    age,
     fields_of,
     json_option,
     metrics,
@@ -20,32 +18,16 @@ from ckpt_engine.cli.output import (
     print_text,
     say_waiting,
 )
-from ckpt_engine.cli.root import Run, away_of, open_run, runs_below, storage_options
+from ckpt_engine.cli.root import open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
-from ckpt_engine.observe.units import count
-from ckpt_engine.restore import ask_tiers
+from ckpt_engine.observe.units import age, count
 from ckpt_engine.restore.choose import UnreachableTier
-from ckpt_engine.store import names, pins
-from ckpt_engine.store.branches import Branch, branches
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Listing, Repository
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
-
-
-@dataclass(frozen=True, slots=True)
-class TierListing:
-    """What one place has; `number` counts the tiers of ROOT from 1, `data_bytes` is of all data files."""
-
-    number: int
-    url: str
-    listing: Listing
-    data_bytes: int
-    pinned: Mapping[str, pins.Pin]
-
-    def to_json(self) -> dict[str, Any]:
-        """What `print_json` takes."""
-        return {"url": self.url, "snapshots": len(self.listing.snapshots), "data_bytes": self.data_bytes}
+from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches, pin_of
+from ckpt_engine.tools.stored_run import runs_below
 
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
@@ -61,7 +43,7 @@ def command(root: str, as_json: bool) -> None:
         _print_runs(root, below, as_json=as_json)
         return
     run = open_run(root)
-    tiers, away = listings(run)
+    tiers, away = listings(run, say_waiting)
     if as_json:
         _print_json(run.run_id, tiers, away)
     else:
@@ -102,42 +84,6 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
     ]
     print_table(("run", "snapshots", "step", "newest"), table, numbers=("snapshots", "step"))
     print_text(f"{count(len(rows), 'run')} below {root}")
-
-
-def listings(run: Run) -> tuple[list[TierListing], tuple[UnreachableTier, ...]]:
-    """What the tiers of a run have, and those that do not say it."""
-    answers = ask_tiers.ask(run.places, _look, say=say_waiting)
-    found = [
-        TierListing(run.tiers.index(answer.place.storage.url) + 1, answer.place.storage.url, *answer.value)
-        for answer in answers
-        if answer.value is not None
-    ]
-    return found, (*run.away, *away_of(answers))
-
-
-def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:
-    pinned = {pin.id: pin for pin in pins.pins(place.storage)}
-    return place.scan(), sum(item.nbytes for item in place.storage.list(names.DATA)), pinned
-
-
-def pin_of(snapshot: str, holders: Sequence[TierListing]) -> pins.Pin | None:
-    """The pin of a snapshot, wherever it has one."""
-    return next((tier.pinned[snapshot] for tier in holders if snapshot in tier.pinned), None)
-
-
-def merged(tiers: Sequence[TierListing]) -> list[tuple[SnapshotInfo, list[TierListing]]]:
-    """All snapshots, oldest first, and where they are."""
-    found: dict[str, tuple[SnapshotInfo, list[TierListing]]] = {}
-    for tier in tiers:
-        for info in tier.listing.snapshots:
-            found.setdefault(info.id, (info, []))[1].append(tier)
-    return sorted(found.values(), key=lambda row: (row[0].seq, row[0].id))
-
-
-def named_branches(rows: Sequence[tuple[SnapshotInfo, list[TierListing]]]) -> tuple[list[Branch], Mapping[str, str]]:
-    """The branches, first the one that a resume continues, and by snapshot the name of its branch."""
-    found = branches([info for info, _ in rows])
-    return found, {info.id: branch.id for branch in reversed(found) for info in branch.snapshots}
 
 
 def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text
-from ckpt_engine.cli.rehearsal_runs import Proof, Runs, scratch_folder
-from ckpt_engine.cli.root import Run, open_run, options_of, storage_options
+from ckpt_engine.cli.root import open_run, options_of, storage_options
 from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.errors import ResumeError
-from ckpt_engine.observe.units import count
 from ckpt_engine.store.names import ParsedId
-from ckpt_engine.store.rows import ProcessRows, files_of, read_life
+from ckpt_engine.tools.recorded_steps import recorded_behind
+from ckpt_engine.tools.rehearsal_runs import Proof, Runs, scratch_folder
 
 
 @click.command("prove", short_help="Repeat recorded steps of a run, and compare.")
@@ -72,35 +71,14 @@ def command(
             one = prove(later[middle])
             proof, later = (proof, later[:middle]) if one.resumed is None else (one, later[middle + 1 :])
     if as_json:
-        kept = None if scratch is None else str(place)
-        print_json({"root": config.root_url, "exact": proof.resumed is None, **fields_of(proof), "scratch": kept})
+        print_json(
+            {
+                "root": config.root_url,
+                "exact": proof.resumed is None,
+                **fields_of(proof),
+                "scratch": scratch and str(place),
+            }
+        )
     else:
-        _print(proof)
+        print_text(*proof.lines("what the run has behind it"))
     sys.exit(0 if proof.resumed is None else 1)
-
-
-def recorded_behind(run: Run) -> dict[ParsedId, int]:
-    """The snapshots with recorded steps behind them, oldest first, and the last such step of each."""
-    from ckpt_engine.probe.recorder import NOTE  # torch
-    from ckpt_engine.probe.repeated_steps import steps_behind
-
-    lives: list[ProcessRows] = []
-    for place in run.places:
-        read = (read_life(place.storage, name) for name in files_of(place.storage, 0))
-        lives = lives or [life for life in read if life is not None]
-    found = {}
-    for parsed, holders in run.holders.items() if lives else ():
-        saved = holders[0].read(parsed.id).notes.get(NOTE)
-        rows = steps_behind(lives, saved["calls"]) if saved else {}
-        found[parsed] = max((row.step for row in rows.values()), default=0)
-    return {parsed: last for parsed, last in found.items() if last}
-
-
-def _print(proof: Proof) -> None:
-    what = f"{count(proof.snapshots, 'snapshot')}, {count(proof.values, 'value')}"
-    if proof.resumed is None:
-        print_text(f"exact: resumed at step {proof.killed_after}, equal to what the run has behind it ({what})")
-    else:
-        print_text(f"NOT EXACT: resumed at step {proof.killed_after}, step {proof.resumed.step} differs")
-    if lines := proof.lines():
-        print_text(*lines)

@@ -1,60 +1,21 @@
-"""What stays: `ckpt prune` carries out retention, `ckpt pin` and `ckpt unpin` except snapshots from it."""
+"""`ckpt prune`: carries out retention now, or shows the plan."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, json_option, print_json, print_table, print_text
-from ckpt_engine.cli.root import Run, open_run, options_of, storage_options
-from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
-from ckpt_engine.errors import ConfigError, StorageMissingError
+from ckpt_engine.cli.output import json_option, print_json, print_table, print_text
+from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe import units
-from ckpt_engine.observe.units import count
-from ckpt_engine.store import pins
-from ckpt_engine.store.branches import OTHER_LINE, branches
-from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.names import parse_id
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import RetentionPlan
-from ckpt_engine.store.retention_rules import KeepAll, Retention, RetentionPolicy, policy_from
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tier, and the retention that holds there or the snapshots that are to go."""
-
-    repository: Repository
-    policy: RetentionPolicy
-    removing: frozenset[str] | None = None
-
-    def plan(self) -> RetentionPlan:
-        """What is to be forgotten. Reads only."""
-        if self.removing is None:
-            return plan_prune(self.repository, self.policy)
-        pinned = pins.protection(self.repository.storage)
-        ids = [info.id for info in self.repository.list()]
-        going = tuple(one for one in ids if one in self.removing and one not in pinned)
-        keep = {one: pinned.get(one, OTHER_LINE) for one in ids if one not in going}
-        return RetentionPlan(keep, going, dict.fromkeys(going, "of the branch that is removed"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What happened, or would happen, at one place. `done` is None where nothing was carried out."""
-
-    url: str
-    infos: Sequence[SnapshotInfo]
-    plan: RetentionPlan
-    removed_bytes: int
-    done: Pruned | None
+from ckpt_engine.observe.units import age, count
+from ckpt_engine.store.retention_rules import policy_from
+from ckpt_engine.tools.prune_run import PrunedPlace, PruneOutcome, branch_places, prune_place
 
 
 @click.command("prune", short_help="Carry out retention now, or show the plan.")
@@ -84,8 +45,8 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
     """
     if branch is not None and rules:
         raise ConfigError("--branch removes a whole line of history: no --keep applies", hint="give one of them")
-    places = _places(root, rules) if branch is None else _branch_places(root, branch)
-    outcomes = [_prune(place, dry_run=dry_run) for place in places]
+    places = _places(root, rules) if branch is None else branch_places(open_run(root, every=True), branch)
+    outcomes = [prune_place(place, dry_run=dry_run) for place in places]
     if as_json:
         print_json({"dry_run": dry_run, "tiers": [_json(outcome) for outcome in outcomes]})
     else:
@@ -97,7 +58,7 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
         sys.exit(1)
 
 
-def _places(root: str, rules: Sequence[str]) -> list[_Place]:
+def _places(root: str, rules: Sequence[str]) -> list[PrunedPlace]:
     if not rules and not Path(root).is_file():
         open_run(root)  # raises where there is no run
         raise ConfigError(
@@ -109,30 +70,8 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
     for tier, repository in zip(config.tiers, run.places, strict=True):
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
         if repository in run.in_use:
-            places.append(_Place(repository, policy_from(keep)))
+            places.append(PrunedPlace(repository, policy_from(keep)))
     return places
-
-
-def _branch_places(root: str, wanted: str) -> list[_Place]:
-    """The tiers, each with the snapshots of that branch.
-
-    Raises:
-        StorageMissingError: there is no such branch.
-        ConfigError: there is no other one: then this is the run.
-    """
-    there = open_run(root, every=True).in_use
-    infos = {info.id: info for repository in there for info in repository.list()}
-    found = branches(list(infos.values()))
-    named = [branch for branch in found if branch.id == wanted]
-    if not named:
-        names = ", ".join(branch.id for branch in found) or "none"
-        raise StorageMissingError(f"no branch {wanted!r} at {root}, there is {names}", hint=f"`ckpt ls {root}`")
-    if len(found) == 1:
-        raise ConfigError(
-            f"{wanted} is the only branch at {root}, and without it there is nothing",
-            hint=f"`ckpt prune {root} --keep last=1` keeps its newest snapshot; else remove the folder or the prefix",
-        )
-    return [_Place(repository, KeepAll(), named[0].own) for repository in there]
 
 
 def _nested(rules: Sequence[str]) -> dict[str, Any]:
@@ -154,19 +93,7 @@ def _nested(rules: Sequence[str]) -> dict[str, Any]:
     return keep
 
 
-def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
-    repository, done = place.repository, None
-    with nullcontext() if dry_run else acquire(repository.storage) as lease:
-        infos, usage, plan = repository.list(), measure(repository), place.plan()
-        if lease is not None:
-            limits = Retention.of(place.policy).limits
-            done = execute(repository, lease, plan, limits)
-            catalogue(repository, limits)
-            plan = done.plan
-    return _Outcome(repository.storage.url, infos, plan, usage.exclusive_bytes(plan.remove), done)
-
-
-def _json(outcome: _Outcome) -> dict[str, Any]:
+def _json(outcome: PruneOutcome) -> dict[str, Any]:
     return {
         "root": outcome.url,
         "keep": outcome.plan.keep,
@@ -181,7 +108,7 @@ def _json(outcome: _Outcome) -> dict[str, Any]:
     }
 
 
-def _print(outcome: _Outcome) -> None:
+def _print(outcome: PruneOutcome) -> None:
     if outcome.infos:
         rows = [
             (info.id, f"{info.step:,}", age(info.created), units.size(info.nbytes), *_fate(outcome, info.id))
@@ -210,7 +137,7 @@ def _print(outcome: _Outcome) -> None:
             print_text(f"{withheld} stay because damaged manifests may need them: {damaged}")
 
 
-def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
+def _fate(outcome: PruneOutcome, snapshot: str) -> tuple[str, str]:
     """What the plan says, or what became of it, and why."""
     plan, done = outcome.plan, outcome.done
     if snapshot not in plan.keep:
@@ -218,60 +145,3 @@ def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
     if snapshot in plan.slim and (done is None or snapshot in done.slimmed):
         return "slim" if done is None else "slimmed", f"{plan.keep[snapshot]}; without {', '.join(plan.slim[snapshot])}"
     return "keep", plan.keep[snapshot]
-
-
-@click.command("pin", short_help="Keep snapshots whatever retention says.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
-@click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")
-@storage_options
-@json_option
-def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None:
-    """Keep SNAPSHOTs at ROOT until they are unpinned; without any, list the pins.
-
-    With a ckpt.yaml they are pinned on each of its tiers that has them. Works while the run is being written. Pinning
-    again replaces the note.
-    """
-    run = open_run(root, every=True)
-    nearest = run.places[0]
-    made = []
-    for snapshot, holders in dict(map(run.find, snapshots)).items():
-        nearest_pin, *_ = [pins.pin(place, snapshot, note) for place in holders]
-        made.append(nearest_pin)
-    shown = made or pins.pins(nearest.storage)
-    if as_json:
-        print_json({"root": nearest.storage.url, "pins": shown})
-    elif made:
-        for pin in made:
-            print_text(f"{pin.id}  {pin}")
-    else:
-        if shown:
-            print_table(("snapshot", "pinned", "note"), [(pin.id, age(pin.created), pin.note) for pin in shown])
-        print_text(f"{count(len(shown), 'pin')} at {nearest.storage.url}")
-
-
-@click.command("unpin", short_help="Leave snapshots to retention again.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...")
-@storage_options
-@json_option
-def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
-    """Remove the pins of SNAPSHOTs at ROOT, on each tier of a ckpt.yaml. Nothing else goes before retention runs."""
-    run = open_run(root, every=True)
-    wanted = dict.fromkeys(_find(run, name) for name in snapshots)
-    was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in run.in_use) > 0 for snapshot in wanted}
-    if as_json:
-        print_json({"root": run.tiers[0], "unpinned": was_pinned})
-    else:
-        for snapshot, was in was_pinned.items():
-            print_text(f"{snapshot}  {'unpinned' if was else 'was not pinned'}")
-
-
-def _find(run: Run, name: str) -> str:
-    """The snapshot of that name, or one that is gone and whose pin was left behind."""
-    try:
-        return run.find(name)[0]
-    except StorageMissingError:
-        if parse_id(name) and any(name in pins.pinned_ids(place.storage) for place in run.places):
-            return name
-        raise

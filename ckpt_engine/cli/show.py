@@ -1,12 +1,7 @@
-"""`ckpt show`: what is inside one snapshot, from its manifest (docs/format.md, "Tree"); no torch.
-
-`ckpt diff`: where two snapshots differ, and which bytes they share.
-"""
+"""`ckpt show`: what is inside one snapshot, from its manifest (docs/format.md, "Tree"); no torch."""
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,25 +10,24 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.outline import array_leaves, children, leaves
-from ckpt_engine.cli.output import age, json_option, metrics, print_away, print_json, print_table, print_text
-from ckpt_engine.cli.root import LATEST, Run, open_run, storage_options
+from ckpt_engine.cli.output import json_option, metrics, print_away, print_json, print_table, print_text
+from ckpt_engine.cli.root import open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.resume_report import replay_of
-from ckpt_engine.observe.units import count
-from ckpt_engine.restore.choose import Candidate, assemble
-from ckpt_engine.store import names
-from ckpt_engine.store.decode import decoder_of, stored_pieces
+from ckpt_engine.observe.units import age, count
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import unpacked
+from ckpt_engine.tools.origins import Origins, owner_of
+from ckpt_engine.tools.outline import array_leaves, children, leaves
+from ckpt_engine.tools.stored_run import LATEST, Run
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
 SHOWN_IDS = 3
 SHOWN_FILES = 8
-DIFFERENCES = 20
 MAX_DEPTH = 2
 MAX_CHILDREN = 8
 
@@ -77,17 +71,10 @@ class _Stored:
     def of(cls, manifest: Manifest, place: Repository | None) -> _Stored:
         mine = manifest.info.id
         return cls(
-            sum(file.nbytes for file in manifest.files if _owner(file.name) == mine),
+            sum(file.nbytes for file in manifest.files if owner_of(file.name) == mine),
             sum(nbytes for one, nbytes in Origins.of(manifest).written_by.items() if one != mine),
             place.needed_by(mine) if place is not None else (),
         )
-
-
-def _owner(name: str) -> str:
-    """The snapshot that wrote a data file."""
-    parsed = names.data_owner(name)
-    assert parsed is not None  # the manifest was verified
-    return parsed.id
 
 
 def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[str, str | None]]:
@@ -96,21 +83,17 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     Raises:
         CkptError: none can be read; that of the nearest.
     """
-    manifest: Manifest | None = None
-    copies: dict[str, str | None] = {}
-    errors: list[CkptError] = []
+    copies: dict[str, Manifest | CkptError] = {}
     for place in holders:
         try:
-            read = unpacked(place.read(snapshot), partial(decoder_of, place.storage))
+            copies[place.storage.url] = unpacked(place.read(snapshot), partial(decoder_of, place.storage))
         except CkptError as err:
-            errors.append(err)
-            copies[place.storage.url] = f"[{err.code}] {err.message}"
-        else:
-            manifest = manifest or read
-            copies[place.storage.url] = None
-    if manifest is None:
-        raise errors[0]
-    return manifest, copies
+            copies[place.storage.url] = err
+    errors = {url: one if isinstance(one, CkptError) else None for url, one in copies.items()}
+    for one in copies.values():
+        if isinstance(one, Manifest):
+            return one, {url: f"[{err.code}] {err.message}" if err else None for url, err in errors.items()}
+    raise next(filter(None, errors.values()))
 
 
 def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored) -> dict[str, Any]:
@@ -172,17 +155,13 @@ def _print(
 
 def _print_components(manifest: Manifest) -> None:
     total = max(1, sum(manifest.info.components.values()))
+    ranks = f"own of {manifest.world_size:,} ranks" if manifest.world_size > 1 else RANKS
     rows = [
-        (_component(manifest, name), units.size(nbytes), units.share(nbytes / total))
+        (ranks if name == RANKS else name or "(state)", units.size(nbytes), units.share(nbytes / total))
         for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1])
     ]
     print_text("")
     print_table(("component", "size", "share"), rows, numbers=("size", "share"))
-
-
-def _component(manifest: Manifest, name: str) -> str:
-    size = manifest.world_size
-    return f"own of {size:,} ranks" if name == RANKS and size > 1 else name or "(state)"
 
 
 def _files(files: Sequence[DataFile]) -> list[tuple[str, str]]:
@@ -244,94 +223,3 @@ def _kind(node: Any) -> str:
     else:
         name = type(node).__name__
     return name if below is None else f"{name} of {len(below)}"
-
-
-@click.command("diff", short_help="Say where two snapshots differ.")
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
-@click.option("--all", "everything", is_flag=True, help=f"Show every difference, not only the first {DIFFERENCES}.")
-@storage_options
-@json_option
-def diff(first: str, second: str, everything: bool, as_json: bool) -> None:
-    """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, or ROOT for its latest.
-
-    Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
-    are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
-    snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
-    """
-    from ckpt_engine.cli.compare import Comparison  # torch
-
-    a, b = _snapshot(first), _snapshot(second)
-    comparison = Comparison(a, b)
-    found = [one for one in comparison if not one.measured]
-    origins = Origins.of(a.manifest), Origins.of(b.manifest)
-    shared = shared_bytes(a.manifest, b.manifest)
-    if as_json:
-        print_json(
-            {
-                "a": a.info.id,
-                "b": b.info.id,
-                "compared": comparison.compared,
-                "differences": found,
-                "stored": {"a": origins[0], "b": origins[1], "shared_bytes": shared},
-            }
-        )
-    elif not found:
-        print_text(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
-    else:
-        for one in found if everything else found[:DIFFERENCES]:
-            print_text(str(one))
-        hidden = 0 if everything else max(len(found) - DIFFERENCES, 0)
-        more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
-        print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
-    if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
-        print_text(*map(str, origins), f"{units.size(shared)} of it is the same data")
-    if found:
-        sys.exit(1)
-
-
-def _snapshot(name: str) -> Candidate:
-    root, _, wanted = name.partition("#")
-    return assemble(*open_run(root).find(wanted or LATEST))
-
-
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """Where the stored bytes of a snapshot come from.
-
-    Args:
-        id: the snapshot.
-        nbytes: of its state.
-        stored_bytes: what is needed to read it, bases of deltas included.
-        written_by: the same by the snapshot that wrote them, the oldest first.
-    """
-
-    id: str
-    nbytes: int
-    stored_bytes: int
-    written_by: Mapping[str, int]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Origins:
-        """Those of a snapshot."""
-        counted: Counter[str] = Counter()
-        for name, _, nbytes in _ranges(manifest):
-            counted[_owner(name)] += nbytes
-        info = manifest.info
-        return cls(info.id, info.nbytes, sum(counted.values()), dict(sorted(counted.items())))
-
-    def __str__(self) -> str:
-        share = f", {units.share(self.stored_bytes / self.nbytes)} of its size" if self.nbytes else ""
-        by = ", ".join(
-            f"{units.size(nbytes)} by {'itself' if one == self.id else one}" for one, nbytes in self.written_by.items()
-        )
-        return f"{self.id} needs {units.size(self.stored_bytes)}{share}: {by or 'nothing was written'}"
-
-
-def shared_bytes(a: Manifest, b: Manifest) -> int:
-    """Stored bytes that both need: they lie there once."""
-    return sum(nbytes for _, _, nbytes in _ranges(a) & _ranges(b))
-
-
-def _ranges(manifest: Manifest) -> set[tuple[str, int, int]]:
-    return {(manifest.files[piece.file].name, piece.offset, piece.nbytes) for _, piece in stored_pieces(manifest)}

@@ -1,25 +1,19 @@
-"""`ckpt verify-resume`: does the user's own script continue, bit for bit, where it is resumed? Decides which runs are
-made, and prints the answer.
-"""
+"""`ckpt verify-resume`: does the user's own script continue, bit for bit, where it is resumed?"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text
-from ckpt_engine.cli.rehearsal_runs import Proof, Runs, scratch_folder
-from ckpt_engine.cli.suite import Suite, verify_suite
-from ckpt_engine.errors import ResumeError
+from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text, say_waiting, showing
 from ckpt_engine.observe.units import count
-
-if TYPE_CHECKING:
-    from ckpt_engine.cli.verdict import FirstDifference
-
+from ckpt_engine.tools.rehearsal_runs import Runs, scratch_folder
+from ckpt_engine.tools.suite import Suite, SuiteReport
 
 NOT_SEEDED = 3
 """Exit code where two runs from the start differ."""
@@ -64,61 +58,55 @@ def command(
         raise click.UsageError(f"--kill-at {at} must be less than --steps {steps}")
     with scratch_folder(scratch) as place:
         if suite:
-            code = 0 if verify_suite(Suite(words, place, timeout, as_json), as_json=as_json) else 1
+            report = Suite(words, place, timeout, partial(_shown, hidden=as_json)).compare()
+            if as_json:
+                print_json(report)
+            else:
+                _print_suite(report)
+            code = 1 if report.new_failures else 0
         else:
             code = _rehearse(Runs(words, place, timeout), steps, at, None if scratch is None else place, as_json)
     sys.exit(code)
 
 
+@contextmanager
+def _shown(now: Callable[[], str], *, hidden: bool) -> Iterator[None]:
+    """In the block, `now` says how far a run is, and once more behind it."""
+    with showing(now, hidden=hidden):
+        yield
+    if not hidden:
+        say_waiting(now())
+
+
 def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool) -> int:
     """All runs, and what they show; the exit code."""
-
-    def say(text: str) -> None:
-        if not as_json:
-            print_text(text, err=True)
-
-    say(f"run 1: from the start to step {steps}")
-    roots = runs.run("whole", steps + 1)
-    from ckpt_engine.cli import verdict  # torch
-
-    whole = runs.opened("whole")
-    starts = [(run, early[-1]) for run in whole if (early := [one for one in run.holders if one.step <= at])]
-    if not starts:
-        raise ResumeError(
-            f"the script took no snapshot up to step {at}: there is nothing to resume from",
-            hint="it needs AdaptiveCheckpoint, or a Checkpointer that saves; else give a later --kill-at and --steps",
-        )
-    say(f"run 2: from the start to step {at}, once more")
-    runs.run("repeated", at + 1)
-    fresh, _, _ = verdict.compare(whole, runs.opened("repeated"), 0, at, fresh=True)
-    say(f"run 3: resumed at step {at}, to step {steps}")
-    proof = runs.prove("resumed", starts, steps, roots)
-    ends = (max(one.step for run in found for one in run.holders) for found in (whole, runs.opened("resumed")))
-    proof = replace(proof, resumed=proof.resumed or verdict.judge_end(*ends))
+    proof, fresh = runs.rehearse(steps, at, (lambda _: None) if as_json else partial(print_text, err=True))
     seeded = fresh is None or fresh.streams_only
     if as_json:
         answer = {"exact": proof.resumed is None, "seeded": seeded, "steps": steps, **fields_of(proof)}
         print_json({**answer, "fresh": fresh, "scratch": kept and str(kept)})
     else:
-        _print(proof, fresh, seeded=seeded)
+        if fresh is not None and not seeded:
+            print_text(f"not seeded: two runs from the start differ at step {fresh.step}, before anything is resumed")
+            print_text(*fresh.lines())
+        blame = "NOT EXACT" if seeded else "the restart differs as well, which may have the same cause"
+        print_text(*proof.lines("the uninterrupted run up to the end", blame))
+        if fresh is not None and seeded:
+            print_text(f"note: {fresh.first} differs from start to start: {fresh.cause}")
         if kept is not None:
             print_text(f"snapshots and output are in {kept}")
     return NOT_SEEDED if not seeded else 0 if proof.resumed is None else 1
 
 
-def _print(proof: Proof, fresh: FirstDifference | None, *, seeded: bool) -> None:
-    if fresh is not None and not seeded:
-        print_text(f"not seeded: two runs from the start differ at step {fresh.step}, before anything is resumed")
-        print_text(*fresh.lines())
-    if proof.resumed is None:
-        what = f"{count(proof.snapshots, 'snapshot')}, {count(proof.values, 'value')}"
-        print_text(
-            f"exact: resumed at step {proof.killed_after}, equal to the uninterrupted run up to the end ({what})"
-        )
-    else:
-        blamed = "NOT EXACT" if seeded else "the restart differs as well, which may have the same cause"
-        print_text(f"{blamed}: the runs differ at step {proof.resumed.step} after the restart")
-    if lines := proof.lines():
-        print_text(*lines)
-    if fresh is not None and seeded:
-        print_text(f"note: {fresh.first} differs from start to start: {fresh.cause}")
+def _print_suite(report: SuiteReport) -> None:
+    for title, rows in (
+        ("fails with AdaptiveCheckpoint in every Trainer", report.new_failures),
+        ("unsteady: fails now and then without ckpt-engine too", report.unsteady),
+        ("left out, as it fails without ckpt-engine", report.failed_before),
+    ):
+        for row in rows:
+            print_text(f"{title}: {row.test}", f"  {row.line}")
+    print_text(
+        f"{count(len(report.new_failures), 'new failure')}; {count(report.passed, 'test')} passed with and without "
+        f"ckpt-engine, {report.skipped:,} skipped"
+    )

@@ -1,38 +1,22 @@
-"""The formats of other programs under one signature: recognise, read, refuse and write them.
-
-A folder of `torch.distributed.checkpoint` is read whole, without unpickling anything but what the format consists of.
-torch's own reader unpickles `.metadata` and every value that is no tensor. Here `.metadata` may name the classes of the
-format only, and values are read with `weights_only`.
-"""
+"""The formats of other programs under one signature: recognise, read, refuse and write them."""
 
 from __future__ import annotations
 
-import io
-import math
-import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+from typing import Any
 
 from ckpt_engine.errors import (
     CkptError,
-    CorruptError,
     ForeignError,
     MismatchError,
     StorageMissingError,
-    UnstorableLeafError,
 )
-from ckpt_engine.interop import FOLDERS, safe_load, trainer_folders
-from ckpt_engine.interop.safe_load import Advance, Imported, of_state, require_honest
-from ckpt_engine.interop.state_parts import is_optimizer
+from ckpt_engine.interop import FOLDERS, accelerate_folders, folder_files, safe_load, torch_files, trainer_folders
+from ckpt_engine.interop.dcp_folders import METADATA, check_dcp, read_dcp, write_dcp
+from ckpt_engine.interop.imported import Advance, Imported
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.storage.disk import translated
@@ -41,10 +25,30 @@ Check = Callable[[Any, SnapshotInfo], None]
 """Raises MismatchError if a state cannot become this format; the tensors' values do not matter."""
 Writer = Callable[[Any, SnapshotInfo, Any], tuple[str, ...]]
 """Writes a state into an open file, or the path of an empty folder; returns notes."""
-
-
+Reader = Callable[[Path, Advance], Imported]
 _MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, pickle.PicklingError)
 """What the writers of others raise for values that they do not take."""
+
+
+CHECKS: dict[str, Check] = {
+    "dcp": check_dcp,
+    "accelerate": accelerate_folders.check_accelerate,
+    "transformers": trainer_folders.check_transformers,
+}
+WRITERS: dict[str, Writer] = {
+    "lightning": torch_files.write_torch_file,
+    "torch": torch_files.write_torch_file,
+    "dcp": write_dcp,
+    "accelerate": accelerate_folders.write_accelerate,
+    "transformers": trainer_folders.write_transformers,
+}
+FORMATS: dict[str, Reader] = {
+    "lightning": torch_files.read_lightning_file,
+    "torch": torch_files.read_torch_file,
+    "dcp": read_dcp,
+    "accelerate": accelerate_folders.read_accelerate,
+    "transformers": trainer_folders.read_transformers,
+}
 
 
 @contextmanager
@@ -63,242 +67,6 @@ def fitting(form: str, snapshot: str) -> Iterator[None]:
             f"the state of {snapshot} cannot become {form}: {type(err).__name__}: {err}",
             hint="--to safetensors exports its tensors",
         ) from err
-
-
-def _write_file(state: Any, _: SnapshotInfo, file: BinaryIO) -> tuple[str, ...]:
-    torch.save(state, file)
-    return ()
-
-
-def _check_dcp(state: Any, info: SnapshotInfo) -> None:
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise MismatchError(f"the state of {info.id} is no dict with text keys, as dcp needs it", hint="--to torch")
-
-
-def _write_dcp(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
-    """From this one process. Raises MismatchError: something in it cannot be pickled."""
-    try:
-        save(state, storage_writer=filesystem.FileSystemWriter(folder, single_file_per_rank=True))
-    except CheckpointException as err:  # no Exception: code that catches those does not see it
-        cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
-        if isinstance(cause, OSError):
-            raise cause from err
-        raise MismatchError(
-            f"the state cannot become dcp: {type(cause).__name__}: {cause}", hint="--to safetensors exports its tensors"
-        ) from err
-    return ("dcp writes keys that are no text as text, and leaves empty dicts out",)
-
-
-CHECKS: dict[str, Check] = {
-    "dcp": _check_dcp,
-    "accelerate": trainer_folders.check_accelerate,
-    "transformers": trainer_folders.check_transformers,
-}
-WRITERS: dict[str, Writer] = {
-    "lightning": _write_file,
-    "torch": _write_file,
-    "dcp": _write_dcp,
-    "accelerate": trainer_folders.write_accelerate,
-    "transformers": trainer_folders.write_transformers,
-}
-
-
-# ---- folders of torch.distributed.checkpoint, read
-
-METADATA = ".metadata"
-MOST_READ = 4
-"""Times that the bytes of a folder are read at most."""
-_MADE_BY_PYTHON = 1 << 9
-_OF_METADATA = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
-_OTHERS = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-
-
-def read_dcp(folder: Path, advance: Advance) -> Imported:
-    """The whole state, shards put together.
-
-    Raises:
-        UnstorableLeafError: a value holds a class that is not loaded; names it.
-        MismatchError: files of the folder are compressed or encrypted.
-        ForeignError, CorruptError: it is not a checkpoint of this kind, or parts are damaged or missing.
-        StorageError: it cannot be read.
-    """
-    described = _read_metadata(folder)
-    flat: dict[str, Any] = {}
-    try:
-        reader = _Reader(folder, described.storage_data, advance)
-        for name, item in described.state_dict_metadata.items():
-            tensor = isinstance(item, metadata.TensorStorageMetadata)
-            flat[name] = reader.tensor(name, item) if tensor else reader.value(name)
-        return of_state("dcp", _nested(flat, described.planner_data))
-    except CkptError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as err:
-        raise CorruptError(f"{folder / METADATA} does not fit the files beside it: {err}") from err
-
-
-class _Reader:
-    """Items of the data files by name."""
-
-    def __init__(self, folder: Path, items: Mapping[Any, Any], advance: Advance) -> None:
-        self._folder = folder
-        # Its keys are of classes that were made for the file, and equal to no others.
-        self._items = {metadata.MetadataIndex(one.fqn, one.offset): item for one, item in items.items()}
-        self._advance = advance
-        # Each stored item is of one name: read again and again, a small folder would take for ever.
-        self._left_bytes = MOST_READ * sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-
-    def value(self, name: str, chunk: torch.Size | None = None) -> Any:
-        """A value that is no tensor, or the chunk of a tensor that begins there."""
-        return safe_load.load_bytes(self._bytes(metadata.MetadataIndex(name, chunk)), f"{name} in {self._folder}")
-
-    def tensor(self, name: str, item: Any) -> torch.Tensor:
-        """A tensor, put together of its chunks."""
-        if sum(math.prod(chunk.sizes) for chunk in item.chunks) != math.prod(item.size):
-            raise CorruptError(f"{name} in {self._folder} is not whole: chunks are missing, or overlap")
-        stored = sum(self._items[metadata.MetadataIndex(name, chunk.offsets)].length for chunk in item.chunks)
-        if math.prod(item.size) * item.properties.dtype.itemsize > stored:
-            raise CorruptError(f"{name} in {self._folder} is larger than what is stored of it")
-        out = torch.empty(item.size, dtype=item.properties.dtype)
-        for chunk in item.chunks:
-            found = self.value(name, chunk.offsets)
-            if not isinstance(found, torch.Tensor) or found.shape != chunk.sizes:
-                raise CorruptError(f"{name} in {self._folder} has a chunk of another form than described")
-            part = out
-            for axis, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(axis, offset, size)
-            part.copy_(found.detach())
-        return out
-
-    def _bytes(self, index: Any) -> bytes:
-        item = self._items[index]
-        if getattr(item, "transform_descriptors", None):
-            raise MismatchError(
-                f"{self._folder} is stored with {', '.join(item.transform_descriptors)}",
-                hint="convert it with torch's own reader first (dcp_to_torch_save), then import that file",
-            )
-        file = self._folder / Path(item.relative_path).name  # names come from the file: not out of the folder
-        try:
-            with file.open("rb") as opened:
-                there = os.fstat(opened.fileno()).st_size
-                if not 0 <= item.offset <= item.offset + item.length <= there:
-                    raise CorruptError(f"{file} is cut off: {item.length} bytes from {item.offset} on are not there")
-                self._left_bytes -= item.length
-                if self._left_bytes < 0:
-                    raise CorruptError(f"{self._folder / METADATA} names more bytes than the files beside it have")
-                opened.seek(item.offset)
-                data = opened.read(item.length)
-        except FileNotFoundError as err:
-            raise StorageMissingError(f"{file}, a part of the checkpoint, is missing") from err
-        if len(data) != item.length:
-            raise CorruptError(f"{file} became shorter while it was read")
-        self._advance(len(data))
-        return data
-
-
-class _MetadataUnpickler(pickle.Unpickler):  # it takes only the classes named above
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._own: dict[type, type] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._allowed(module, name)
-        if not isinstance(found, type) or issubclass(found, Enum) or not found.__flags__ & _MADE_BY_PYTHON:
-            return found
-        # A class of this file's own: a pickle can put attributes into the classes that it names.
-        return self._own.setdefault(found, type(name, (found,), {"__module__": found.__module__}))
-
-    def _allowed(self, module: str, name: str) -> Any:
-        if module == metadata.__name__ and name in _OF_METADATA:
-            return getattr(metadata, name)
-        if module == "torch" and type(vars(torch).get(name)) is torch.dtype:  # getattr imports what is named
-            return vars(torch)[name]
-        if (module, name) in _OTHERS:
-            return super().find_class(module, name)
-        raise UnstorableLeafError(
-            f"{METADATA} names {module}.{name}, which is no part of a checkpoint's description and is not loaded",
-            hint="do not trust this folder",
-        )
-
-
-def _read_metadata(folder: Path) -> metadata.Metadata:
-    file = folder / METADATA
-    try:
-        data = file.read_bytes()
-        require_honest(data, str(file))
-        found = _MetadataUnpickler(data).load()
-    except FileNotFoundError as err:
-        raise StorageMissingError(f"{file} does not exist") from err
-    except (*safe_load.UNREADABLE, ImportError) as err:
-        raise ForeignError(f"{file} does not describe a checkpoint: {type(err).__name__}: {err}") from err
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise ForeignError(f"{file} does not describe a checkpoint of torch.distributed.checkpoint")
-    if any(not isinstance(item, filesystem._StorageInfo) for item in found.storage_data.values()):
-        raise ForeignError(f"{folder} was not written by torch's FileSystemWriter")
-    return found
-
-
-def _nested(flat: Mapping[str, Any], paths: Any) -> dict[Any, Any]:
-    """The state as it was before torch flattened it; text keys of optimizer states are numbers again."""
-    root: dict[Any, Any] = {}
-    for name, value in flat.items():
-        *outer, last = paths.get(name, (name,)) if isinstance(paths, Mapping) else (name,)
-        node = root
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return {key: _mended(_as_lists(node)) for key, node in root.items()}
-
-
-def _as_lists(node: Any) -> Any:
-    """Dicts whose keys are all numbers were lists: keys of dicts have become text."""
-    if not isinstance(node, dict):
-        return node
-    if node and all(isinstance(key, int) for key in node):
-        return [_as_lists(node[key]) for key in sorted(node)]
-    return {key: _as_lists(child) for key, child in node.items()}
-
-
-def _mended(node: Any) -> Any:
-    """Optimizers number their parameters, and have a `state` even if it is empty: dcp loses both."""
-    if isinstance(node, list):
-        return [_mended(child) for child in node]
-    if not isinstance(node, dict):
-        return node
-    if "param_groups" in node and "state" not in node:
-        node = {"state": {}, **node}
-    if is_optimizer(node) and all(str(key).isdecimal() for key in node["state"]):
-        return {**node, "state": {int(key): value for key, value in node["state"].items()}}
-    return {key: _mended(child) for key, child in node.items()}
-
-
-# ---- all of them
-
-Reader = Callable[[Path, Advance], Imported]
-
-FORMATS: dict[str, Reader] = {
-    "lightning": safe_load.read_lightning_file,
-    "torch": safe_load.read_torch_file,
-    "dcp": read_dcp,
-    "accelerate": trainer_folders.read_accelerate,
-    "transformers": trainer_folders.read_transformers,
-}
 
 
 def read(path: Path, form: str | None, advance: Advance) -> Imported:
@@ -348,10 +116,10 @@ def _folder_form(path: Path) -> str:
             f"{path} was sharded by DeepSpeed or FSDP, whose files only their own programs put together",
             hint="put it together first: `python zero_to_fp32.py`, `accelerate merge-weights`; then import the result",
         )
-    if trainer_folders.TRAINER_STATE in there:
+    if trainer_folders.STATE_FILE in there:
         return "transformers"
-    marks = {trainer_folders.MODEL, trainer_folders.MODEL_TORCH, trainer_folders.OPTIMIZER}
-    if there & (marks | {trainer_folders.STREAMS.format(0), f"{trainer_folders.MODEL}.index.json"}):
+    marks = {folder_files.MODEL, folder_files.MODEL_TORCH, accelerate_folders.OPTIMIZER}
+    if there & (marks | {accelerate_folders.STREAMS_FILE.format(0), f"{folder_files.MODEL}.index.json"}):
         return "accelerate"
     numbered = sorted((name for name in there if name.startswith("checkpoint")), key=lambda name: (len(name), name))
     hint = f"name one of its folders, for example {path / numbered[-1]}" if numbered else "name the kind with --as"
@@ -367,5 +135,5 @@ def _file_form(path: Path) -> str:
     if not safe_load.is_zip(path):
         return "torch"  # of an old torch, or nothing: its reader tells
     state = safe_load.load(path, may_lose=lambda _: True).value
-    lightning = isinstance(state, dict) and safe_load.VERSION_KEY in state
+    lightning = isinstance(state, dict) and torch_files.VERSION_KEY in state
     return "lightning" if lightning else "torch"

@@ -1,38 +1,21 @@
-"""What a state consists of as other programs keep it: models, optimizers, schedulers, random streams, weight files.
+"""Finds in a state what other programs keep by kind: models, optimizers, schedulers, loaders, random streams.
 
 Every adapter, and every user of `Checkpointer`, names its parts as they like, but the forms are torch's own: the state
-dict of an optimizer has `state` and `param_groups` under any name. `to_legacy` and `from_legacy` convert random
-streams between `data.rng` and the tuples of Accelerate and transformers. `write` and `read` keep weights as
-`safetensors.torch.save_model` does: tied tensors once.
+dict of an optimizer has `state` and `param_groups` under any name.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from ckpt_engine.data import rng
-from ckpt_engine.errors import CorruptError, MismatchError, StorageMissingError
-from ckpt_engine.interop import safe_load
-from ckpt_engine.interop.safe_load import Advance
 from ckpt_engine.loop.capture import unpack
-from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.restore.read import read_entries, require_room
-from ckpt_engine.state.json_types import dtype_of
-from ckpt_engine.state.rebuild import Rebuilder
-from ckpt_engine.state.wrapped import as_plain
-from ckpt_engine.store.container import DTYPES
-from ckpt_engine.store.manifest import OWN_KEY, Manifest
-from ckpt_engine.store.tree import entries_in
+from ckpt_engine.store.manifest import OWN_KEY
 
 AVERAGED = "current_model_state"
 """In Lightning snapshots with averaged weights: those that train. `state_dict` then has the averages."""
@@ -102,7 +85,7 @@ def recognise(state: Any) -> StateParts:
         schedulers={where: node for where, node in nodes if is_scheduler(node)},
         scalers={where: node for where, node in nodes if is_scaler(node)},
         custom=tuple(custom.values()),
-        loaders=_sequence(state.get(LOADERS)),
+        loaders=tuple(loaders) if isinstance(loaders := state.get(LOADERS), list | tuple) else (),
         streams=next(filter(looks_recorded, (state.get(STREAMS), own.get(STREAMS))), None),
         trainer_state=state.get(TRAINER_STATE, trainer_state),
         files=files | _files(state.get(FILES)),
@@ -143,10 +126,6 @@ def _nodes(node: Any, where: str, depth: int) -> Iterator[tuple[str, Any]]:
         children = list(enumerate(node))
     for key, child in children:
         yield from _nodes(child, f"{where}/{key}", depth - 1)
-
-
-def _sequence(node: Any) -> tuple[Any, ...]:
-    return tuple(node) if isinstance(node, list | tuple) else ()
 
 
 def is_kept_file(name: str) -> bool:
@@ -191,177 +170,6 @@ def _callbacks(saved: Any) -> dict[str, Any]:
     return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
 
 
-SMALL_BYTES = 16 << 20
-"""Entries up to this size are read for `outline` too: what decides what a state is sits in small ones."""
-
-
-def foreign_tree(manifest: Manifest) -> dict[str, Any]:
-    """The state tree without our own key."""
-    return {key: node for key, node in manifest.tree.items() if key != OWN_KEY}
-
-
-def entries_of(tree: Mapping[str, Any]) -> list[str]:
-    """The entries that a tree refers to, each once."""
-    return list(dict.fromkeys(entries_in(tree)))
-
-
-def rebuild(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """The objects of `tree`, every byte verified, and notes on what could not be rebuilt as it was.
-
-    Raises:
-        CorruptError, FormatError: the snapshot is damaged, or has leaves stored with pickle.
-        StorageError: it cannot be read.
-    """
-    rebuilder = Rebuilder(read_entries(sources, manifest, entries_of(tree)))
-    state = as_plain(rebuilder.state(tree))
-    return state, tuple(rebuilder.notes)
-
-
-def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> Any:
-    """The objects of `tree` with the values of large tensors undefined: enough to see what it consists of.
-
-    Raises:
-        CorruptError, FormatError, StorageError: as `rebuild`.
-    """
-    names = entries_of(tree)
-    require_room(sum([manifest.entries[name].nbytes for name in names]))
-    read = read_entries(sources, manifest, [name for name in names if manifest.entries[name].nbytes <= SMALL_BYTES])
-    rest = {
-        name: torch.empty(manifest.entries[name].shape, dtype=dtype_of(manifest.entries[name].dtype))
-        for name in names
-        if name not in read
-    }
-    return Rebuilder({**read, **rest}).state(tree)
-
-
-Legacy = tuple[tuple[Any, ...], Any, torch.Tensor, Sequence[torch.Tensor]]
-"""What `random.getstate()`, `np.random.get_state()` and torch's `get_rng_state` functions return; the last ones are of
-the devices that were in use."""
-
-
-def to_legacy(state: Mapping[str, Any]) -> Legacy:
-    """The foreign form of recorded streams.
-
-    Raises:
-        MismatchError: numpy's global generator is not the usual one, which these formats cannot hold.
-    """
-    python, numpy = random.Random(), np.random.RandomState()
-    rng.decode_python(python, state["python"])
-    try:
-        numpy.set_state(rng.decode_numpy(state["numpy"]))
-    except (TypeError, ValueError) as err:
-        raise MismatchError(f"numpy's random stream has no form that others read: {err}") from err
-    cuda = list(map(rng.bytes_tensor, state.get("cuda") or ()))
-    return python.getstate(), numpy.get_state(), rng.bytes_tensor(state["torch"]), cuda
-
-
-def from_legacy(legacy: Legacy) -> rng.RngState:
-    """Our form of what another library recorded.
-
-    Raises:
-        TypeError, ValueError: these are no states of random streams.
-    """
-    (version, words, gauss), of_numpy, cpu, cuda = legacy
-    python, numpy = random.Random(), np.random.RandomState()
-    python.setstate((version, tuple(words), gauss))
-    numpy.set_state(of_numpy)
-    torch.Generator().set_state(cpu)  # refuses what is none
-    recorded: Any = numpy.get_state(legacy=False)
-    state: rng.RngState = {
-        "python": rng.encode_python(python),
-        "numpy": rng.encode_numpy(recorded),
-        "torch": cpu.numpy().tobytes(),
-    }
-    if cuda:
-        state["cuda"] = [one.cpu().numpy().tobytes() for one in cuda]
-    return state
-
-
 def looks_recorded(node: Any) -> bool:
     """Whether a value has the form of `data.rng.capture()`."""
     return isinstance(node, Mapping) and {"python", "numpy", "torch"} <= node.keys()
-
-
-def write(state_dict: Mapping[str, Any], folder: Path, name: str, torch_name: str) -> tuple[str, ...]:
-    """Write the weights as `name`, or as `torch_name` where safetensors has no such dtype or value; returns notes."""
-    values = [value for value in state_dict.values() if isinstance(value, torch.Tensor)]
-    odd = sorted({str(v.dtype) for v in values if str(v.dtype).removeprefix("torch.") not in DTYPES})
-    if odd or len(values) < len(state_dict):
-        torch.save(dict(state_dict), folder / torch_name)
-        why = f"safetensors has no {', '.join(odd)}" if odd else "they hold values that are no tensors"
-        return (f"weights are in {torch_name}: {why}",)
-    apart, tied = untied(state_dict)
-    save_file(apart, folder / name, metadata={"format": "pt", **tied})
-    return (f"tied weights stored once: {', '.join(f'{a} = {b}' for a, b in tied.items())}",) if tied else ()
-
-
-def untied(state_dict: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Contiguous tensors that share no memory, and for each name left out the name of the same tensor."""
-    apart: dict[str, torch.Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    memory: set[int] = set()
-    for name, tensor in state_dict.items():
-        where = tensor.untyped_storage().data_ptr()
-        key = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in first:
-            tied[name] = first[key]
-            continue
-        first[key] = name
-        plain = tensor.detach().contiguous()
-        apart[name] = plain.clone() if tensor.numel() and where in memory else plain
-        memory.add(where)
-    return apart, tied
-
-
-def read(folder: Path, name: str, torch_name: str, advance: Advance) -> dict[str, Any] | None:
-    """The weights that lie in `folder` under either name, whole or in parts with an index; None if there are none.
-
-    Raises:
-        CorruptError: a file is damaged.
-        StorageMissingError: the index names a file that is not there.
-        UnstorableLeafError, ForeignError: as `safe_load.load`.
-    """
-    for one, reader in ((name, _read_safetensors), (torch_name, _read_torch)):
-        files = _parts(folder, one)
-        if files:
-            state_dict: dict[str, Any] = {}
-            for file in files:
-                state_dict |= reader(file, advance)
-            return state_dict
-    return None
-
-
-def _parts(folder: Path, name: str) -> list[Path]:
-    if (folder / name).exists():
-        return [folder / name]
-    index = folder / f"{name}.index.json"
-    if not index.exists():
-        return []
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        files = [folder / Path(one).name for one in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{index} is not an index of weights: {err}") from err
-    for file in files:
-        if not file.exists():
-            raise StorageMissingError(f"{file}, a part of the weights, is missing")
-    return files
-
-
-def _read_safetensors(file: Path, advance: Advance) -> dict[str, Any]:
-    try:
-        with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-            tied = opened.metadata() or {}
-    except SafetensorError as err:
-        raise CorruptError(f"{file} is not a whole safetensors file: {err}") from err
-    advance(file.stat().st_size)
-    return tensors | {name: tensors[same] for name, same in tied.items() if same in tensors and name not in tensors}
-
-
-def _read_torch(file: Path, advance: Advance) -> dict[str, Any]:
-    value = safe_load.load(file, advance).value
-    if not isinstance(value, dict):
-        raise CorruptError(f"{file} holds a {type(value).__name__} instead of weights by name")
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from urllib.parse import unquote
 
@@ -24,6 +25,14 @@ def duration(seconds: float) -> str:
     return f"{_digits(seconds * 1e3)} ms"
 
 
+def age(created: float, now: float | None = None) -> str:
+    """How long ago a wall-clock time was: `3 min ago`."""
+    seconds = (time.time() if now is None else now) - created
+    if seconds < 1:
+        return "now" if seconds > -60 else f"in {duration(-seconds)}"
+    return f"{duration(seconds)} ago"
+
+
 def size(nbytes: float) -> str:
     """`214 GB`, `1.5 GB`, `312 B`: decimal units, two significant digits below ten."""
     for unit_bytes, unit in _SIZES:
@@ -35,6 +44,11 @@ def size(nbytes: float) -> str:
 def share(fraction: float) -> str:
     """`1 %`, `3.5 %`, `0.02 %` from a fraction of one."""
     return f"{_digits(fraction * 100)} %"
+
+
+def percent(share: float) -> str:
+    """`97.1 %`: one digit after the point."""
+    return f"{100.0 * share:.1f} %"
 
 
 def count(number: int, noun: str) -> str:

@@ -299,8 +299,8 @@ def test_there_is_a_difference_if_and_only_if_the_states_differ(
     tmp_path_factory: pytest.TempPathFactory, a: Any, b: Any
 ) -> None:
     """The difference is the same in both directions."""
-    from ckpt_engine.cli.compare import Comparison
-    from ckpt_engine.cli.show import _snapshot
+    from ckpt_engine.cli.diff import _snapshot
+    from ckpt_engine.tools.compare import Comparison
 
     folder = tmp_path_factory.mktemp("diff")
     _save(folder / "run", a, copy.deepcopy(a), b)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.cli import doctor
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
+from ckpt_engine.tools import try_storage
 from tests.servers.fixtures import bucket, moto  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 
@@ -102,9 +102,9 @@ def test_clocks_that_differ_are_reported(
     ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew: float, mark: str
 ) -> None:
     """Ahead or behind; nothing depends on it but what is shown."""
-    now = doctor.time.time
-    monkeypatch.setattr(doctor.time, "time", lambda: now() - skew)
-    finding = doctor._clock(LocalStorage(tmp_path))
+    now = try_storage.time.time
+    monkeypatch.setattr(try_storage.time, "time", lambda: now() - skew)
+    finding = try_storage._clock(LocalStorage(tmp_path))
     assert finding[0] == mark
     assert (("ahead" if skew > 0 else "behind") in finding[1]) == (mark == "note")
 
@@ -142,10 +142,10 @@ def test_what_is_found_is_shown_at_once(ckpt: Ckpt, tmp_path: Path, monkeypatch:
     """A storage may hang at any of the checks: those before it are on the screen by then."""
 
     def hangs(storage: Any, nbytes: int) -> Any:
-        yield doctor.Finding("write and read", doctor.Mark.OK, "as it should be")
+        yield try_storage.Finding("write and read", try_storage.Mark.OK, "as it should be")
         raise StorageError("hangs")
 
-    monkeypatch.setattr(doctor, "_findings", hangs)
+    monkeypatch.setattr(try_storage, "_findings", hangs)
     result = ckpt("doctor", tmp_path)
     assert result.code == 2
     assert result.out.splitlines() == [str(tmp_path), "  write and read        ok    as it should be"]

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as npst
 from safetensors.torch import load_file
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.export import FLOAT_FORMATS, Loss, is_wider, narrow
+from ckpt_engine.tools.float_formats import FLOAT_FORMATS, Loss, is_wider, narrow
 
 Ckpt = Callable[..., Any]
 MIXED = np.array(

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli import export
+from ckpt_engine.tools import export_snapshot
 
 Ckpt = Callable[..., Any]
 
@@ -168,13 +168,13 @@ def test_a_file_that_comes_into_being_meanwhile_survives(
     """The name is taken without replacing, at the end."""
     run_folder.add(1, arrays)
     out = tmp_path / "out"
-    write = export.write_arrays
+    write = export_snapshot.write_arrays
 
     def slow(*args: Any) -> None:
         out.write_text("mine")
         write(*args)
 
-    monkeypatch.setattr(export, "write_arrays", slow)
+    monkeypatch.setattr(export_snapshot, "write_arrays", slow)
     result = ckpt("export", run_folder.path, out, "--to", "safetensors")
     assert (result.code, out.read_text()) == (2, "mine")
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []

@@ -220,7 +220,7 @@ def test_a_folder_appears_whole_or_not_at_all(ckpt: Ckpt, tmp_path: Path, monkey
     assert "exists already → --force replaces it" in ckpt(*common).err
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", _full)
-        patch.setattr("ckpt_engine.interop.state_parts.save_file", _full)
+        patch.setattr("ckpt_engine.interop.weight_files.save_file", _full)
         result = ckpt(*common, "--force")
         assert result.code == 2
         assert "CKPT301" in result.err
@@ -253,7 +253,7 @@ def test_weights_that_safetensors_cannot_hold_become_a_torch_file(ckpt: Ckpt, tm
 
 def test_streams_survive_the_foreign_form() -> None:
     """Random streams come back from any position, cached normals included."""
-    from ckpt_engine.interop import state_parts
+    from ckpt_engine.interop import legacy_streams
 
     for draws in range(4):
         random.seed(draws)
@@ -263,7 +263,7 @@ def test_streams_survive_the_foreign_form() -> None:
             np.random.standard_normal()
             torch.rand(draws)
         state = rng.capture_host()
-        assert state_parts.from_legacy(state_parts.to_legacy(state)) == state
+        assert legacy_streams.from_legacy(legacy_streams.to_legacy(state)) == state
 
 
 def _full(*_: Any, **__: Any) -> None:

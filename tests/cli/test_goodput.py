@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.frequency.simulate import VirtualClock
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, AttemptsFound
 from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.store import names
+from ckpt_engine.tools.simulate import VirtualClock
 from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
 from ckpt_engine.writer.control import Control
 from ckpt_engine.writer.messages import Reply

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_engine.cli.output import age
+from ckpt_engine.observe.units import age
 from ckpt_engine.store.manifest import Line
 from tests.cli.conftest import RunFolder
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.cli import output, plan
+from ckpt_engine.cli import output
 from ckpt_engine.observe.events import CLOSED, GONE
 from ckpt_engine.store import names
+from ckpt_engine.tools import plan_runs
 from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
 
 Ckpt = Callable[..., Any]
@@ -73,7 +74,7 @@ def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> No
 def test_a_run_of_short_steps_ends(ckpt: Ckpt, run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty days of it have millions of snapshots: fewer days are simulated, and what needs more is left out."""
     for name in ("MOST_OURS", "MOST_RULED"):
-        monkeypatch.setattr(plan, name, getattr(plan, name) // 2)
+        monkeypatch.setattr(plan_runs, name, getattr(plan_runs, name) // 2)
     times = {"training": 300.0, "step": 1e-3, "stall_each": 0.007, "persist_each": 0.02, "megabytes": 0.06}
     rows = (Attempt("a", "b", 0.0, 300.0, CLOSED, times=times),)
     (run_folder.path / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(rows)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.cli import rehearsal_runs as runs
+from ckpt_engine.tools import rehearsal_runs as runs
 from tests.cli.rehearsed import recorded_loop
 from tests.support import interpreters
 

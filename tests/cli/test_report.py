@@ -141,7 +141,8 @@ def test_a_run_that_has_nothing_yet(ckpt: Ckpt, run_folder: RunFolder, tmp_path:
 
 def test_a_long_run_makes_a_small_page(ckpt: Ckpt, run_folder: RunFolder, tmp_path: Path) -> None:
     """Snapshots that would lie on one pixel are one mark: a page does not grow with the run."""
-    from ckpt_engine.cli.report import Life, RunReport, SnapshotMark, page
+    from ckpt_engine.tools.report_page import page
+    from ckpt_engine.tools.run_report import Life, RunReport, SnapshotMark
 
     snapshots = tuple(SnapshotMark(f"{n}", n, CREATED + 60.0 * n, "interval", 1, (1,), 60.0) for n in range(10_000))
     life = Life("node", CREATED, 600_000.0, "", False, 10_000, None, None, {})

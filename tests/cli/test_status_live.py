@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_engine import Engine
-from ckpt_engine.cli import status
+from ckpt_engine.tools import live_run
 from tests.persist.test_memory import attached, logged, trainer
 from tests.persist.test_memory_ends import until
 
@@ -19,7 +19,7 @@ Ckpt = Callable[..., Any]
 
 def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the trainer lives, and after it was killed; nothing needs to be durable yet."""
-    monkeypatch.setattr(status, "LIVE_SECONDS", 60.0)  # a busy machine is no writer that hangs
+    monkeypatch.setattr(live_run, "LIVE_SECONDS", 60.0)  # a busy machine is no writer that hangs
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
         until("kept", process, root)
@@ -40,7 +40,7 @@ def test_the_writer_says_how_often_snapshots_are_taken_and_why(
     ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the cadence has said with the newest snapshot."""
-    monkeypatch.setattr(status, "LIVE_SECONDS", 60.0)
+    monkeypatch.setattr(live_run, "LIVE_SECONDS", 60.0)
     root = tmp_path / "run"
     engine = Engine(root)
     pace = {"interval_steps": 38, "why": "every 38 steps: set by budget", "far_seconds": None}

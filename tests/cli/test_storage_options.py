@@ -8,9 +8,9 @@ from typing import Any
 import click
 import pytest
 
-from ckpt_engine.cli import root
 from ckpt_engine.cli.main import VERBS, commands
 from ckpt_engine.store.storage import open_storage
+from ckpt_engine.tools import stored_run
 
 Ckpt = Callable[..., Any]
 
@@ -33,7 +33,7 @@ def test_they_reach_the_storage(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append((url, options))
         return open_storage("/nowhere")
 
-    monkeypatch.setattr(root, "open_storage", remember)
+    monkeypatch.setattr(stored_run, "open_storage", remember)
     options = ["--storage-option", "secret=123", "--storage-option", 'client_kwargs={"verify": false}']
     ckpt("ls", "s3://bucket/run", "--endpoint-url", "http://localhost:9", *options)
     (url, found), *_ = seen

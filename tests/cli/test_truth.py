@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from ckpt_engine.cli.main import commands
 from ckpt_engine.frequency.failures import observed, poisson
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import Restart
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.store import names
+from ckpt_engine.tools.simulate import Restart
 from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts
 from tests.frequency.rig import IrregularJob
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_engine.cli.verify import Checker
 from ckpt_engine.store import names as layout
 from ckpt_engine.store import pins
 from ckpt_engine.store.container import PIECE_BYTES
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository, RunRecord, encode_record
 from ckpt_engine.store.storage import open_storage
+from ckpt_engine.tools.check_run import Checker
 
 Ckpt = Callable[..., Any]
 

@@ -16,10 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from ckpt_engine.cli import rehearsal_runs as runs
-from ckpt_engine.cli.compare import DifferenceKind, LeafDifference
-from ckpt_engine.cli.verdict import Area, FirstDifference, area_of, earliest, judge, judge_end, of_replay
 from ckpt_engine.observe.resume_report import Replay, ReplayDifference
+from ckpt_engine.tools import rehearsal_runs as runs
+from ckpt_engine.tools.compare import DifferenceKind, LeafDifference
+from ckpt_engine.tools.verdict import Area, FirstDifference, area_of, earliest, judge, judge_end, of_replay
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.pytest_plugin import add_to_every_trainer
 from tests.support import interpreters
@@ -58,7 +58,7 @@ def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
     assert result.code == 0, result.err
     assert "exact: resumed at step 2, equal to the uninterrupted run up to the end (4 snapshots, " in result.out
     assert not (tmp_path / "run").exists()
-    found = {path.name: [one.step for one in runs.open_run(str(path / "run0")).holders] for path in _places(tmp_path)}
+    found = {path.name: [one.step for one in runs.find_run(str(path / "run0")).holders] for path in _places(tmp_path)}
     assert found == {"whole": [1, 2, 3, 4, 5, 6], "repeated": [1, 2], "resumed": [2, 3, 4, 5, 6]}
     for path in _places(tmp_path):
         assert (path / "roots.jsonl").read_text() == json.dumps(str(tmp_path / "run")) + "\n"
@@ -108,7 +108,7 @@ def test_draws_at_every_start_are_found(verify: Callable[..., Any]) -> None:
     """The stream is named before the weights that it changes."""
     result = verify("draws at start")
     assert result.code == 1, result.err
-    assert "NOT EXACT: the runs differ at step 4 after the restart" in result.out
+    assert "NOT EXACT: resumed at step 2, step 4 differs" in result.out
     assert "first: the random stream of torch (rng/torch)" in result.out
     assert "draws from this stream a different number of times after a restart" in result.out
     assert "also: model/0.weight" in result.out
@@ -121,7 +121,7 @@ def test_code_that_reads_the_clock_is_found_from_the_start_and_after_the_restart
     assert result.code == 3, result.err
     first, _, rest = result.out.partition("the restart differs as well, which may have the same cause")
     assert first.startswith("not seeded: two runs from the start differ at step 1, before anything is resumed")
-    assert ": the runs differ at step 4 after the restart" in rest
+    assert ": resumed at step 2, step 4 differs" in rest
     assert "code that reads the clock" in rest
     assert "NOT EXACT" not in result.out
 
@@ -198,7 +198,7 @@ def test_what_explains_it_is_named(verify: Callable[..., Any], script: str, mist
     """What the resume report says of it, with the line that makes it exact, or else the usual cause."""
     result = verify(mistake, script=script)
     assert result.code == 1, result.out + result.err
-    assert result.out.startswith("NOT EXACT: the runs differ at step 4 after the restart")
+    assert result.out.startswith("NOT EXACT: resumed at step 2, step 4 differs")
     for line in lines:
         assert line in result.out
 

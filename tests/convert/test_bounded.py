@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from ckpt_engine.cli.main import commands
 from ckpt_engine.errors import CkptError, CorruptError, MismatchError
-from ckpt_engine.interop.safe_load import require_bounded
+from ckpt_engine.interop.file_bounds import require_bounded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected pickle protocol")
 

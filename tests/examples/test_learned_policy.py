@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_engine.frequency.failures import weibull
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import Restart, SimulatedJob
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, AttemptsFound
+from ckpt_engine.tools.simulate import Restart, SimulatedJob
 
 HOUR = 3600.0
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.failures import FailureBelief, assumed_mtbf
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.frequency.simulate import Point, SimulatedJob, Training, VirtualClock
 from ckpt_engine.observe.events import MACHINE, PROCESS, Event, IntervalChanged
+from ckpt_engine.tools.simulate import Point, SimulatedJob, Training, VirtualClock
 
 # Seconds, or a function of the seconds since the start.
 Amount = float | Callable[[float], float]

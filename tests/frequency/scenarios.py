@@ -20,8 +20,8 @@ from typing import Any
 from ckpt_engine.frequency.failures import SHARES, Failures, observed, poisson, weibull
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import FurtherTier, Restart
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from ckpt_engine.tools.simulate import FurtherTier, Restart
 from tests.cli.test_truth import JOBS, WITHIN, useful_shares
 from tests.frequency.rig import IrregularJob, IrregularTraining
 from tests.frequency.test_irregular import (

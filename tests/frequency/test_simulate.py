@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.cli.plan import spread
 from ckpt_engine.frequency.failures import observed, poisson, weibull
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
-from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from ckpt_engine.tools.plan_runs import spread
+from ckpt_engine.tools.simulate import FurtherTier, Restart, Ruled, SimulatedJob
 from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts, parse_attempts
 from tests.frequency.rig import IrregularJob
 from tests.frequency.scenarios import expected_goodput

@@ -278,6 +278,43 @@ def test_no_code_above_the_store_asks_for_the_class_of_a_storage() -> None:
     assert problems == []
 
 
+@pytest.mark.parametrize("folder", ["cli", "tools"])
+def test_no_tool_changes_a_class_or_a_module_of_the_engine(folder: str) -> None:
+    """What a tool needs of the engine is a public name or an option."""
+    paths = [path for path in MODULES if path.is_relative_to(ROOT / "ckpt_engine" / folder)]
+    assert len(paths) > 10, "the search finds nothing"
+    assert [problem for path in paths for problem in _changes_of_imports(tree_of(path))] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ckpt_engine import Engine\nEngine.save = None",
+        "import ckpt_engine.engine as engine\nengine.AGREE_SECONDS += 1",
+        "def patch():\n    from ckpt_engine import Engine\n    del Engine.save",
+        "setattr(found, 'save', None)",
+        "import sys\nsys.meta_path = []",
+    ],
+)
+def test_a_change_of_what_is_imported_is_found(code: str) -> None:
+    """In a function too, and by `setattr`."""
+    assert len(_changes_of_imports(ast.parse(code))) == 1
+
+
+def _changes_of_imports(tree: ast.Module) -> list[str]:
+    nodes = list(ast.walk(tree))
+    imports = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    names = {one.asname or one.name.split(".")[0] for node in imports for one in node.names}
+    changed = [
+        ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if ast.unparse(node.value).split(".")[0] in names
+    ]
+    calls = (ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call))
+    return changed + [name for name in calls if name in ("setattr", "delattr", "sys.meta_path.insert")]
+
+
 def test_the_lazy_public_names_exist() -> None:
     """`ckpt_engine.__all__` is sorted and everything in it can be imported."""
     import ckpt_engine

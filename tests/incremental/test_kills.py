@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.restore.load import load
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.tools.check_run import Checker
 from tests.incremental.victim import state
 from tests.snapshot.passage import same
 

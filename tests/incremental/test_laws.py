@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy import encode_pieces
 from ckpt_engine.copy.write_snapshot import cut
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore.load import load
+from ckpt_engine.tools.check_run import Checker
 from tests.incremental.test_reading import flip_bit
 from tests.incremental.test_writing import Life
 from tests.snapshot.passage import same

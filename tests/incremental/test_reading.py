@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import CorruptError, NewerFormatError, StorageError
 from ckpt_engine.restore import read
@@ -28,6 +27,7 @@ from ckpt_engine.store.decode import MAX_CHAIN, ReadLimiter, joined
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.tools.check_run import Checker
 from tests.cli.conftest import Outcome
 from tests.incremental.scattered import Scatter, with_flip
 from tests.snapshot.passage import same

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.copy.transfer import Copied, RunText, adopt_run, copy_data, copy_snapshot
 from ckpt_engine.errors import StorageMissingError
@@ -24,6 +23,7 @@ from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.tools.check_run import Checker
 from tests.cli.conftest import Outcome
 from tests.incremental.test_reading import flip_bit
 from tests.snapshot.passage import same

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from ckpt_engine.cli import cp, prune
+from ckpt_engine.cli import compact, prune
 from ckpt_engine.cli.main import main
 
 _ARGUMENTS = {"compact": [], "prune": ["--keep", "last=1"]}
 
 if __name__ == "__main__":
-    assert cp and prune  # imported before it begins
+    assert compact and prune  # imported before it begins
     print("ready", flush=True)
     main([sys.argv[1], sys.argv[2], *_ARGUMENTS[sys.argv[1]]])

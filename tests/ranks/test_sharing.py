@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.verify import Checker
 from ckpt_engine.copy.encoded_copy import Encoded
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.tools.check_run import Checker
 from ckpt_engine.writer import part_records
 from tests.ranks.runs import on_all, open_ranks
 from tests.snapshot.passage import same

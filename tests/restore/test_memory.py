@@ -18,7 +18,6 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli import status
 from ckpt_engine.cli.main import commands
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
@@ -29,7 +28,8 @@ from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.writer import control, unix_sockets
+from ckpt_engine.tools import live_run
+from ckpt_engine.writer import channel, control, unix_sockets
 from ckpt_engine.writer.pulse import Heartbeat
 from tests.snapshot.passage import same
 
@@ -230,10 +230,10 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A run whose name somebody has who takes no requests, or not even connections."""
     monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
     place = tempfile.mkdtemp(dir="/tmp")  # names of sockets are short
-    monkeypatch.setattr(unix_sockets, "_PLACES", (place,))
+    monkeypatch.setattr(channel, "_PLACES", (place,))
     with Checkpointer(str(tmp_path / "run")) as ckpt:
         ckpt.save({"x": 1}, step=1).wait(60)
-    monkeypatch.setattr(unix_sockets, "_BACKLOG", 0)
+    monkeypatch.setattr(channel, "_BACKLOG", 0)
     name = unix_sockets.name_of(str(tmp_path / "run"))
     listener = unix_sockets.SocketListener(name, 60.0)
     clients = []
@@ -273,8 +273,8 @@ def test_a_load_does_not_wait_for_a_writer_that_takes_no_requests(
 
 def test_status_does_not_wait_for_a_writer_that_takes_no_requests(stuck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is on the disk is shown, and that the writer does not answer."""
-    assert status.LIVE_SECONDS <= 5.0
-    monkeypatch.setattr(status, "LIVE_SECONDS", 0.05)
+    assert live_run.LIVE_SECONDS <= 5.0
+    monkeypatch.setattr(live_run, "LIVE_SECONDS", 0.05)
     done = CliRunner().invoke(commands, ["status", str(stuck), "--json"])
     shown = json.loads(done.output)
     assert "did not answer" in shown["live"]["error"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.cli.compare import Comparison
-from ckpt_engine.cli.root import LATEST, open_run
 from ckpt_engine.restore.choose import assemble
+from ckpt_engine.tools.compare import Comparison
+from ckpt_engine.tools.stored_run import LATEST, find_run
 from tests.tracking.runs import LOADERS, Case, assert_continues, every_boundary, only, shuffled, taken, train_plain
 
 LOOPS = {
@@ -39,7 +39,7 @@ def test_the_last_snapshot_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp
     case = Case(evaluation=None, epochs=1)
     _, snapshots = taken(train_plain, case, tmp_path / "run")
     train_plain(case, every_boundary(only(tmp_path / "run", snapshots[-1], tmp_path / "resumed")), seed=1)
-    whole, resumed = (assemble(*open_run(str(tmp_path / name)).find(LATEST)) for name in ("run", "resumed"))
+    whole, resumed = (assemble(*find_run(str(tmp_path / name)).find(LATEST)) for name in ("run", "resumed"))
     assert [str(one) for one in Comparison(whole, resumed) if not one.measured] == []
 
 

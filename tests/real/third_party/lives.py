@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_engine.cli.compare import Comparison
 from ckpt_engine.cli.root import open_run
-from ckpt_engine.cli.show import children
 from ckpt_engine.frequency.triggers import END
 from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.tools.compare import Comparison
+from ckpt_engine.tools.outline import children
 from tests.real.third_party.lines import edit
 from tests.real.third_party.table import Program
 

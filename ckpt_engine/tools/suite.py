@@ -1,17 +1,16 @@
-"""`ckpt verify-resume --pytest`: what our callback in every Trainer changes in a test suite."""
+"""Runs a test suite without and with the Lightning callback in every Trainer, and says what that changes."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_engine.cli.output import print_json, print_text, say_waiting, showing
-from ckpt_engine.cli.rehearsal_runs import failed, run_to_end
 from ckpt_engine.errors import ResumeError
-from ckpt_engine.observe.units import count
+from ckpt_engine.tools.rehearsal_runs import failed, run_to_end
 
 PLUGIN = "lightning_ckpt.pytest_plugin"
 _RAN = (0, 1)
@@ -59,13 +58,13 @@ class Suite:
         arguments: of pytest, as the user gives them.
         scratch: an empty folder.
         timeout: seconds that each run may take.
-        quiet: nothing is said of it.
+        shows: in the block that it makes, the text of the function that it takes is what a run does.
     """
 
     arguments: Sequence[str]
     scratch: Path
     timeout: float
-    quiet: bool
+    shows: Callable[[Callable[[], str]], AbstractContextManager[None]]
 
     def compare(self) -> SuiteReport:
         """The whole procedure.
@@ -85,9 +84,8 @@ class Suite:
         ended = f"the tests ended before it, with exit code {code}"
         ours_of = {test: found.get(test) or Outcome(test, "failed", ended) for test in fine}
         broken = {test: one for test, one in ours_of.items() if one.outcome == "failed"}
-        again: Mapping[str, Outcome] = {}
-        if broken:
-            again, _ = self._run("run 3: the new failures again, without ckpt-engine", (), list(broken))
+        title = "run 3: the new failures again, without ckpt-engine"
+        again = self._run(title, (), list(broken))[0] if broken else {}
         shaky = {test for test, one in again.items() if one.outcome == "failed"}
         return SuiteReport(
             new_failures=tuple(one for test, one in broken.items() if test not in shaky),
@@ -107,10 +105,8 @@ class Suite:
             chosen = self._file(name, "json")
             chosen.write_text(json.dumps(only))
             command += [f"--ckpt-only={chosen}"]  # as a word of its own, its path would move pytest's rootdir
-        with showing(lambda: progress(title, file), hidden=self.quiet):
+        with self.shows(lambda: progress(title, file)):
             code = run_to_end([*command, *self.arguments], log, self.timeout)
-        if not self.quiet:
-            say_waiting(progress(title, file))
         if only is None and code not in _RAN:
             raise failed(f"pytest ended with exit code {code} without ckpt-engine", log)
         return read_outcomes(file)[0], code
@@ -132,23 +128,3 @@ def read_outcomes(file: Path) -> tuple[dict[str, Outcome], int]:
     events = list(map(json.loads, lines))
     tests = (Outcome(one["id"], one["outcome"], one["line"]) for one in events if one["event"] != "collected")
     return {one.test: one for one in tests}, sum(one["tests"] for one in events if one["event"] == "collected")
-
-
-def verify_suite(suite: Suite, *, as_json: bool) -> bool:
-    """Run it, and print what changes; whether all tests pass that pass without us."""
-    report = suite.compare()
-    if as_json:
-        print_json(report)
-        return not report.new_failures
-    for title, rows in (
-        ("fails with AdaptiveCheckpoint in every Trainer", report.new_failures),
-        ("unsteady: fails now and then without ckpt-engine too", report.unsteady),
-        ("left out, as it fails without ckpt-engine", report.failed_before),
-    ):
-        for row in rows:
-            print_text(f"{title}: {row.test}", f"  {row.line}")
-    print_text(
-        f"{count(len(report.new_failures), 'new failure')}; {count(report.passed, 'test')} passed with and without "
-        f"ckpt-engine, {report.skipped:,} skipped"
-    )
-    return not report.new_failures

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_engine.cli.outline import children
 from ckpt_engine.loop.capture import unpack
 from ckpt_engine.observe import units
 from ckpt_engine.restore.ask_tiers import Sources
@@ -26,6 +25,7 @@ from ckpt_engine.state.json_types import open_generator
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.manifest import Entry
 from ckpt_engine.store.tree import TreePath, entries_in, require_written_out
+from ckpt_engine.tools.outline import children
 
 PACKED = ("ckpt_engine", "packed")
 """The end of the path at which adapters, and each rank, keep what they need besides the state; compared by content."""

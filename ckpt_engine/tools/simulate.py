@@ -198,8 +198,7 @@ class Training:
                     break
             self.looked += 1
             self._train(count)
-            if self.queue and self.queue[0][2] <= self.clock.now:
-                self._drain()
+            self._drain()
             reason = self.policy.boundary(self.step)
             if reason is not None:
                 self._snapshot(reason)
@@ -399,7 +398,8 @@ class SimulatedJob:
         training.live(known, self.reached)
         again = training.training_seconds
         training.live(known)
-        times |= _times(training, again)
+        times |= {"training": training.training_seconds - again, "replay": again, "stall": training.stalled_seconds}
+        times |= training.cadence.measured if training.learns else {}
         reached = training.step
         if training.live(death).looked >= training.most:
             known, death, kind = self.clock.now, self.clock.now, ""
@@ -443,8 +443,3 @@ class SimulatedJob:
     def _record(self, began: float, last: float, kind: str, times: Mapping[str, float], step: int = -1) -> None:
         end, at = CLOSED if kind == "" else GONE if kind == PROCESS else None, began - self.origin
         self.rows.append(Attempt("", "", at, last - began, end, started=at, step=step, times=dict(times)))
-
-
-def _times(training: Training, again: float) -> dict[str, float]:
-    spent = {"training": training.training_seconds - again, "replay": again, "stall": training.stalled_seconds}
-    return {**spent, **(training.cadence.measured if training.learns else {})}

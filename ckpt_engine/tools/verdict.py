@@ -1,4 +1,4 @@
-"""What differences between two runs mean: which one is first, and what usually causes it. Pure functions of values.
+"""What the differences between two runs mean: which one is first, and what usually causes it.
 
 Snapshots that both runs took at the same place of the training are compared.
 """
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ckpt_engine.cli.compare import Comparison, DifferenceKind, LeafDifference
-from ckpt_engine.cli.root import Run
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.tools.compare import Comparison, DifferenceKind, LeafDifference
+from ckpt_engine.tools.stored_run import Run
 
 OTHERS = 5
 """Further differences of the same step that a verdict names."""

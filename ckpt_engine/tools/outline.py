@@ -1,4 +1,4 @@
-"""The state tree of a manifest as commands walk it (docs/format.md, "Tree"): its containers, leaves and arrays."""
+"""The state tree of a manifest as tools walk it (docs/format.md, "Tree"): its containers, leaves and arrays."""
 
 from __future__ import annotations
 

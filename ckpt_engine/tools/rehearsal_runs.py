@@ -1,6 +1,4 @@
-"""Runs a user's command in a scratch folder, from nothing or from a snapshot of a run, and compares what it does there
-with what that run has behind the snapshot.
-"""
+"""Runs a user's command in a scratch folder, and compares what it does there with what a run has recorded."""
 
 from __future__ import annotations
 
@@ -11,28 +9,26 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from ckpt_engine.cli.root import Run, open_run
 from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_data, copy_snapshot, scratch_of
-from ckpt_engine.errors import ResumeError, WaitTimeoutError
+from ckpt_engine.errors import ConfigError, ResumeError, WaitTimeoutError
 from ckpt_engine.observe.resume_report import FILE_NAME, Replay, ResumeReport
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.storage import open_storage
+from ckpt_engine.tools.stored_run import Run, find_run
 
 if TYPE_CHECKING:
-    from ckpt_engine.cli.verdict import FirstDifference
+    from ckpt_engine.tools.verdict import FirstDifference
 
 _TAIL_LINES = 12
 _END_SECONDS = 5.0
@@ -61,12 +57,20 @@ class Proof:
     resumed: FirstDifference | None
     notes: tuple[str, ...]
 
-    def lines(self) -> list[str]:
-        """For people, behind the verdict."""
+    def lines(self, other: str, blame: str = "NOT EXACT") -> list[str]:
+        """The verdict, and what explains it.
+
+        Args:
+            other: what the resumed run was compared with.
+            blame: begins the line about a difference.
+        """
         if self.resumed is not None:
-            lines = self.resumed.lines()
+            verdict = f"{blame}: resumed at step {self.killed_after}, step {self.resumed.step} differs"
+            lines = [verdict, *self.resumed.lines()]
         else:
-            lines = [] if self.replay is None else [self.replay.text()]
+            what = f"{count(self.snapshots, 'snapshot')}, {count(self.values, 'value')}"
+            verdict = f"exact: resumed at step {self.killed_after}, equal to {other} ({what})"
+            lines = [verdict] if self.replay is None else [verdict, self.replay.text()]
         return lines + [f"note: {note}" for note in self.notes]
 
 
@@ -105,7 +109,41 @@ class Runs:
 
     def opened(self, name: str) -> list[Run]:
         """The runs in the folder of this name that have a snapshot."""
-        return [open_run(str(folder.parent)) for folder in sorted((self.scratch / name).glob("run*/snapshots"))]
+        return [find_run(str(folder.parent)) for folder in sorted((self.scratch / name).glob("run*/snapshots"))]
+
+    def rehearse(self, steps: int, at: int, say: Callable[[str], object]) -> tuple[Proof, FirstDifference | None]:
+        """The command twice from the start, and once resumed in the middle of what it did first.
+
+        Args:
+            steps: how far it runs.
+            at: the step of the snapshot that it is resumed from, or of the newest one before.
+            say: takes a line about each run.
+
+        Returns:
+            What the resumed run shows, and where two runs from the start differ.
+
+        Raises:
+            ResumeError: see `prove`; or there is no snapshot to resume from.
+            WaitTimeoutError: a run takes too long.
+        """
+        say(f"run 1: from the start to step {steps}")
+        roots = self.run("whole", steps + 1)
+        from ckpt_engine.tools import verdict  # torch
+
+        whole = self.opened("whole")
+        starts = [(run, early[-1]) for run in whole if (early := [one for one in run.holders if one.step <= at])]
+        if not starts:
+            raise ResumeError(
+                f"the script took no snapshot up to step {at}: there is nothing to resume from",
+                hint="it needs AdaptiveCheckpoint or a Checkpointer that saves; or give a later --kill-at and --steps",
+            )
+        say(f"run 2: from the start to step {at}, once more")
+        self.run("repeated", at + 1)
+        fresh, _, _ = verdict.compare(whole, self.opened("repeated"), 0, at, fresh=True)
+        say(f"run 3: resumed at step {at}, to step {steps}")
+        proof = self.prove("resumed", starts, steps, roots)
+        ends = (max(one.step for run in found for one in run.holders) for found in (whole, self.opened("resumed")))
+        return replace(proof, resumed=proof.resumed or verdict.judge_end(*ends)), fresh
 
     def prove(self, name: str, starts: Sequence[Start], last: int, roots: Sequence[str]) -> Proof:
         """Resume the command from snapshots, and compare its steps and snapshots with what the runs have behind these.
@@ -120,7 +158,7 @@ class Runs:
             ResumeError: the command does not resume, fails, or does nothing that can be compared.
             WaitTimeoutError: it takes too long.
         """
-        from ckpt_engine.cli import verdict  # torch
+        from ckpt_engine.tools import verdict  # torch
 
         folders = [self.scratch / name / f"run{number}" for number in range(len(starts))]
         for start, folder in zip(starts, folders, strict=True):
@@ -175,10 +213,10 @@ def scratch_folder(wanted: Path | None) -> Iterator[Path]:
     """A new folder for runs; one that is not `wanted` is removed behind the block, unless that failed.
 
     Raises:
-        click.UsageError: it exists.
+        ConfigError: it exists.
     """
     if wanted is not None and wanted.exists():
-        raise click.UsageError(f"{wanted} exists already: --scratch makes a new folder")
+        raise ConfigError(f"{wanted} exists already", hint="name a folder that does not exist")
     place = Path(tempfile.mkdtemp(prefix="ckpt-rehearsal-")) if wanted is None else wanted.absolute()
     place.mkdir(parents=True, exist_ok=True)
     yield place
@@ -191,7 +229,7 @@ def run_to_end(command: Sequence[str], log: Path, timeout: float, environment: M
     writer is in a session of its own.
 
     Raises:
-        click.UsageError: there is no such program.
+        ConfigError: there is no such program.
         WaitTimeoutError: it takes too long.
     """
     with log.open("wb") as out:
@@ -205,7 +243,7 @@ def run_to_end(command: Sequence[str], log: Path, timeout: float, environment: M
                 env=environment,
             )
         except OSError as err:
-            raise click.UsageError(f"{command[0]} cannot be started: {err.strerror}") from err
+            raise ConfigError(f"{command[0]} cannot be started: {err.strerror}") from err
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired as err:

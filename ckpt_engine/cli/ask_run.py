@@ -1,0 +1,69 @@
+"""`ckpt stop` and `ckpt save-now`: ask a run that trains on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.root import options_of, quantity, storage_options
+from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.tools.live_run import ask_trainer, is_trained, wait_for
+from ckpt_engine.tools.stored_run import repository_of
+from ckpt_engine.writer import control
+
+T = TypeVar("T")
+
+
+@click.command("stop", short_help="Save and end a run that is being trained.")
+@click.argument("root")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it has ended.")
+@storage_options
+@json_option
+def stop(root: str, wait: str | None, as_json: bool) -> None:
+    """Ask the run at ROOT, on this machine, for a snapshot at the end of its step, and to end with it.
+
+    Its process ends with 0, and a restart goes on from there.
+    """
+    url = options_of(root).root_url
+    ended = _ask(url, control.STOP, wait, lambda: not is_trained(url), f"the run at {url} did not end")
+    if as_json:
+        print_json({"root": url, "asked": True, "ended": bool(ended)})
+    elif ended:
+        print_text(f"the run at {url} has ended")
+    else:
+        print_text(f"asked: the run at {url} takes a snapshot at the end of its step, and ends")
+
+
+@click.command("save-now", short_help="Take a snapshot of a run that is being trained.")
+@click.argument("root")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it is durable.")
+@storage_options
+@json_option
+def save_now(root: str, wait: str | None, as_json: bool) -> None:
+    """Ask the run at ROOT, on this machine, for a snapshot at the end of its step."""
+    config = options_of(root)
+    nearest, url = repository_of(config.tiers[0]), config.root_url
+    before = set(nearest.ids()) if wait is not None else set()
+    new = _ask(
+        url,
+        control.SAVE,
+        wait,
+        lambda: [parsed.id for parsed in nearest.ids() if parsed not in before],
+        f"no new snapshot at {url}",
+    )
+    if as_json:
+        print_json({"root": url, "asked": True, "snapshot": new[-1] if new else None})
+    elif new:
+        print_text(f"{new[-1]} is durable at {url}")
+    else:
+        print_text(f"asked: the run at {url} takes a snapshot at the end of its step")
+
+
+def _ask(url: str, what: str, wait: str | None, look: Callable[[], T], late: str) -> T | None:
+    """Ask the trainer, and wait until something is found; None: that is not wanted."""
+    seconds = quantity("--wait", wait, parse_duration_seconds) if wait is not None else None
+    ask_trainer(url, what)
+    return None if seconds is None else wait_for(look, seconds, late)

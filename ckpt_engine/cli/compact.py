@@ -1,0 +1,62 @@
+"""`ckpt compact`: writes snapshots again, each as one plain file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.copy.drop_components import is_compact
+from ckpt_engine.copy.make_room import compact
+from ckpt_engine.observe import units
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.tools.stored_run import LATEST
+
+
+@dataclass(frozen=True, slots=True)
+class _Compacted:
+    """What happened, or would happen, to one snapshot. `new` is its id now; None: nothing was done."""
+
+    id: str
+    tier: str
+    nbytes: int
+    is_compact: bool
+    new: str | None = None
+
+
+@click.command("compact", short_help="Make snapshots independent of others.")
+@click.argument("root")
+@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@storage_options
+@json_option
+def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Write SNAPSHOTs (default: latest) again, each as one plain file that needs no data of others.
+
+    It gets a new id, of the same place in the order. Data that no snapshot needs any more is removed. On every tier
+    that has the snapshot; a pinned one stays as it is. No training may be writing the run meanwhile.
+    """
+    run = open_run(root)
+    done: list[_Compacted] = []
+    for name in snapshots or (LATEST,):
+        snapshot, holders = run.find(name)
+        for place in holders:
+            manifest = place.read(snapshot)
+            new, compacted = None, is_compact(manifest)
+            if not dry_run and not compacted:
+                with acquire(place.storage) as lease:
+                    new = compact(place, lease, snapshot)
+            done.append(_Compacted(snapshot, place.storage.url, manifest.info.nbytes, compacted, new))
+    if as_json:
+        print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
+        return
+    for one in done:
+        print_text(f"{one.id} at {one.tier}: {_fate(one)}")
+
+
+def _fate(one: _Compacted) -> str:
+    if one.is_compact:
+        return "needs no other already"
+    return f"would write {units.size(one.nbytes)}" if one.new is None else f"is {one.new} now, {units.size(one.nbytes)}"

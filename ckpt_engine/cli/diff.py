@@ -1,0 +1,66 @@
+"""`ckpt diff`: where two snapshots differ, and which bytes they share."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.observe import units
+from ckpt_engine.observe.units import count
+from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.tools.origins import Origins, shared_bytes
+from ckpt_engine.tools.stored_run import LATEST
+
+DIFFERENCES = 20
+
+
+@click.command("diff", short_help="Say where two snapshots differ.")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--all", "everything", is_flag=True, help=f"Show every difference, not only the first {DIFFERENCES}.")
+@storage_options
+@json_option
+def command(first: str, second: str, everything: bool, as_json: bool) -> None:
+    """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, or ROOT for its latest.
+
+    Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
+    are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
+    snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
+    """
+    from ckpt_engine.tools.compare import Comparison  # torch
+
+    a, b = _snapshot(first), _snapshot(second)
+    comparison = Comparison(a, b)
+    found = [one for one in comparison if not one.measured]
+    origins = Origins.of(a.manifest), Origins.of(b.manifest)
+    shared = shared_bytes(a.manifest, b.manifest)
+    if as_json:
+        print_json(
+            {
+                "a": a.info.id,
+                "b": b.info.id,
+                "compared": comparison.compared,
+                "differences": found,
+                "stored": {"a": origins[0], "b": origins[1], "shared_bytes": shared},
+            }
+        )
+    elif not found:
+        print_text(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
+    else:
+        for one in found if everything else found[:DIFFERENCES]:
+            print_text(str(one))
+        hidden = 0 if everything else max(len(found) - DIFFERENCES, 0)
+        more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
+        print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
+    if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
+        print_text(*map(str, origins), f"{units.size(shared)} of it is the same data")
+    if found:
+        sys.exit(1)
+
+
+def _snapshot(name: str) -> Candidate:
+    root, _, wanted = name.partition("#")
+    return assemble(*open_run(root).find(wanted or LATEST))

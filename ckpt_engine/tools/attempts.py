@@ -1,0 +1,62 @@
+"""The attempts that a run has recorded: how each one ended, and what its time went into."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ckpt_engine.config import Config
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe import units
+from ckpt_engine.observe.run_times import RunSpent
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.tools.live_run import LIVE_SECONDS, ask_writer
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, read_attempts
+
+MEANINGS = {
+    "productive": "training that was not lost",
+    "slowdown": "longer steps near snapshots",
+    "stall": "snapshots blocked training",
+    "fence": "waits for copies",
+    "replay": "lost by failures, done again",
+    "restore": "snapshots were read",
+    "startup": "processes got ready",
+    "validation": "evaluation",
+    "end": "waits for the last snapshot",
+    "down": "no process trained",
+    "unknown": "not recorded",
+}
+
+
+def history_of(config: Config, storage: Storage) -> AttemptHistory:
+    """The attempts as recorded at the nearest tier; of one that is trained on this machine up to now.
+
+    Raises:
+        CorruptError: the record is damaged.
+        StorageError
+    """
+    history = read_attempts(storage)
+    if not history.rows or history.rows[-1].end is not None:
+        return history
+    try:
+        body = ask_writer(config.root_url, LIVE_SECONDS)
+    except (CkptError, OSError):
+        return history  # what its writer has recorded is at most a minute old
+    if not body.get("trainer") or not (spent := body.get("spent")):
+        return history
+    now = replace(history.rows[-1], **spent)
+    lasted = max(now.seconds, time.time() - now.began)
+    return replace(history, rows=(*history.rows[:-1], replace(now, seconds=lasted)))
+
+
+def failure_of(one: Attempt) -> str:
+    """How it ended, for people."""
+    if one.end is None:
+        return "trains, or was lost with its machine"
+    return f"ended by a failure of {one.failure}" if one.failure else "ended by itself, or was stopped"
+
+
+def headline(spent: RunSpent) -> str:
+    """The goodput of a run, for people."""
+    least = "at least " if spent.parts["unknown"] > 0.0 else ""  # of attempts that an older version has recorded
+    return f"goodput {least}{units.percent(spent.goodput)} of {units.duration(spent.wall)}"

@@ -1,0 +1,327 @@
+"""Reads every stored byte of a run again, and says what is damaged and which tensor it hits. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.observe import units
+from ckpt_engine.preempt.divergence import parse_rollback
+from ckpt_engine.restore.choose import UnreachableTier
+from ckpt_engine.store import catalog, container, names, pins
+from ckpt_engine.store.container import PIECE_BYTES, digest
+from ckpt_engine.store.decode import joined, require_decodable, stored_pieces
+from ckpt_engine.store.lease_holder import parse_holder
+from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
+from ckpt_engine.store.repository import Repository, parse_record
+from ckpt_engine.tools.stored_run import Run
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.attempts import parse_attempts
+from ckpt_engine.writer.run_records import parse_status
+
+READERS = 2
+_LOOKS = 3
+_NEXT = {
+    names.RECORD: "the next start writes it again",
+    names.LEASE: "the next start writes it again",
+    names.CATALOG: "it is a cache, and not used",
+    names.PINS: "the snapshot stays pinned; `ckpt pin` writes it again",
+    names.PARTS: "its snapshot is not completed; those before are not hit",
+}
+"""What happens or is to be done where a file of this kind is damaged."""
+_PENDING_PER_READER = 2
+Counting = Callable[[int], AbstractContextManager[Callable[[int], object]]]
+"""Takes how many bytes there are, and gives what takes those that were read since."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotProblem:
+    """Something wrong with a snapshot.
+
+    Args:
+        code: of the error.
+        entry: the entry that is hit; None where it is the manifest or a whole file.
+    """
+
+    code: str
+    message: str
+    file: str | None = None
+    entry: str | None = None
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {': '.join(filter(None, (self.entry, self.file, self.message)))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome for one snapshot. `forgotten`: retention removed it while it was read, which is no damage.
+
+    `partial`: only the shares of some ranks are here, and were checked.
+    """
+
+    snapshot: str
+    problems: tuple[SnapshotProblem, ...]
+    read_bytes: int
+    forgotten: bool = False
+    partial: Partial | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was written."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCopies:
+    """The verdicts on the copies of one place, and what is wrong with its other files."""
+
+    url: str
+    verdicts: tuple[Verdict, ...]
+    others: tuple[SnapshotProblem, ...]
+
+    @property
+    def problems(self) -> list[SnapshotProblem]:
+        """All that is wrong here."""
+        return [problem for verdict in self.verdicts for problem in verdict.problems] + list(self.others)
+
+
+def check_run(
+    run: Run, snapshots: Sequence[str], counting: Counting
+) -> tuple[list[CheckedCopies], list[UnreachableTier]]:
+    """Read every byte of snapshots (none: of all, and all other files) at each place of a run.
+
+    Returns:
+        What each place has, and the tiers that do not answer.
+    """
+    wanted = list(dict.fromkeys(run.find(name)[0] for name in snapshots)) or [parsed.id for parsed in run.holders]
+    checked: list[CheckedCopies] = []
+    away = list(run.away)
+    sizes = [(place, _sizes(run, place, wanted)) for place in run.places]
+    with counting(sum(sum(ids.values()) for _, ids in sizes)) as advance:
+        for place, ids in sizes:
+            try:
+                checker = Checker(place, advance)
+                verdicts = tuple(checker.check(snapshot) for snapshot in ids)
+                others = () if snapshots else checker.check_others()
+            except CkptError as err:
+                if not run.is_tiered:
+                    raise
+                away.append(UnreachableTier(place.storage.url, err.code, err.message))
+            else:
+                checked.append(CheckedCopies(place.storage.url, verdicts, others))
+    return checked, away
+
+
+def _sizes(run: Run, place: Repository, wanted: Sequence[str]) -> dict[str, int]:
+    """The wanted snapshots that a place has a copy of, and their bytes as far as they are known."""
+    there = {parsed.id for parsed, holders in run.holders.items() if place in holders}
+    nbytes: dict[str, int] = {}
+    with suppress(CkptError):  # only the bar needs it
+        nbytes = {info.id: info.nbytes for info in place.list()}
+    return {snapshot: nbytes.get(snapshot, 0) for snapshot in wanted if snapshot in there}
+
+
+def all_ok(checked: Sequence[CheckedCopies]) -> bool:
+    """Whether nothing is damaged."""
+    return not any(copies.problems for copies in checked)
+
+
+class _Stored(NamedTuple):
+    """A piece of an entry."""
+
+    entry: str
+    piece: Piece
+
+
+class Checker:
+    """Checks snapshots of one repository; bytes that several of them share are read once.
+
+    Args:
+        advance: called with the bytes just read, on this thread.
+    """
+
+    def __init__(self, repository: Repository, advance: Callable[[int], object]) -> None:
+        self._repository = repository
+        self._storage = repository.storage
+        self._advance = advance
+        self._good: set[tuple[str, int, int, str]] = set()
+        self._buffers = threading.local()
+
+    def check(self, snapshot: str) -> Verdict:
+        """Read and digest everything the snapshot needs."""
+        try:
+            manifest = self._repository.read(snapshot)
+        except StorageMissingError as err:
+            return self._verdict(snapshot, [SnapshotProblem(err.code, err.message)], 0)
+        except FormatError as err:
+            return Verdict(snapshot, (SnapshotProblem(err.code, err.message, names.manifest_name(snapshot)),), 0)
+        problems, read_bytes = self._data(manifest, names.manifest_name(snapshot))
+        return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
+
+    def check_others(self) -> tuple[SnapshotProblem, ...]:
+        """What is wrong with the files that are of no snapshot: `SnapshotProblem.file` names them."""
+        problems: list[SnapshotProblem] = []
+        for item in self._storage.list(""):
+            check = self._other(item.name)
+            if check is not None:
+                problems += self._found(item.name, check)
+        return tuple(problems)
+
+    def _other(self, name: str) -> Callable[[bytes, str], object] | None:
+        """What reads all of the file of this name and raises if that is not possible; None: it is not to be checked."""
+        if (pinned := names.pin_id(name)) is not None:
+            return lambda text, where: pins.check(text, pinned.id, where)
+        if names.part_owner(name) is not None:
+            return lambda text, where: self._part(text, name, where)
+        readers: dict[str, Callable[[bytes, str], object]] = {
+            names.RECORD: lambda text, _: self._record(text),
+            names.LEASE: parse_holder,
+            names.STATUS: parse_status,
+            names.ROLLBACK: parse_rollback,
+            names.ATTEMPTS: parse_attempts,
+            names.CATALOG: lambda text, _: catalog.decode(text, self._repository.run_id, {}),
+        }
+        return readers.get(name)
+
+    def _found(self, name: str, check: Callable[[bytes, str], object]) -> list[SnapshotProblem]:
+        problems: list[SnapshotProblem] = []
+        for _ in range(_LOOKS):  # a running writer may be writing it
+            try:
+                check(self._storage.get(name), f"{self._storage.url}/{name}")
+            except StorageMissingError:
+                return []  # removed meanwhile
+            except FormatError as err:
+                kind = name if "/" not in name else name[: name.rindex("/") + 1]
+                next_step = err.hint or _NEXT.get(kind, "remove it")
+                problems = [SnapshotProblem(err.code, f"{err.message} → {next_step}", name)]
+            else:
+                return []
+        return problems
+
+    def _record(self, text: bytes) -> None:
+        run, snapshots = parse_record(text, self._storage.url).run, self._repository.run_of_manifests()
+        if snapshots not in (None, run):
+            raise CorruptError(f"it is of run {run}, the snapshots are of {snapshots}")
+
+    def _part(self, text: bytes, name: str, where: str) -> None:
+        part, owner = part_records.decode(text, where), names.part_owner(name)
+        if owner is None or (part.manifest.info.id, part.rank) != (owner[0].id, owner[1]):
+            raise CorruptError(f"{where} is of rank {part.rank} and of {part.manifest.info.id}")
+        for problem in self._data(part.manifest, name)[0]:
+            raise CorruptError(f"{problem.file}: {problem.entry or ''}: {problem.message}")
+
+    def _data(self, manifest: Manifest, name: str) -> tuple[list[SnapshotProblem], int]:
+        """What is wrong with the data that the manifest in the file `name` needs, and how many bytes were read."""
+        problems: list[SnapshotProblem] = []
+        try:
+            require_decodable(manifest)
+        except FormatError as err:
+            problems.append(SnapshotProblem(err.code, err.message, name))
+        read_bytes = 0
+        sizes = {item.name: item.nbytes for item in self._storage.list(names.DATA)}
+        stored, whole = _by_file(manifest)
+        for file, nbytes in {one.name: one.nbytes for one in manifest.files}.items():
+            pieces = stored.get(file, [])
+            if file not in sizes:
+                held = units.first(list(dict.fromkeys(one.entry for one in pieces)), 3)
+                problems.append(SnapshotProblem(StorageMissingError.code, f"missing; it holds {held}", file))
+                continue
+            if sizes[file] != nbytes:
+                text = f"has {sizes[file]:,} bytes instead of {nbytes:,}"
+                problems.append(SnapshotProblem(CorruptError.code, text, file))
+            problems += self._header(file, whole.get(file, {}))
+            for found, done in self._pieces(file, pieces):
+                problems += found
+                read_bytes += done
+                self._advance(done)
+        return problems, read_bytes
+
+    def _verdict(
+        self, snapshot: str, problems: Sequence[SnapshotProblem], read_bytes: int, partial: Partial | None = None
+    ) -> Verdict:
+        # Data goes after its manifest: what was missing may have been forgotten since the listing.
+        if problems and all(parsed.id != snapshot for parsed in self._repository.ids()):
+            return Verdict(snapshot, (), read_bytes, forgotten=True)
+        return Verdict(snapshot, tuple(problems), read_bytes, partial=partial)
+
+    def _header(self, name: str, entries: Mapping[str, Entry]) -> Iterator[SnapshotProblem]:
+        """The container's own header, which the digests do not cover and other programs read."""
+        try:
+            nbytes = container.header_nbytes(self._storage.get(name, 0, 8))
+            header = container.parse_header(self._storage.get(name, 0, nbytes))
+        except CkptError as err:
+            yield SnapshotProblem(err.code, f"header: {err.message}", name)
+            return
+        arrays = {array.name: array for array in header.entries}
+        for entry_name, entry in entries.items():
+            if not _says_the_same(arrays.get(entry_name), entry):
+                text = "the file's header does not say what the manifest says"
+                yield SnapshotProblem(CorruptError.code, text, name, entry_name)
+
+    def _pieces(self, name: str, stored: Sequence[_Stored]) -> Iterator[tuple[list[SnapshotProblem], int]]:
+        good = self._good
+        pieces = [one for one in stored if (name, one.piece.offset, one.piece.nbytes, one.piece.digest) not in good]
+        pending: deque[Future[tuple[list[SnapshotProblem], int]]] = deque()
+        with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-verify") as pool:
+            for span in joined(pieces, PIECE_BYTES):
+                if len(pending) == READERS * _PENDING_PER_READER:
+                    yield pending.popleft().result()
+                pending.append(pool.submit(self._read, name, span))
+            while pending:
+                yield pending.popleft().result()
+
+    def _read(self, name: str, span: Sequence[_Stored]) -> tuple[list[SnapshotProblem], int]:
+        """Digest neighbouring pieces with one read; piece by piece where that fails, to say which ones are hit."""
+        start, stop = span[0].piece.offset, span[-1].piece.offset + span[-1].piece.nbytes
+        buffer = self._buffer(stop - start)
+        try:
+            self._storage.get_into(name, start, buffer)
+        except CkptError as err:
+            if len(span) == 1:
+                return [SnapshotProblem(err.code, err.message, name, span[0].entry)], stop - start
+            return [problem for one in span for problem in self._read(name, [one])[0]], stop - start
+        problems = []
+        for entry_name, piece in span:
+            at = piece.offset - start
+            if digest(buffer[at : at + piece.nbytes]) == piece.digest:
+                self._good.add((name, piece.offset, piece.nbytes, piece.digest))
+            else:
+                where = f"bytes {piece.offset:,} to {piece.offset + piece.nbytes:,}"
+                problems.append(
+                    SnapshotProblem(CorruptError.code, f"{where} are not what was written", name, entry_name)
+                )
+        return problems, stop - start
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        memory: bytearray | None = getattr(self._buffers, "memory", None)
+        if memory is None or len(memory) < nbytes:
+            memory = self._buffers.memory = bytearray(max(nbytes, PIECE_BYTES))
+        return memoryview(memory)[:nbytes]
+
+
+def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:
+    """By the name of a file, the pieces in it, and the entries that are arrays of it as they are."""
+    stored: dict[str, list[_Stored]] = {}
+    for entry_name, piece in dict.fromkeys(stored_pieces(manifest)):
+        stored.setdefault(manifest.files[piece.file].name, []).append(_Stored(entry_name, piece))
+    whole: dict[str, dict[str, Entry]] = {}
+    for entry_name, entry in manifest.entries.items():
+        if entry.is_plain and (entry.pieces or len(manifest.files) == 1):
+            file = manifest.files[entry.pieces[0].file if entry.pieces else 0]
+            whole.setdefault(file.name, {})[entry_name] = entry
+    return stored, whole
+
+
+def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool:
+    """Whether the header has the entry where and as what the manifest has it."""
+    shape = entry.shape if entry.dtype in container.DTYPES else (entry.nbytes,)
+    if array is None or (array.container_dtype, array.shape) != (entry.container_dtype, shape):
+        return False
+    start = entry.pieces[0].offset if entry.pieces else array.start
+    return (array.start, array.end) == (start, start + entry.nbytes)

@@ -1,0 +1,142 @@
+"""The arrays of a snapshot that a file of safetensors gets, and their names in it.
+
+Tied tensors are stored once, as `safetensors.torch.save_model` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt_engine.errors import MismatchError
+from ckpt_engine.ranks.boxes import Box, boxes_of
+from ckpt_engine.store import container
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.tree import require_written_out
+from ckpt_engine.tools.float_formats import is_wider
+from ckpt_engine.tools.outline import OutlineLeaf, array_leaves, leaves
+
+_ARRAY_KINDS = ("tensor", "sharded", "ndarray")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedArray:
+    """One array to write: its name in the file and where its bytes come from; `boxes`: where it is not in C order.
+
+    Args:
+        dtype: in the file.
+        view: the part of the entry that it is, as its node says.
+        stored: in the snapshot, if that is another one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    entry: str
+    view: Mapping[str, Any] | None
+    boxes: tuple[Box, ...] = ()
+    stored: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What goes into the file.
+
+    Args:
+        tied: other names → the stored name of the same array.
+        left_out: values of the selected part that are no arrays.
+    """
+
+    arrays: tuple[ExportedArray, ...]
+    tied: Mapping[str, str]
+    left_out: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Arrays whose dtype safetensors lacks; they are stored as bytes."""
+        return tuple(array.name for array in self.arrays if array.dtype not in container.DTYPES)
+
+
+def as_dtype(selection: Selection, target: str) -> Selection:
+    """The selection with its wider floating-point numbers in the format `target`."""
+    arrays = [
+        replace(array, dtype=target, stored=array.dtype) if is_wider(array.dtype, target) else array
+        for array in selection.arrays
+    ]
+    return replace(selection, arrays=_aligned(arrays))
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of a torch dtype."""
+    return container.item_bytes(dtype) or 1
+
+
+def select_component(manifest: Manifest, component: str) -> Selection:
+    """The arrays of one component, named by their keys below it, joined by ".".
+
+    Raises:
+        MismatchError: there is no such component, it has no arrays, or two arrays would get the same name.
+    """
+    if component not in manifest.tree:
+        names = ", ".join(name or "(the whole state)" for name in manifest.tree)
+        raise MismatchError(
+            f"{manifest.info.id} has no component {component!r}; it has: {names}",
+            hint="name one with --component, or take everything with --all",
+        )
+    return _select(manifest, manifest.tree[component], lambda leaf: ".".join(leaf.path))
+
+
+def select_all(manifest: Manifest) -> Selection:
+    """Every array of the state, named by its path, joined by "/".
+
+    Raises:
+        MismatchError: as `select_component`.
+    """
+    return _select(manifest, dict(manifest.tree), lambda leaf: "/".join(leaf.path))
+
+
+def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]) -> Selection:
+    require_written_out(node, manifest.entries)
+    stored: dict[tuple[str, str], ExportedArray] = {}
+    tied: dict[str, str] = {}
+    taken: set[str] = set()
+    for leaf in array_leaves(node):
+        if leaf.node["$"] not in _ARRAY_KINDS:
+            continue
+        array = _array(manifest, leaf, name_of(leaf))
+        if array.name in taken or array.name == "__metadata__":
+            raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
+        taken.add(array.name)
+        same = stored.setdefault((array.entry, repr(leaf.node.get("view"))), array)
+        if same is not array:
+            tied[array.name] = same.name
+    if not stored:
+        raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
+    others = [one for one in leaves(node) if not isinstance(one, dict) or one.get("$") not in _ARRAY_KINDS]
+    return Selection(_aligned(stored.values()), tied, len(others))
+
+
+def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
+    """Large items first: every array is then aligned without holes, which the format forbids."""
+    return tuple(sorted(arrays, key=lambda array: -item_bytes(array.dtype)))
+
+
+def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
+    entry = manifest.entries[leaf.entry]
+    view = leaf.node.get("view")
+    if view is None:
+        boxes = boxes_of(leaf.node, entry.shape)
+        return ExportedArray(name, entry.dtype, entry.shape, leaf.entry, None, boxes if len(boxes) > 1 else ())
+    return ExportedArray(name, view["dtype"], tuple(view["shape"]), leaf.entry, view)

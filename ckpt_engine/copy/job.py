@@ -47,6 +47,23 @@ class EntryLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A parameter group of an optimizer: the entries that a snapshot has of it.
+
+    Args:
+        name: for people.
+        weights, moments: its trainable parameters, and what the optimizer knows of their elements; empty where the
+            snapshot does not have all of them.
+        counters: its step counters on a device, which the trainer does not wait for.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    moments: tuple[str, ...]
+    counters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What an arena slot holds: a whole data file of `nbytes` bytes, of which the first `header_nbytes` are its header.
 
@@ -54,12 +71,29 @@ class Layout:
 
     Args:
         structure: what all ranks must have in common to make one snapshot; "" for one rank.
+        groups: what optimizers train, of all ranks.
     """
 
     header_nbytes: int
     nbytes: int
     entries: tuple[EntryLayout, ...]
     structure: str = ""
+    groups: tuple[TrainedGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMark:
+    """How a parameter group of an optimizer is at one instant. What differs at two instants has changed between them.
+
+    Args:
+        trains: its learning rate is above 0.
+        used: changes where a step has used it.
+        moved: changes where a step has changed its moments.
+    """
+
+    trains: bool
+    used: int
+    moved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +115,7 @@ class PersistJob:
         lacked: newer ones that some node is known to lack for good, as far as earlier jobs have not said so.
         line: of history, that of the trainer: retention is about the snapshots of this line.
         pace: of the trainer's cadence, as `Cadence.pace`; empty: nothing is decided.
+        marks: of `Layout.groups`, in their order.
     """
 
     job: int
@@ -101,6 +136,7 @@ class PersistJob:
     lacked: tuple[str, ...] = ()
     line: Line = UNNAMED
     pace: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[GroupMark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +354,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "nbytes": layout.nbytes,
         "entries": rows,
         "structure": layout.structure,
+        "groups": [dataclasses.astuple(one) for one in layout.groups],
     }
 
 
@@ -327,18 +364,21 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
         EntryLayout(n, d, tuple(s), c, o, b, None if w is None else tuple(w), a)
         for n, d, s, c, o, b, w, a in data["entries"]
     )
-    return Layout(data["header_nbytes"], data["nbytes"], entries, data["structure"])
+    groups = tuple(TrainedGroup(n, tuple(w), tuple(m), tuple(c)) for n, w, m, c in data["groups"])
+    return Layout(data["header_nbytes"], data["nbytes"], entries, data["structure"], groups)
 
 
 def job_to_json(job: PersistJob) -> dict[str, Any]:
     """`job` as JSON. Shallow: what is in the mappings is not copied."""
     fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)} | {"line": line_to_json(job.line)}
+    fields["marks"] = [dataclasses.astuple(one) for one in job.marks]
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    return PersistJob(**{**data, "lacked": tuple(data["lacked"]), "line": line_from_json(data["line"])})
+    marks, line = tuple(GroupMark(*one) for one in data["marks"]), line_from_json(data["line"])
+    return PersistJob(**{**data, "lacked": tuple(data["lacked"]), "line": line, "marks": marks})
 
 
 def done_from_json(data: Mapping[str, Any]) -> JobDone:

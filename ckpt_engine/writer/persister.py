@@ -398,6 +398,10 @@ class Persister:
         self.rows.committed()
         if self._secondary is not None:
             self._secondary.committed(snapshot)
+        try:
+            self._lane.call(self._primary.look_back)
+        except StorageStalledError as err:
+            self._primary_failed(err)
         self._prune(snapshot)
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:

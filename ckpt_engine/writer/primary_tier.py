@@ -54,6 +54,7 @@ from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
+from ckpt_engine.writer.freshness import DurableSnapshot, Freshness
 
 LEASE_SECONDS = 60.0
 """How long it may take to see whether the holder of a lease lives, without a sign of progress."""
@@ -128,6 +129,8 @@ class PrimaryTier:
         self._lacked: set[str] = set()
         self._line: Line | None = None
         self._finish: Finish = ALONE
+        self._freshness = Freshness(config.url)
+        self._written: DurableSnapshot | None = None
         if lease is None:
             if repository.record() is None:
                 raise ForeignError(
@@ -195,7 +198,9 @@ class PrimaryTier:
                 contents = self._contents(staged)
                 self._make_room(contents)
             try:
-                committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
+                committed, stored, whole = write_snapshot(
+                    contents, self._tier, self._progress, not_undone, self._finish
+                )
                 break
             except StorageFullError as err:
                 if self._finish.is_shared:  # the others have learned that this share failed
@@ -203,7 +208,15 @@ class PrimaryTier:
                 refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
+        self._written = DurableSnapshot(staged.cut_layout.layout.groups, staged.job.marks, whole)
         return committed
+
+    def look_back(self) -> None:
+        """After a commit: report what is stale in the snapshot. It is durable: nothing is its failure."""
+        written, self._written = self._written, None
+        if written is not None and self._lease is not None:  # else the writer of another rank knows all of it
+            for event in self._freshness.compare(written):
+                self._emit(event)
 
     def cancel(self, snapshot: str, why: str) -> None:
         """See `Finish.cancel`."""
@@ -235,7 +248,7 @@ class PrimaryTier:
             contents = encoded(staged, self._repository, self._codec, plan_alone)
         not_undone = partial(self._not_undone, staged)
         finish = Contributing(self._ranks, says_failure=False)
-        event, share = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+        event, share, _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
         self.left[snapshot], self._shares[snapshot] = event, share
         return event
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,89 +23,46 @@ from ckpt_engine.state.sharding import parts_of
 
 _LOOKS = 64
 """About so many parameters of a run are looked at for its marks, and at least one of each group."""
-_SEARCHES = 4
-"""Plans of snapshots that bring a search for the optimizers of a script, which has named none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Followed:
-    """Group `number` of an optimizer, and the places of the parameters there that are looked at."""
-
-    optimizer: weakref.ref[Optimizer]
-    number: int
-    places: Sequence[int]
+_Place = tuple[weakref.ref[Optimizer], int, Sequence[int]]
+"""An optimizer, the number of a group of it, and the places of the parameters there that are looked at."""
 
 
 class TrainedGroups:
     """The parameter groups of one run. Training thread only.
 
     Attributes:
-        named: the optimizers of the run now, by name; None: those of the process are searched.
+        named: the optimizers of the run now, by name; None: the first snapshot takes those of the process.
     """
 
     def __init__(self) -> None:
         self.named: Callable[[], Mapping[str, Optimizer]] | None = None
-        self._found = weakref.WeakSet[Optimizer]()
-        self._searches = _SEARCHES
-        self._plain: Layout | None = None
-        self._form: list[Any] = []
+        self._known: tuple[Layout, list[Any]] | None = None
         self._layout: Layout
-        self._followed: list[list[_Followed]] = []
+        self._places: Sequence[_Place] = ()
 
-    def layout(self, capture: CapturedState) -> Layout:
-        """That of the captured state, with the groups; the same object while both stay."""
-        is_new = capture.plan.layout is not self._plain
-        optimizers = self._optimizers(is_new)
-        form = [(id(one), [len(group["params"]) for group in one.param_groups]) for _, one in optimizers]
-        if is_new or form != self._form:
-            self._plain, self._form = capture.plan.layout, form
-            self._layout = replace(self._plain, groups=self._plan(capture, optimizers))
-        return self._layout
+    def look(self, capture: CapturedState) -> tuple[Layout, tuple[GroupMark, ...]]:
+        """The layout of the captured state with its groups, the same object while both stay; and how they are now."""
+        self.named = self.named or _of_process()
+        # An optimizer within another one comes first, as the outer one has the same parameters.
+        every = [(name, one) for name, outer in self.named().items() for one in (*vars(outer).values(), outer)]
+        optimizers = [(name, weakref.ref(one), len(one.param_groups)) for name, one in every if _is_ready(one)]
+        known = capture.plan.layout, optimizers
+        if self._known is None or self._known[0] is not known[0] or self._known[1] != optimizers:
+            self._known = known
+            groups, self._places = _plan(optimizers, _entries_by_address(capture))
+            self._layout = replace(known[0], groups=groups)
+        return self._layout, tuple(map(_mark_of, self._places))
 
-    def marks(self) -> tuple[GroupMark, ...]:
-        """Of the groups of the last layout, now."""
-        return tuple(map(_mark_of, self._followed))
 
-    def _optimizers(self, is_new: bool) -> list[tuple[str, Optimizer]]:
-        """Those of the run, and those that they hold."""
-        if self.named is None and is_new and self._searches:
-            self._searches -= 1
-            self._found.update(filter(_is_ready, gc.get_objects()))
-        outer = [(type(one).__name__, one) for one in self._found] if self.named is None else self.named().items()
-        inner = [(name, held) for name, one in outer for held in vars(one).values()]
-        return [(name, one) for name, one in (*outer, *inner) if _is_ready(one)]
-
-    def _plan(self, capture: CapturedState, optimizers: Sequence[tuple[str, Optimizer]]) -> tuple[TrainedGroup, ...]:
-        entries = _entries_by_address(capture)
-        looks = max(1, _LOOKS // max(1, sum(len(one.param_groups) for _, one in optimizers)))
-        groups: dict[tuple[str, ...], TrainedGroup] = {}
-        followed: dict[tuple[str, ...], list[_Followed]] = {}
-        for name, optimizer in optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                trained = [place for place, p in enumerate(group["params"]) if p.requires_grad and not is_lazy(p)]
-                known = [one for place in trained for one in _known(optimizer, group["params"][place])]
-                tensors = [one for one in known if isinstance(one, torch.Tensor)]
-                weights = _names([group["params"][place] for place in trained], entries)
-                if not weights:
-                    continue
-                moments = _names([one for one in tensors if one.dim()], entries)
-                counters = _names([one for one in tensors if not one.dim() and not one.is_cpu], entries)
-                same = groups.get(weights)  # of an optimizer that holds this one
-                if same is not None:
-                    moments, counters = (*same.moments, *moments), (*same.counters, *counters)
-                groups[weights] = TrainedGroup(f"group {number} of {name}", weights, moments, counters)
-                used = [place for place in trained if _known(optimizer, group["params"][place])] or trained
-                places = used[:: -(-len(used) // looks)]
-                followed.setdefault(weights, []).append(_Followed(weakref.ref(optimizer), number, places))
-        self._followed = list(followed.values())
-        return tuple(groups.values())
+def _of_process() -> Callable[[], Mapping[str, Optimizer]]:
+    """The optimizers of a script that has named none, as long as they live."""
+    found = weakref.WeakSet[Optimizer](filter(_is_ready, gc.get_objects()))
+    return lambda: {f"{type(one).__name__} {number}": one for number, one in enumerate(found)}
 
 
 def _is_ready(value: Any) -> bool:
     """Whether it is an optimizer that has its groups and states itself; a wrapper has those of another one."""
-    if not issubclass(type(value), Optimizer):
-        return False
-    return type(vars(value).get("param_groups")) is list and isinstance(vars(value).get("state"), dict)
+    return issubclass(type(value), Optimizer) and vars(value).keys() >= {"param_groups", "state"}
 
 
 def _entries_by_address(capture: CapturedState) -> dict[int, str]:
@@ -117,35 +74,59 @@ def _entries_by_address(capture: CapturedState) -> dict[int, str]:
     return found
 
 
-def _names(tensors: Sequence[torch.Tensor], entries: Mapping[int, str]) -> tuple[str, ...]:
+def _plan(
+    optimizers: Sequence[tuple[str, weakref.ref[Optimizer], int]], entries: Mapping[int, str]
+) -> tuple[tuple[TrainedGroup, ...], list[_Place]]:
+    """The groups of which a snapshot has all weights, and where their marks are looked for."""
+    groups: dict[tuple[str, ...], TrainedGroup] = {}
+    places: list[_Place] = []
+    looks = max(1, _LOOKS // max(1, sum(count for *_, count in optimizers)))
+    for name, ref, count in optimizers:
+        for number in range(count):
+            rows = list(_rows((ref, number, ())))
+            weights = _names([p for _, p, _ in rows], entries)
+            if not weights or weights in groups:
+                continue
+            tensors = [one for *_, known in rows for one in known if isinstance(one, torch.Tensor)]
+            moments = _names([one for one in tensors if one.dim()], entries)
+            counters = _names([one for one in tensors if not one.dim() and not one.is_cpu], entries)
+            groups[weights] = TrainedGroup(f"group {number} of {name}", weights, moments, counters)
+            used = [place for place, _, known in rows if known] or [place for place, *_ in rows]
+            places.append((ref, number, used[:: -(-len(used) // looks)]))
+    return tuple(groups.values()), places
+
+
+def _rows(place: _Place) -> Iterator[tuple[int, Any, list[Any]]]:
+    """The trainable parameters there, each with its place and what the optimizer knows of it; of no place all."""
+    ref, number, chosen = place
+    if (optimizer := ref()) is None:
+        return
+    params = optimizer.param_groups[number]["params"]
+    for one in chosen or range(len(params)):
+        if params[one].requires_grad and not is_lazy(params[one]):
+            known = optimizer.state.get(params[one])
+            yield one, params[one], list(known.values()) if isinstance(known, dict) else []
+
+
+def _names(tensors: Iterable[torch.Tensor], entries: Mapping[int, str]) -> tuple[str, ...]:
     """The entries of these; none where one of them has none, as nothing is known of that one."""
     parts = [part for one in tensors for part in parts_of(one) if part.numel()]
     found = [entries.get(part.data_ptr() if part.layout is torch.strided else 0) for part in parts]
     return () if None in found else tuple(dict.fromkeys(filter(None, found)))
 
 
-def _known(optimizer: Optimizer, parameter: Any) -> list[Any]:
-    """What an optimizer knows of a parameter."""
-    found = optimizer.state.get(parameter)
-    return list(found.values()) if isinstance(found, dict) else []
-
-
-def _mark_of(followed: Sequence[_Followed]) -> GroupMark:
-    weights, counts, moments, rates = list[Any](), list[Any](), list[Any](), list[Any]()
-    for one in followed:
-        optimizer = one.optimizer()
-        if optimizer is None:
-            return GroupMark(False, 0, 0)
-        group = optimizer.param_groups[one.number]
-        rates.append(group.get("lr"))
-        for place in one.places:
-            weights += _look(group["params"][place])
-            for value in _known(optimizer, group["params"][place]):
-                if isinstance(value, torch.Tensor) and (value.dim() or not value.is_cpu):
-                    moments += _look(value)
-                elif isinstance(value, torch.Tensor | int | float):
-                    counts.append(float(value))
-    return GroupMark(all(map(_is_positive, rates)), hash(repr((weights, counts, moments))), hash(repr(moments)))
+def _mark_of(place: _Place) -> GroupMark:
+    weights, counts, moments = list[Any](), list[float](), list[Any]()
+    for _, parameter, known in _rows(place):
+        weights += _look(parameter)
+        for one in known:
+            if isinstance(one, torch.Tensor) and (one.dim() or not one.is_cpu):
+                moments += _look(one)
+            elif isinstance(one, torch.Tensor | int | float):
+                counts.append(float(one))
+    optimizer = place[0]()
+    trains = optimizer is not None and _is_positive(optimizer.param_groups[place[1]].get("lr"))
+    return GroupMark(trains, hash(repr((weights, counts, moments))), hash(repr(moments)))
 
 
 def _look(tensor: torch.Tensor) -> Iterator[tuple[int, bytes | None]]:

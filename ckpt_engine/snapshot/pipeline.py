@@ -288,7 +288,7 @@ class Pipeline:
         assert self._writer is not None
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
-        layout = self.groups.layout(capture)
+        layout, marks = self.groups.look(capture)
         job = wanted.job(
             job=self._jobs,
             slot=slot.index,
@@ -298,7 +298,7 @@ class Pipeline:
             parent=self.lineage.parent,
             line=self.lineage.line(),
             pace=self.pace(),
-            marks=self.groups.marks() if wanted.durable else (),
+            marks=marks,
             **took(),
         )
         known = [one.index for one in self.slots.known()]

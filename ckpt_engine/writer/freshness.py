@@ -8,7 +8,6 @@ group so far. Where step counters on a device have not changed either, a gradien
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ckpt_engine.copy.job import GroupMark, TrainedGroup
 from ckpt_engine.observe.events import StaleSnapshot
@@ -17,21 +16,6 @@ from ckpt_engine.store.manifest import Manifest
 
 _SHOWN = 3
 """Tensors that an event names."""
-
-
-@dataclass(frozen=True, slots=True)
-class DurableSnapshot:
-    """What is compared of one.
-
-    Args:
-        groups: that are trained.
-        marks: how far each was at the instant.
-        manifest: of all ranks.
-    """
-
-    groups: tuple[TrainedGroup, ...]
-    marks: tuple[GroupMark, ...]
-    manifest: Manifest
 
 
 class Freshness:
@@ -43,16 +27,24 @@ class Freshness:
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._before: DurableSnapshot | None = None
+        self._before: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest] | None = None
         self._said: set[tuple[str, str]] = set()
 
-    def compare(self, now: DurableSnapshot) -> Iterator[StaleSnapshot]:
-        """What is stale in it, of each group once until that changes again."""
-        before, self._before = self._before, now
-        if before is None or before.groups != now.groups:
+    def compare(
+        self, groups: Sequence[TrainedGroup], marks: Sequence[GroupMark], new: Manifest
+    ) -> Iterator[StaleSnapshot]:
+        """What is stale in the next one, of each group once until that changes again.
+
+        Args:
+            groups: that are trained.
+            marks: how far each was at the instant.
+            new: the manifest, of all ranks.
+        """
+        before, self._before = self._before, (groups, marks, new)
+        if before is None or before[0] != groups:
             return
-        old, new = before.manifest, now.manifest
-        for group, was, one in zip(now.groups, before.marks, now.marks, strict=True):
+        old = before[2]
+        for group, was, one in zip(groups, before[1], marks, strict=True):
             if not (was.trains and one.trains) or was.used == one.used:
                 continue
             every = (*group.weights, *group.moments, *group.counters)

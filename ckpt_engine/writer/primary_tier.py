@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
-from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan_alone
@@ -54,7 +54,7 @@ from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
-from ckpt_engine.writer.freshness import DurableSnapshot, Freshness
+from ckpt_engine.writer.freshness import Freshness
 
 LEASE_SECONDS = 60.0
 """How long it may take to see whether the holder of a lease lives, without a sign of progress."""
@@ -130,7 +130,7 @@ class PrimaryTier:
         self._line: Line | None = None
         self._finish: Finish = ALONE
         self._freshness = Freshness(config.url)
-        self._written: DurableSnapshot | None = None
+        self._written: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest] | None = None
         if lease is None:
             if repository.record() is None:
                 raise ForeignError(
@@ -208,14 +208,14 @@ class PrimaryTier:
                 refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
-        self._written = DurableSnapshot(staged.cut_layout.layout.groups, staged.job.marks, whole)
+        self._written = staged.cut_layout.layout.groups, staged.job.marks, whole
         return committed
 
     def look_back(self) -> None:
         """After a commit: report what is stale in the snapshot. It is durable: nothing is its failure."""
         written, self._written = self._written, None
         if written is not None and self._lease is not None:  # else the writer of another rank knows all of it
-            for event in self._freshness.compare(written):
+            for event in self._freshness.compare(*written):
                 self._emit(event)
 
     def cancel(self, snapshot: str, why: str) -> None:

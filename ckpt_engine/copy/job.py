@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_engine import errors
 from ckpt_engine.store.lease import LeaseHolder
@@ -46,8 +46,7 @@ class EntryLayout:
     start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedGroup:
+class TrainedGroup(NamedTuple):
     """A parameter group of an optimizer: the entries that a snapshot has of it.
 
     Args:
@@ -81,8 +80,7 @@ class Layout:
     groups: tuple[TrainedGroup, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMark:
+class GroupMark(NamedTuple):
     """How a parameter group of an optimizer is at one instant. What differs at two instants has changed between them.
 
     Args:
@@ -354,7 +352,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "nbytes": layout.nbytes,
         "entries": rows,
         "structure": layout.structure,
-        "groups": [dataclasses.astuple(one) for one in layout.groups],
+        "groups": layout.groups,
     }
 
 
@@ -371,14 +369,19 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
 def job_to_json(job: PersistJob) -> dict[str, Any]:
     """`job` as JSON. Shallow: what is in the mappings is not copied."""
     fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)} | {"line": line_to_json(job.line)}
-    fields["marks"] = [dataclasses.astuple(one) for one in job.marks]
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    marks, line = tuple(GroupMark(*one) for one in data["marks"]), line_from_json(data["line"])
-    return PersistJob(**{**data, "lacked": tuple(data["lacked"]), "line": line, "marks": marks})
+    return PersistJob(
+        **{
+            **data,
+            "lacked": tuple(data["lacked"]),
+            "line": line_from_json(data["line"]),
+            "marks": tuple(GroupMark(*one) for one in data["marks"]),
+        }
+    )
 
 
 def done_from_json(data: Mapping[str, Any]) -> JobDone:

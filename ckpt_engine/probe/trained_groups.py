@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,17 @@ from ckpt_engine.probe.sample import chunk_of
 from ckpt_engine.state.layout import CapturedState
 from ckpt_engine.state.sharding import parts_of
 
-_LOOKS = 64
-"""About so many parameters of a run are looked at for its marks, and at least one of each group."""
-_Place = tuple[weakref.ref[Optimizer], int, Sequence[int]]
-"""An optimizer, the number of a group of it, and the places of the parameters there that are looked at."""
+_LOOKS = 16
+"""At most so many parameters of a group are looked at for its mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A parameter group: its optimizer and itself by their numbers, and which parameters are looked at for its mark."""
+
+    optimizer: int
+    group: int
+    places: Sequence[int]
 
 
 class TrainedGroups:
@@ -36,22 +43,23 @@ class TrainedGroups:
 
     def __init__(self) -> None:
         self.named: Callable[[], Mapping[str, Optimizer]] | None = None
-        self._known: tuple[Layout, list[Any]] | None = None
+        self._plain: Layout | None = None
+        self._form: list[Any] = []
         self._layout: Layout
-        self._places: Sequence[_Place] = ()
+        self._followed: Sequence[_Followed] = ()
 
     def look(self, capture: CapturedState) -> tuple[Layout, tuple[GroupMark, ...]]:
         """The layout of the captured state with its groups, the same object while both stay; and how they are now."""
         self.named = self.named or _of_process()
         # An optimizer within another one comes first, as the outer one has the same parameters.
         every = [(name, one) for name, outer in self.named().items() for one in (*vars(outer).values(), outer)]
-        optimizers = [(name, weakref.ref(one), len(one.param_groups)) for name, one in every if _is_ready(one)]
-        known = capture.plan.layout, optimizers
-        if self._known is None or self._known[0] is not known[0] or self._known[1] != optimizers:
-            self._known = known
-            groups, self._places = _plan(optimizers, _entries_by_address(capture))
-            self._layout = replace(known[0], groups=groups)
-        return self._layout, tuple(map(_mark_of, self._places))
+        optimizers = [(name, one) for name, one in every if _is_ready(one)]
+        form = [(name, weakref.ref(one), len(one.param_groups)) for name, one in optimizers]
+        if capture.plan.layout is not self._plain or form != self._form:
+            self._plain, self._form = capture.plan.layout, form
+            groups, self._followed = _plan(optimizers, capture)
+            self._layout = replace(self._plain, groups=groups)
+        return self._layout, tuple([_mark_of(optimizers[one.optimizer][1], one) for one in self._followed])
 
 
 def _of_process() -> Callable[[], Mapping[str, Optimizer]]:
@@ -65,47 +73,29 @@ def _is_ready(value: Any) -> bool:
     return issubclass(type(value), Optimizer) and vars(value).keys() >= {"param_groups", "state"}
 
 
-def _entries_by_address(capture: CapturedState) -> dict[int, str]:
-    found = {}
-    for draft in capture.plan.drafts:
-        for index in (draft.array,) if draft.members is None else draft.members.arrays:
-            if index < len(capture.addresses):  # else it is none of the state's
-                found[capture.addresses[index]] = draft.name
-    return found
-
-
 def _plan(
-    optimizers: Sequence[tuple[str, weakref.ref[Optimizer], int]], entries: Mapping[int, str]
-) -> tuple[tuple[TrainedGroup, ...], list[_Place]]:
+    optimizers: Sequence[tuple[str, Optimizer]], capture: CapturedState
+) -> tuple[tuple[TrainedGroup, ...], list[_Followed]]:
     """The groups of which a snapshot has all weights, and where their marks are looked for."""
+    drafts, addresses = capture.plan.drafts, capture.addresses
+    arrays = ((i, one.name) for one in drafts for i in ((one.array,) if one.members is None else one.members.arrays))
+    entries = {addresses[index]: name for index, name in arrays if index < len(addresses)}  # more are our own
     groups: dict[tuple[str, ...], TrainedGroup] = {}
-    places: list[_Place] = []
-    looks = max(1, _LOOKS // max(1, sum(count for *_, count in optimizers)))
-    for name, ref, count in optimizers:
-        for number in range(count):
-            rows = list(_rows((ref, number, ())))
-            weights = _names([p for _, p, _ in rows], entries)
+    followed: list[_Followed] = []
+    for which, (name, optimizer) in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            trained = [place for place, p in enumerate(group["params"]) if p.requires_grad and not is_lazy(p)]
+            weights = _names([group["params"][place] for place in trained], entries)
             if not weights or weights in groups:
                 continue
-            tensors = [one for *_, known in rows for one in known if isinstance(one, torch.Tensor)]
+            known = {place: _known(optimizer, group["params"][place]) for place in trained}
+            tensors = [one for each in known.values() for one in each if isinstance(one, torch.Tensor)]
             moments = _names([one for one in tensors if one.dim()], entries)
             counters = _names([one for one in tensors if not one.dim() and not one.is_cpu], entries)
             groups[weights] = TrainedGroup(f"group {number} of {name}", weights, moments, counters)
-            used = [place for place, _, known in rows if known] or [place for place, *_ in rows]
-            places.append((ref, number, used[:: -(-len(used) // looks)]))
-    return tuple(groups.values()), places
-
-
-def _rows(place: _Place) -> Iterator[tuple[int, Any, list[Any]]]:
-    """The trainable parameters there, each with its place and what the optimizer knows of it; of no place all."""
-    ref, number, chosen = place
-    if (optimizer := ref()) is None:
-        return
-    params = optimizer.param_groups[number]["params"]
-    for one in chosen or range(len(params)):
-        if params[one].requires_grad and not is_lazy(params[one]):
-            known = optimizer.state.get(params[one])
-            yield one, params[one], list(known.values()) if isinstance(known, dict) else []
+            used = [place for place in trained if known[place]] or trained
+            followed.append(_Followed(which, number, used[:: -(-len(used) // _LOOKS)]))
+    return tuple(groups.values()), followed
 
 
 def _names(tensors: Iterable[torch.Tensor], entries: Mapping[int, str]) -> tuple[str, ...]:
@@ -115,27 +105,30 @@ def _names(tensors: Iterable[torch.Tensor], entries: Mapping[int, str]) -> tuple
     return () if None in found else tuple(dict.fromkeys(filter(None, found)))
 
 
-def _mark_of(place: _Place) -> GroupMark:
+def _known(optimizer: Optimizer, parameter: Any) -> list[Any]:
+    """What an optimizer knows of a parameter."""
+    found = optimizer.state.get(parameter)
+    return list(found.values()) if isinstance(found, dict) else []
+
+
+def _mark_of(optimizer: Optimizer, followed: _Followed) -> GroupMark:
     weights, counts, moments = list[Any](), list[float](), list[Any]()
-    for _, parameter, known in _rows(place):
-        weights += _look(parameter)
-        for one in known:
+    group = optimizer.param_groups[followed.group]
+    for place in followed.places:
+        weights += _look(group["params"][place])
+        for one in _known(optimizer, group["params"][place]):
             if isinstance(one, torch.Tensor) and (one.dim() or not one.is_cpu):
                 moments += _look(one)
             elif isinstance(one, torch.Tensor | int | float):
                 counts.append(float(one))
-    optimizer = place[0]()
-    trains = optimizer is not None and _is_positive(optimizer.param_groups[place[1]].get("lr"))
-    return GroupMark(trains, hash(repr((weights, counts, moments))), hash(repr(moments)))
+    return GroupMark(_is_positive(group.get("lr")), hash(repr((weights, counts, moments))), hash(repr(moments)))
 
 
 def _look(tensor: torch.Tensor) -> Iterator[tuple[int, bytes | None]]:
     """What shows that a tensor was changed: torch counts most changes, and words of host memory show the others."""
-    for part in parts_of(tensor):
-        yield 0 if part.is_inference() else part._version, chunk_of(part, 0)
+    return ((0 if one.is_inference() else one._version, chunk_of(one, 0)) for one in parts_of(tensor))
 
 
 def _is_positive(rate: Any) -> bool:
     """Whether a learning rate is above 0, as far as that is known without a wait for a device."""
-    is_known = rate.is_cpu if isinstance(rate, torch.Tensor) else isinstance(rate, int | float)
-    return is_known and bool(rate > 0)
+    return (rate.is_cpu if isinstance(rate, torch.Tensor) else isinstance(rate, int | float)) and bool(rate > 0)

@@ -109,6 +109,8 @@ class Repository:
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
+        self.damaged: set[str] = set()
+        """Data files that were read and do not have the bytes that were written."""
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 

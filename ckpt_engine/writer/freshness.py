@@ -56,8 +56,17 @@ class Freshness:
                     self._said.discard((group.name, what))
                 elif (group.name, what) not in self._said:
                     self._said.add((group.name, what))
-                    ids = (new.info.id, new.info.step, old.info.id, old.info.step)
-                    yield StaleSnapshot(*ids, self._tier, group.name, what, names[:_SHOWN], len(names))
+                    yield StaleSnapshot(
+                        new.info.id,
+                        new.info.step,
+                        old.info.id,
+                        old.info.step,
+                        self._tier,
+                        group.name,
+                        what,
+                        names[:_SHOWN],
+                        len(names),
+                    )
 
 
 def _are_same(before: Manifest, now: Manifest, names: Sequence[str]) -> bool:

@@ -398,10 +398,6 @@ class Persister:
         self.rows.committed()
         if self._secondary is not None:
             self._secondary.committed(snapshot)
-        try:
-            self._lane.call(self._primary.look_back)
-        except StorageStalledError as err:
-            self._primary_failed(err)
         self._prune(snapshot)
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
@@ -461,10 +457,8 @@ class Persister:
         return found
 
     def _prune(self, newest: str) -> None:
-        """Retention after a commit."""
-        if self._primary.keeps_all:
-            return
-        protected = self._secondary.protected() if self._secondary is not None else {}
+        """What follows a commit."""
+        protected = {} if self._secondary is None or self._primary.keeps_all else self._secondary.protected()
         self._held_back = newest if protected else None
         try:
             self._lane.call(partial(self._primary.prune, newest, protected))

@@ -19,7 +19,7 @@ from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
 from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_plan import plan_alone
+from ckpt_engine.copy.write_plan import plan_alone, read_back
 from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
@@ -130,7 +130,7 @@ class PrimaryTier:
         self._line: Line | None = None
         self._finish: Finish = ALONE
         self._freshness = Freshness(config.url)
-        self._written: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest] | None = None
+        self._written: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest, Manifest] | None = None
         if lease is None:
             if repository.record() is None:
                 raise ForeignError(
@@ -208,15 +208,8 @@ class PrimaryTier:
                 refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
-        self._written = staged.cut_layout.layout.groups, staged.job.marks, whole
+        self._written = staged.cut_layout.layout.groups, staged.job.marks, whole, stored
         return committed
-
-    def look_back(self) -> None:
-        """After a commit: report what is stale in the snapshot. It is durable: nothing is its failure."""
-        written, self._written = self._written, None
-        if written is not None and self._lease is not None:  # else the writer of another rank knows all of it
-            for event in self._freshness.compare(*written):
-                self._emit(event)
 
     def cancel(self, snapshot: str, why: str) -> None:
         """See `Finish.cancel`."""
@@ -357,7 +350,10 @@ class PrimaryTier:
         self._swept = False
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
-        """Retention after a commit, unless `keeps_all`. It is durable: nothing that goes wrong here is its failure."""
+        """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
+        self._look_back()
+        if self.keeps_all:
+            return
         assert self._lease is not None
         try:
             pruned = prune(
@@ -378,6 +374,18 @@ class PrimaryTier:
             return
         for event in pruned.events(self._url):
             self._emit(event)
+
+    def _look_back(self) -> None:
+        """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""
+        written, self._written = self._written, None
+        if written is None:
+            return
+        groups, marks, whole, stored = written
+        for event in self._freshness.compare(groups, marks, whole) if self._lease is not None else ():
+            self._emit(event)  # of the share of a rank nothing can be said
+        with suppress(StorageError, AbandonedError):  # the next snapshot reports a tier that does not answer
+            if (damage := read_back(self._repository, self._url, stored, self._known.read)) is not None:
+                self._emit(damage)
 
     def removed(self) -> str | None:
         """The newest snapshot that this writer has made durable, if somebody has removed it; None: it exists.

@@ -198,9 +198,7 @@ class PrimaryTier:
                 contents = self._contents(staged)
                 self._make_room(contents)
             try:
-                committed, stored, whole = write_snapshot(
-                    contents, self._tier, self._progress, not_undone, self._finish
-                )
+                event, stored, whole = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
                 break
             except StorageFullError as err:
                 if self._finish.is_shared:  # the others have learned that this share failed
@@ -209,7 +207,7 @@ class PrimaryTier:
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
         self._written = staged.cut_layout.layout.groups, staged.job.marks, whole, stored
-        return committed
+        return event
 
     def cancel(self, snapshot: str, why: str) -> None:
         """See `Finish.cancel`."""

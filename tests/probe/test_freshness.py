@@ -315,3 +315,130 @@ def test_a_healthy_run_gives_no_alarm(
     """Whatever does not change for a reason: frozen, unused, at no rate, not stepped, constant."""
     train(make, tmp_path)
     assert heard == []
+
+
+def gan(model: Net, root: Path, whole: bool) -> None:
+    """Two optimizers step in turn."""
+    both = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (model.first, model.last)]
+    _loop(model, {"a": both[0], "b": both[1]}, root, lambda turn: both[turn // 2 % 2].step(), whole=whole)
+
+
+def accumulation(model: Net, root: Path, whole: bool) -> None:
+    """A snapshot of each batch, a step at each third one."""
+    optimizer = torch.optim.Adam(model.last.parameters(), lr=1e-2)
+    _loop(model, {"a": optimizer}, root, lambda turn: optimizer.step() if turn % 3 == 2 else None, whole=whole)
+
+
+def overflow(model: Net, root: Path, whole: bool, *, fused: bool = True) -> None:
+    """A scaler leaves out some of the steps; of a fused optimizer they are called all the same."""
+    optimizer = torch.optim.Adam(model.last.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def step(turn: int) -> None:
+        scaler.scale(torch.zeros(()))
+        for parameter in model.last.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(float("inf") if turn in (0, 2, 3) else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    _loop(model, {"a": optimizer}, root, step, whole=whole)
+
+
+def not_fused(model: Net, root: Path, whole: bool) -> None:
+    overflow(model, root, whole, fused=False)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Holds another optimizer, and has slow weights that change at each third step."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups, self.calls = base, base.param_groups, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+        self.calls += 1
+        for p in self.param_groups[0]["params"]:
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.calls % 3 == 0:
+                slow.lerp_(p.detach(), 0.5)
+
+
+def nested(model: Net, root: Path, whole: bool) -> None:
+    outer = Lookahead(torch.optim.Adam(model.last.parameters(), lr=1e-2))
+    _loop(model, {"a": outer}, root, lambda _: outer.step(), whole=whole)
+
+
+def _loop(model: Net, named: dict[str, Any], root: Path, step: Callable[[int], object], *, whole: bool) -> None:
+    """Tracked, or saved as a whole by hand."""
+    with Checkpointer(str(root), **OPTIONS) as ckpt:
+        run = None if whole else ckpt.track(model=model, **named)
+        for turn in range(STEPS + 2):
+            for optimizer in named.values():
+                optimizer.zero_grad()
+            model(torch.randn(2, 4))["loss"].backward()
+            step(turn)
+            if run is not None:
+                run.step()
+                settle(ckpt.engine)
+            else:
+                state = {name: one.state_dict() for name, one in named.items()}
+                ckpt.save({"model": model.state_dict(), **state}, step=turn + 1).wait(60)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("loop", [gan, accumulation, overflow, not_fused, nested])
+def test_an_optimizer_that_has_not_stepped_gives_no_alarm(
+    loop: Callable[[Net, Path, bool], None], whole: bool, tmp_path: Path, heard: list[StaleSnapshot]
+) -> None:
+    """What did not change between two snapshots was not to."""
+    loop(Net(), tmp_path, whole)
+    assert heard == []
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused", "data", "tiny", "whole"])
+@pytest.mark.parametrize("train", [track, save])
+def test_each_kind_of_optimizer_is_followed(
+    train: Callable[[Make, Path], None],
+    kind: str,
+    tmp_path: Path,
+    hand_over_old: Callable[[Callable[[str], bool]], None],
+    heard: list[StaleSnapshot],
+) -> None:
+    """Without moments, with fused kernels, with changes that torch does not count, with updates that rounding loses,
+    and where a whole slot is old."""
+    makes: dict[str, Make] = {
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+        "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        "data": lambda model: Data(model.parameters(), lr=1e-2),
+        "tiny": lambda model: torch.optim.SGD(model.parameters(), lr=1e-30),
+        "whole": adam,
+    }
+    if kind != "tiny":
+        hand_over_old((lambda _: True) if kind == "whole" else is_weight)
+    train(makes[kind], tmp_path)
+    assert [one.what for one in heard] == (["weights", "moments"] if kind == "whole" else ["weights"])
+
+
+class Data(torch.optim.SGD):
+    """Writes past the count of changes."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.add_(p.grad, alpha=-1e-2)
+        return loss
+
+
+def test_a_writer_process_reports_it_and_once(
+    tmp_path: Path, hand_over_old: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a thread: one line, with what to do next."""
+    monkeypatch.setitem(OPTIONS, "writer", "process")
+    hand_over_old(is_weight)
+    save(adam, tmp_path)
+    (line,) = [record.message for record in caplog.records if "the optimizer has stepped" in record.message]
+    assert f"step {FRESH + 1}: the snapshot has the weights of step {FRESH} for group 0 of AdamW" in line
+    assert f"`ckpt diff '{tmp_path}#0" in line and "resume from step 2 or earlier" in line

@@ -269,6 +269,7 @@ class Engine:
             optimizers: those of the run now, by name.
             modules: names for their parameters.
         """
+        self._pipeline.groups.named = optimizers
         if self.config.replay == "off":
             return None
         rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)

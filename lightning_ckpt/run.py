@@ -145,8 +145,7 @@ class FitRun:
         self._announce()
         self.cadence.start(self.step)
         self.engine.times.begin()
-        trained = [f"state_dict/{name}" for name, one in self._module.named_parameters() if one.requires_grad]
-        self.stopping.start(self.step, trained)
+        self.stopping.start(self.step)
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training. A resumed run has no sanity check."""

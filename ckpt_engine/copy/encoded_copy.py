@@ -227,8 +227,8 @@ class DedupBaseline:
         manifest = staged.manifest(self._repository.run_id, digests)
         with staged.slot.image(staged.nbytes) as image:
             differs = partial(self._seems_in_few_rows, manifest, before, image)
-            usable = {file.name for file in before.files}
-            planned = decide_sound(manifest, before, usable, differs, bounds, self._read)
+            usable = {file.name for file in before.files} - self._repository.damaged
+            planned = decide_sound(manifest, before, usable, differs, bounds, self.read)
         self._expects = planned.pays
         if not planned.pays or not self._repository.still_has(before.info.id, before.files):
             return None
@@ -246,8 +246,8 @@ class DedupBaseline:
         before = self._newest
         if before is not None and not self._repository.still_has(before.info.id, before.files):
             before = None
-        usable = {file.name for file in before.files} if before is not None else set[str]()
-        return decide_sound(manifest, before, usable, lambda _: False, write_plan.ENCODED, self._read)
+        usable = {file.name for file in (before.files if before else ())} - self._repository.damaged
+        return decide_sound(manifest, before, usable, lambda _: False, write_plan.ENCODED, self.read)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""
@@ -262,7 +262,7 @@ class DedupBaseline:
                 self._newest = None  # damaged or gone: then all is written
         return self._newest
 
-    def _read(self, name: str, start: int, out: memoryview) -> None:
+    def read(self, name: str, start: int, out: memoryview) -> None:
         """As `Storage.get_into`; aside, where that is possible."""
         if self._aside is None:
             self._repository.storage.get_into(name, start, out)
@@ -275,7 +275,7 @@ class DedupBaseline:
             return None
 
         def glance(_: str, piece: Piece, out: memoryview) -> None:
-            self._read(before.files[piece.file].name, piece.offset, out)
+            self.read(before.files[piece.file].name, piece.offset, out)
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             glance(entry, piece, out)

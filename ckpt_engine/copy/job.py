@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_engine import errors
 from ckpt_engine.errors import WriterError
@@ -48,6 +48,22 @@ class EntryLayout:
     start: int = 0
 
 
+class TrainedGroup(NamedTuple):
+    """A parameter group of an optimizer: the entries that a snapshot has of it.
+
+    Args:
+        name: for people.
+        weights, moments: its trainable parameters, and what the optimizer knows of their elements; empty where the
+            snapshot does not have all of them.
+        counters: its step counters on a device, which the trainer does not wait for.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    moments: tuple[str, ...]
+    counters: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What an arena slot holds: a whole data file of `nbytes` bytes, of which the first `header_nbytes` are its header.
@@ -56,12 +72,28 @@ class Layout:
 
     Args:
         structure: what all ranks must have in common to make one snapshot; "" for one rank.
+        groups: what optimizers train, of all ranks.
     """
 
     header_nbytes: int
     nbytes: int
     entries: tuple[EntryLayout, ...]
     structure: str = ""
+    groups: tuple[TrainedGroup, ...] = ()
+
+
+class GroupMark(NamedTuple):
+    """How a parameter group of an optimizer is at one instant. What differs at two instants has changed between them.
+
+    Args:
+        trains: its learning rate is above 0.
+        used: changes where a step has used it.
+        moved: changes where a step has changed its moments.
+    """
+
+    trains: bool
+    used: int
+    moved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +115,7 @@ class PersistJob:
         lacked: newer ones that some node is known to lack for good, as far as earlier jobs have not said so.
         line: of history, that of the trainer: retention is about the snapshots of this line.
         pace: of the trainer's cadence, as `Cadence.pace`; empty: nothing is decided.
+        marks: of `Layout.groups`, in their order.
     """
 
     job: int
@@ -103,6 +136,7 @@ class PersistJob:
     lacked: tuple[str, ...] = ()
     line: Line = UNNAMED
     pace: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[GroupMark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +352,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "nbytes": layout.nbytes,
         "entries": rows,
         "structure": layout.structure,
+        "groups": layout.groups,
     }
 
 
@@ -327,7 +362,8 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
         EntryLayout(n, d, tuple(s), c, o, b, None if w is None else tuple(w), a)
         for n, d, s, c, o, b, w, a in data["entries"]
     )
-    return Layout(data["header_nbytes"], data["nbytes"], entries, data["structure"])
+    groups = tuple(TrainedGroup(n, tuple(w), tuple(m), tuple(c)) for n, w, m, c in data["groups"])
+    return Layout(data["header_nbytes"], data["nbytes"], entries, data["structure"], groups)
 
 
 def job_to_json(job: PersistJob) -> dict[str, Any]:
@@ -338,7 +374,14 @@ def job_to_json(job: PersistJob) -> dict[str, Any]:
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    return PersistJob(**{**data, "lacked": tuple(data["lacked"]), "line": line_from_json(data["line"])})
+    return PersistJob(
+        **{
+            **data,
+            "lacked": tuple(data["lacked"]),
+            "line": line_from_json(data["line"]),
+            "marks": tuple(GroupMark(*one) for one in data["marks"]),
+        }
+    )
 
 
 def done_from_json(data: Mapping[str, Any]) -> JobDone:

@@ -9,6 +9,7 @@ changes, and referred to from then on.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.observe.events import Notice
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
+from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for, stored_pieces
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
@@ -178,7 +180,7 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False, read
     before = _before(manifest, target)
     there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if before is not None else {}
     usable = {file.name for file in (before.files if before else ()) if there.get(file.name) == file.nbytes}
-    return decide_sound(manifest, before, usable, lambda _: differences, ENCODED, read)
+    return decide_sound(manifest, before, usable - target.damaged, lambda _: differences, ENCODED, read)
 
 
 def decide_sound(
@@ -221,6 +223,30 @@ def is_sound(read: ReadInto, name: str, piece: Piece) -> bool:
     except (StorageMissingError, FormatError):
         return False
     return digest(found) == piece.digest
+
+
+def read_back(target: Repository, tier: str, manifest: Manifest, read: ReadInto) -> Notice | None:
+    """Read one piece again, chosen by chance; what to report if its file lacks the bytes: later snapshots leave it out.
+
+    Args:
+        tier: how the place is called.
+        read: `Storage.get_into` of the place.
+
+    Raises:
+        StorageError: from `read`.
+    """
+    pieces = stored_pieces(manifest)
+    entry, piece = secrets.choice(pieces) if pieces else ("", None)  # which draws from no stream of the user
+    if piece is None or is_sound(read, manifest.files[piece.file].name, piece):
+        return None
+    info, file = manifest.info, manifest.files[piece.file].name
+    target.damaged.add(file)
+    return Notice(
+        "ERROR",
+        f"step {info.step}: snapshot {info.id} is damaged at {tier}: [{CorruptError.code}] {file} does not have the "
+        f"bytes that were written for {entry!r} ({piece.nbytes} at byte {piece.offset}); later snapshots do not refer "
+        f"to this file → see whether the disk fails; `ckpt verify {tier}` finds all damage",
+    )
 
 
 def decide(

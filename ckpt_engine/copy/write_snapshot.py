@@ -448,7 +448,7 @@ def write_snapshot(
     progress: CallProgress,
     undo_failed: Callable[[CkptError], object],
     finish: CommitStrategy = ALONE,
-) -> tuple[SnapshotCommitted, Manifest]:
+) -> tuple[SnapshotCommitted, Manifest, Manifest]:
     """Make a staged snapshot durable in a repository. Needs its lease.
 
     The arena slot is read until this returns, left behind or not.
@@ -460,7 +460,8 @@ def write_snapshot(
         finish: what happens when the data is durable.
 
     Returns:
-        The event, and the manifest of what is stored: of several ranks, that of this one's share.
+        The event, and the manifests of what is stored and of what exists: of several ranks, that of this one's share
+        and that of all.
 
     Raises:
         CkptError: it does not exist there.
@@ -495,4 +496,4 @@ def write_snapshot(
         cpu_seconds=time.thread_time() - cpu_before + contents.cpu_seconds,
         time=time.time(),
     )
-    return committed, stored
+    return committed, stored, manifest

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,15 +33,13 @@ from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, end
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
-from ckpt_engine.preempt.divergence import Divergence, LossGuard, On, StaleWatch
+from ckpt_engine.preempt.divergence import Divergence, LossGuard, On
 from ckpt_engine.preempt.stop_plan import Board
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.probe.recorder import NOTE
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage import open_storage
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nothing stops it."""
@@ -99,24 +97,14 @@ class Stopping:
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
         self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
-        self._stale: StaleWatch | None = None
         self.asked = self._asked_all = self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
-    def start(self, step: int, trained: Collection[str] = ()) -> None:
-        """The run goes on from `step`: signal handlers and threads start. On the main thread, for signals.
-
-        Args:
-            trained: entries of what an optimizer changes: where they stay the same from snapshot to snapshot, that is
-                said.
-        """
+    def start(self, step: int) -> None:
+        """The run goes on from `step`: signal handlers and threads start. On the main thread, for signals."""
         if (loaded := self._engine.loaded) is not None:
             self._ledger.resumed(loaded.info.step, loaded.place)
-        if trained:
-            nearest = self._engine.config.tiers[0]
-            self._stale = StaleWatch(trained, Repository(open_storage(nearest.url, nearest.for_storage())).read)
-            self._sinks.add(self._stale)
         self.watch.boundary(step)
         self.watch.start()
         self._board.start()
@@ -131,8 +119,6 @@ class Stopping:
         self._board.close()
         if self._engine.live is not None:
             self._engine.live.close()
-        if self._stale is not None:
-            self._stale.close()
 
     # ---- at a boundary
 
@@ -142,8 +128,6 @@ class Stopping:
         Raises:
             DivergedError: all ranks end here. Where they are stopped as well they end for that: see `Halt.end_of`.
         """
-        if self._stale is not None and self._stale.found and (stale := self._stale.take()) is not None:
-            self._sinks.emit(stale)
         wanted = self.watch.boundary(step)
         if wanted and self.watch.take_save() is not None:
             self.asked, self._asked_all = self._shared is None, self._shared is not None

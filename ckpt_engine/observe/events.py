@@ -211,11 +211,24 @@ class WriterLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class StaleSnapshot(Event):
-    """None of the `tensors` that train has changed since the snapshot of `since_step`."""
+    """A durable snapshot has what the snapshot `since` had, although optimizer steps were made in between.
 
+    Args:
+        tier: where both are.
+        group: of the parameters of an optimizer.
+        what: `weights` or `moments` of the group.
+        tensors: the first of them; there are `count`.
+    """
+
+    snapshot: str
     step: int
+    since: str
     since_step: int
-    tensors: int
+    tier: str
+    group: str
+    what: str
+    tensors: tuple[str, ...]
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,9 +385,13 @@ def line(event: Event, *, count: int = 1) -> str:
         case IntervalChanged():
             return f"step {event.step}: snapshots {event.why}"
         case StaleSnapshot():
+            named = ", ".join(event.tensors) + ("" if event.count == len(event.tensors) else ", …")
             return (
-                f"step {event.step}: none of {event.tensors} trainable tensors has changed since the snapshot of step "
-                f"{event.since_step}; does the optimizer step, and with what learning rate?"
+                f"step {event.step}: the snapshot has the {event.what} of step {event.since_step} for {event.group}: "
+                f"the optimizer has stepped, and none of {count_of(event.count, 'tensor')} has changed ({named}) → "
+                f"`ckpt diff '{event.tier}#{event.since}' '{event.tier}#{event.snapshot}'` shows what has. If these "
+                f"change in training, old bytes were saved: resume from step {event.since_step} or earlier. Else look "
+                "at the group's gradients, learning rate and dtype"
             )
         case Requested():
             return f"{event.who} asks to {'save now' if event.what == 'save' else event.what}"

@@ -1,8 +1,7 @@
 """Whether a training has diverged, and where it goes on: pure rules, and the record of a rollback at the run's root.
 
 `LossGuard` judges losses alone. `plan_rollback` chooses the snapshot; the record counts rollbacks, stays for good, and
-is over as soon as there is a newer snapshot than the newest it knows. `StaleWatch` notices snapshots that go on while
-the weights do not change.
+is over as soon as there is a newer snapshot than the newest it knows.
 """
 
 from __future__ import annotations
@@ -10,19 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ckpt_engine.errors import CkptError, StorageMissingError
-from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
+from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
-from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.sealed_json import parsed, seal
 from ckpt_engine.store.storage.base import Storage
 
@@ -262,103 +257,3 @@ def of_json(row: dict[str, Any]) -> RollbackRecord:
         str(row["why"]),
         max(1, int(row.get("ranks", 1))),
     )
-
-
-EVERY_SECONDS = 60.0
-MOST_SECONDS = 3600.0
-"""Time between comparisons: while all is well it doubles, because a large manifest takes processor time to read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What the trainable entries of a snapshot hold: of each piece the digest, and its bytes.
-
-    It is made while the snapshot is the newest one: retention may remove it, or take components out of it, as soon as
-    the next one is there.
-    """
-
-    step: int
-    pieces: Mapping[str, tuple[tuple[str | None, int], ...]]
-
-    @classmethod
-    def of(cls, manifest: Manifest, trainable: Collection[str]) -> Content:
-        """That of a snapshot's entries among `trainable`."""
-        pieces = {
-            name: tuple((piece.content_digest, piece.raw_nbytes) for piece in manifest.entries[name].pieces)
-            for name in trainable
-            if name in manifest.entries
-        }
-        return cls(manifest.info.step, pieces)
-
-
-def unchanged(before: Content, after: Content) -> bool:
-    """Whether all entries that both snapshots have are the same, digest by digest.
-
-    False where nothing can be said: none in common, of unknown content, cut into other pieces, or no step in between.
-    """
-    common = before.pieces.keys() & after.pieces.keys()
-    if not common or after.step <= before.step:
-        return False
-    return all(
-        before.pieces[name] == after.pieces[name] and all(digest is not None for digest, _ in after.pieces[name])
-        for name in common
-    )
-
-
-_CLOSING_SECONDS = 2.0
-
-
-class StaleWatch:
-    """An event sink that compares committed snapshots with one before, on a thread that lives that long.
-
-    Reading a manifest may take as long as the storage likes; what was found is handed out by `take`. A comparison is of
-    two snapshots that follow each other, unless reading the older one takes longer.
-
-    Args:
-        trainable: entries of what an optimizer changes.
-        read: the manifest of a snapshot; called on the thread.
-    """
-
-    def __init__(self, trainable: Collection[str], read: Callable[[str], Manifest]) -> None:
-        self._trainable = frozenset(trainable)
-        self._read = read
-        self._before: Content | None = None
-        self._again, self._pause = 0.0, EVERY_SECONDS
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self.found: StaleSnapshot | None = None
-        """For `take`."""
-
-    def emit(self, event: Event) -> None:
-        if self._closed or not isinstance(event, SnapshotCommitted) or time.monotonic() < self._again:
-            return
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look, args=(event.snapshot,), name="ckpt-stale", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Look at no more snapshots, and wait for a look that goes on, unless the storage hangs. Idempotent."""
-        self._closed = True
-        if self._thread is not None:
-            self._thread.join(_CLOSING_SECONDS)
-
-    def take(self) -> StaleSnapshot | None:
-        """What was found since the last call. Training thread."""
-        found, self.found = self.found, None
-        return found
-
-    def _look(self, snapshot: str) -> None:
-        try:
-            content = Content.of(self._read(snapshot), self._trainable)
-        except CkptError:
-            return  # a newer one has taken its place already, and the next one is looked at
-        before, self._before = self._before, content
-        if before is None:
-            return
-        # Nothing is read for a while; the older one of the next comparison comes after that.
-        self._before = None
-        if unchanged(before, content):
-            self.found = StaleSnapshot(content.step, before.step, len(content.pieces))
-        else:
-            self._pause = min(2.0 * self._pause, MOST_SECONDS)
-        self._again = time.monotonic() + self._pause

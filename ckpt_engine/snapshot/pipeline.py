@@ -20,6 +20,7 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.probe.recorder import FlightRecorder
+from ckpt_engine.probe.trained_groups import TrainedGroups
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
@@ -92,6 +93,7 @@ class Pipeline:
         self.memory = memory
         self._newest = Newest(self.slots.release, of_ranks=session is not None)
         self._pulse: HeartbeatPage | None = None
+        self.groups = TrainedGroups()
         self.recorder: FlightRecorder | None = None
         """Its rows are shared with the writer."""
         self._copier = Copier()
@@ -286,6 +288,7 @@ class Pipeline:
         assert self._writer is not None
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
+        layout, marks = self.groups.look(capture)
         job = wanted.job(
             job=self._jobs,
             slot=slot.index,
@@ -295,10 +298,11 @@ class Pipeline:
             parent=self.lineage.parent,
             line=self.lineage.line(),
             pace=self.pace(),
+            marks=marks,
             **took(),
         )
         known = [one.index for one in self.slots.known()]
-        about = ((slot.index, slot.fd, slot.nbytes), known, capture.plan.layout, capture.plan.trees)
+        about = ((slot.index, slot.fd, slot.nbytes), known, layout, capture.plan.trees)
         writer, one = self._writer, InFlightJob(job, handle, about, self.memory)
         self._in_flight.add(one)
         claims = self._unchanged.claim(slot.index, known, capture)

@@ -55,6 +55,7 @@ class StatePlan:
         runs: what is copied together.
         apart: indices of the other sources that are in no run.
         schemas: arrays beside those of the state: what packed components look like.
+        drafts: all entries, those of other ranks too.
     """
 
     layout: Layout
@@ -67,6 +68,7 @@ class StatePlan:
     runs: tuple[AddressRun, ...] = ()
     apart: tuple[int, ...] = ()
     schemas: tuple[torch.Tensor, ...] = ()
+    drafts: tuple[EntrySource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class Planner:
         aboard = tuple(i for i, one in enumerate(sources) if drafting.device_of(every[one.array]).type == "cuda")
         runs, apart = _runs(layout, sources, arrays)
         apart = tuple(sorted(set(apart).difference(aboard)))
-        plan = StatePlan(layout, header, trees, sources, nbytes, gpus, aboard, runs, apart, tuple(schemas.values()))
+        extra = tuple(schemas.values())
+        plan = StatePlan(layout, header, trees, sources, nbytes, gpus, aboard, runs, apart, extra, tuple(drafts))
         views = any(d.storage_bytes is not None for d in drafts)
         addresses = _told([a.data_ptr() for a in arrays], copied)
         shared = first_of(addresses)

@@ -86,6 +86,9 @@ class Repository:
 
     What has been read of a manifest is remembered: manifests never change. Where many are new to it the catalog is
     asked first (`catalog.json`), so that requests grow with the pages of the listing and not with the snapshots.
+
+    Attributes:
+        damaged: data files that were read and do not have the bytes that were written; no plan refers to them.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -96,12 +99,13 @@ class Repository:
         self._stored_record: bytes | None = None
         self._run_of_manifests: str | None = None
         self._last_look: Sequence[tuple[names.ParsedId, ObjectInfo]] = ()
+        # The snapshots of the last listing, and those committed since.
         self._alive: set[str] = set()
-        """The snapshots of the last listing, and those committed since."""
         self._forgotten: set[str] = set()
         """Those whose manifests this object has removed durably since it last tried to put them."""
         self._unlisted: deque[str] = deque(maxlen=16)
         """Those that were known, are not forgotten, and are in the listing no more; the last ones, as any would do."""
+        self.damaged: set[str] = set()
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 

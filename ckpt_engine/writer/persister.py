@@ -461,10 +461,8 @@ class Persister:
         return found
 
     def _prune(self, newest: str) -> None:
-        """Retention after a commit."""
-        if self._primary.keeps_all:
-            return
-        protected = self._secondary.protected() if self._secondary is not None else {}
+        """What follows a commit."""
+        protected = {} if self._secondary is None or self._primary.keeps_all else self._secondary.protected()
         self._held_back = newest if protected else None
         try:
             self._lane.call(partial(self._primary.prune, newest, protected))

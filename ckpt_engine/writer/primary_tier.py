@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_engine.copy.encoded_copy import DedupBaseline, encoded
-from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
+from ckpt_engine.copy.job import ErrorRecord, GroupMark, History, TrainedGroup, WriterConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune, shortage
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_plan import plan_alone
+from ckpt_engine.copy.write_plan import plan_alone, read_back
 from ckpt_engine.copy.write_snapshot import ALONE, CommitStrategy, RawContents, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
@@ -48,6 +48,7 @@ from ckpt_engine.store.storage.local import device_of
 from ckpt_engine.store.storage.watchdog import AbandonedError, GuardedReader
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit_of_ranks import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
+from ckpt_engine.writer.freshness import Freshness
 
 LEASE_SECONDS = 60.0
 """How long it may take to see whether the holder of a lease lives, without a sign of progress."""
@@ -123,6 +124,8 @@ class PrimaryTier:
         self._lacked: set[str] = set()
         self._line: Line | None = None
         self._finish: CommitStrategy = ALONE
+        self._freshness = Freshness(config.url)
+        self._written: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest, Manifest] | None = None
         if lease is None:
             if repository.record() is None:
                 raise ForeignError(
@@ -190,7 +193,7 @@ class PrimaryTier:
                 contents = self._contents(staged)
                 self._make_room(contents)
             try:
-                committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
+                event, stored, whole = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish)
                 break
             except StorageFullError as err:
                 if self._finish.is_shared:  # the others have learned that this share failed
@@ -198,7 +201,8 @@ class PrimaryTier:
                 refused = err
         self._known.committed(stored)
         self._whole = (staged.snapshot,)
-        return committed
+        self._written = staged.cut_layout.layout.groups, staged.job.marks, whole, stored
+        return event
 
     def cancel(self, snapshot: str, why: str) -> None:
         """See `CommitStrategy.cancel`."""
@@ -230,7 +234,7 @@ class PrimaryTier:
             contents = encoded(staged, self._repository, self._codec, plan_alone)
         not_undone = partial(self._not_undone, staged)
         finish = Contributing(self._ranks, says_failure=False)
-        event, share = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
+        event, share, _ = write_snapshot(contents, self._tier, self._progress, not_undone, finish)
         self.left[snapshot], self._shares[snapshot] = event, share
         return event
 
@@ -339,7 +343,10 @@ class PrimaryTier:
         self._swept = False
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
-        """Retention after a commit, unless `keeps_all`. It is durable: nothing that goes wrong here is its failure."""
+        """After a commit a look at what is there, and retention. It is durable: nothing is its failure."""
+        self._look_back()
+        if self.keeps_all:
+            return
         assert self._lease is not None
         try:
             pruned = prune(
@@ -360,6 +367,18 @@ class PrimaryTier:
             return
         for event in pruned.events(self._url):
             self._emit(event)
+
+    def _look_back(self) -> None:
+        """Report what is stale in the newest snapshot, and a piece that is not as it was written; once."""
+        written, self._written = self._written, None
+        if written is None:
+            return
+        groups, marks, whole, stored = written
+        for event in self._freshness.compare(groups, marks, whole) if self._lease is not None else ():
+            self._emit(event)  # of the share of a rank nothing can be said
+        with suppress(StorageError, AbandonedError):  # the next snapshot reports a tier that does not answer
+            if (damage := read_back(self._repository, self._url, stored, self._known.read)) is not None:
+                self._emit(damage)
 
     def removed(self) -> str | None:
         """The newest snapshot that this writer has made durable, if somebody has removed it; None: it exists.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.store.manifest import Piece
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import open_storage
 
 WAIT_SECONDS = 60.0
 STEPS = 5
@@ -55,3 +60,51 @@ def test_a_later_snapshot_does_not_rest_on_damaged_data(
         found = ckpt.load()
         assert ckpt.loaded is not None and ckpt.loaded.rejected == ()
     assert torch.equal(found["frozen"], wanted) and found["w"][0] == STEPS - 1
+
+
+@pytest.mark.parametrize("codec", ["raw", "delta", "zstd"])
+@pytest.mark.parametrize("rots", [True, False])
+def test_what_the_disk_has_not_kept_is_named_at_once(
+    tmp_path: Path, codec: str, rots: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One piece of each durable snapshot is read back. The next one does not refer to the file that has lost it, though
+    all other pieces there are as they were."""
+    chosen, first = list[str](), list[Path]()
+    choice = secrets.choice
+
+    def rotting(pieces: Sequence[tuple[str, Piece]]) -> tuple[str, Piece]:
+        name, piece = choice(pieces)
+        chosen.append(name)
+        first[:] = first or (tmp_path / "data").iterdir()
+        if rots and len(chosen) == 1:
+            with first[piece.file].open("r+b") as file:
+                file.seek(piece.offset + piece.nbytes // 2)
+                byte = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes(255 - one for one in byte))
+        return name, piece
+
+    monkeypatch.setattr(secrets, "choice", rotting)
+    state = {**{f"frozen{number}": torch.randn(10_000) for number in range(30)}, "w": torch.zeros(2000)}
+    streams = random.getstate()
+    with Checkpointer(tiers=[{"url": str(tmp_path), "codec": codec}], writer="thread") as ckpt:
+        snapshot = ckpt.save(state, step=1).wait(WAIT_SECONDS)
+        state["w"].fill_(2)
+        newest = ckpt.save(state, step=2).wait(WAIT_SECONDS)
+    assert random.getstate() == streams and len(chosen) == 2
+    found = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    files = {Path(file.name) for file in Repository(open_storage(str(tmp_path))).read(newest).files}
+    shared = files & {one.relative_to(tmp_path) for one in first}
+    if not rots:
+        assert shared and not found
+        return
+    (message,) = found
+    assert not shared and f"{chosen[0]!r}" in message and snapshot in message and "CKPT401" in message
+    assert first[0].name in message and f"`ckpt verify {tmp_path}`" in message
+
+
+def test_a_state_without_tensors_has_nothing_to_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is saved like any other."""
+    with Checkpointer(str(tmp_path), writer="thread") as ckpt:
+        assert ckpt.save({"a": 1}, step=1).wait(WAIT_SECONDS)
+    assert not [record for record in caplog.records if record.levelname != "INFO"]

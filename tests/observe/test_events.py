@@ -20,7 +20,7 @@ SAMPLES: list[Event] = [
     events.TierRecovered("s3://b/r", 60.0),
     events.IntervalChanged(5, 38, "every 38 steps: ..."),
     events.WriterLost("the writer process died"),
-    events.StaleSnapshot(40, 30, 12),
+    events.StaleSnapshot("b", 40, "a", 30, "/run", "group 0 of sgd", "weights", ("w", "v"), 12),
     events.Requested("save", "ann on node7"),
     events.SnapshotFound("id", 7, "/run"),
     events.Notice("WARNING", "something"),

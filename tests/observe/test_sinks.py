@@ -100,8 +100,10 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         ("WARNING", "the writer process died"),
         (
             "WARNING",
-            "step 40: none of 12 trainable tensors has changed since the snapshot of step 30; does the optimizer step, "
-            "and with what learning rate?",
+            "step 40: the snapshot has the weights of step 30 for group 0 of sgd: the optimizer has stepped, and none "
+            "of 12 tensors has changed (w, v, …) → `ckpt diff '/run#a' '/run#b'` shows what has. If these change in "
+            "training, old bytes were saved: resume from step 30 or earlier. Else look at the group's gradients, "
+            "learning rate and dtype",
         ),
         ("INFO", "ann on node7 asks to save now"),
         ("DEBUG", "step 7: snapshot id is the newest on /run"),

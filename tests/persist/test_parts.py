@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from ckpt_engine.copy.job import (
     EntryLayout,
     ErrorRecord,
+    GroupMark,
     JobDone,
     KeySkeleton,
     Layout,
     PersistJob,
+    TrainedGroup,
     WriterConfig,
     config_from_json,
     done_from_json,
@@ -166,12 +168,14 @@ def test_a_layout_that_contradicts_itself_is_refused(entry: EntryLayout) -> None
         CutLayout.of(Layout(8, 32, (entry,)))
 
 
-JOB = PersistJob(7, 0, {"m": [1, None]}, 5, None, "end", {"l": 0.5}, 1.5, 2.5, "p", {"n": []})
+MARKS = (GroupMark(True, -5, 7),)
+JOB = PersistJob(7, 0, {"m": [1, None]}, 5, None, "end", {"l": 0.5}, 1.5, 2.5, "p", {"n": []}, marks=MARKS)
 
 
 def test_values_survive_the_wire() -> None:
     """Every value is equal to itself after JSON."""
-    layout = Layout(8, 32, (EntryLayout("a", "float32", (1, 2), "F32", 8, 8),))
+    groups = (TrainedGroup("group 0 of sgd", ("a",), ("b", "c"), ()),)
+    layout = Layout(8, 32, (EntryLayout("a", "float32", (1, 2), "F32", 8, 8),), groups=groups)
     done = JobDone(4, None, ErrorRecord("CKPT301", "full", "free space"))
     config = WriterConfig("/x", keep={"last": 2}, holder=LeaseHolder(1, "here", 2.0, "python"))
     assert layout_from_json(decode(encode(layout_to_json(layout)))) == layout

@@ -31,6 +31,7 @@ from ckpt_engine.copy.write_snapshot import Finish, Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.replicas import difference, listed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.object_requests import GrowingPauses
@@ -82,6 +83,31 @@ class SessionSnapshots(Container[str]):
         return found
 
 
+class ReplicaCheck:
+    """Reports weights that are not the same on all ranks, once for each array that is the first.
+
+    Args:
+        say: takes warnings.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._said = ""
+
+    def look(self, storage: Storage, whole: Manifest) -> None:
+        """At a snapshot that is committed."""
+        try:
+            found = difference(storage, whole)
+        except (CkptError, LookupError, ValueError) as err:  # no snapshot fails for this
+            found = f"some arrays ({err})"
+        if found and found != self._said:
+            self._said = found
+            self._say(
+                f"replicas differ at step {whole.info.step:,}: {found}. Each rank writes a part of a snapshot: a "
+                "resume continues from a mixture"
+            )
+
+
 class Gathering(Finish):
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
@@ -94,6 +120,7 @@ class Gathering(Finish):
         still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
         alone: set when the trainer is gone. The restarted one waits for the lease then, and can complete the snapshot
             as well: it is left as it is after `alone_seconds`.
+        say: takes warnings.
     """
 
     is_shared = True
@@ -106,7 +133,9 @@ class Gathering(Finish):
         still_ours: Callable[[], object],
         alone: threading.Event,
         alone_seconds: float = ALONE_SECONDS,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self._replicas = ReplicaCheck(say)
         self._alone_seconds = alone_seconds
         self._ranks = ranks
         self.in_flight: SessionSnapshots = in_flight
@@ -125,6 +154,7 @@ class Gathering(Finish):
         self._progress.check()
         repository.commit(whole)
         self.in_flight.settle(staged.snapshot)
+        self._replicas.look(repository.storage, whole)
         with suppress(CkptError):  # the next start removes what is left
             for one in (staged.snapshot, *self.in_flight.declined_before(staged.snapshot)):
                 part_records.remove(repository.storage, one, self._ranks.members)
@@ -232,7 +262,7 @@ def _other_parts(
         if not missing or any(part.cancelled is not None for part in found.values()):
             return list(found.values())
     raise WaitTimeoutError(
-        f"no part of {snapshot} came from {_listed(missing)} in time",
+        f"no part of {snapshot} came from {listed(missing)} in time",
         hint="see whether these ranks live, and whether they write to the same place",
     )
 
@@ -251,11 +281,6 @@ def _looking(
         pause_seconds = looks.after(pause_seconds)
 
 
-def _listed(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
-
-
 GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
 """Between two looks at the tier for what others have left."""
 
@@ -266,10 +291,14 @@ class Gather:
     Args:
         ranks: the configuration of the leader that this works for.
         pause: waits so many seconds; raises where the copy under way is not wanted any more.
+        say: takes warnings.
     """
 
-    def __init__(self, ranks: RankConfig, pause: Callable[[float], object]) -> None:
+    def __init__(
+        self, ranks: RankConfig, pause: Callable[[float], object], say: Callable[[str], object] = lambda _: None
+    ) -> None:
         self.ranks = ranks
+        self._replicas = ReplicaCheck(say)
         self._pause = pause
 
     def begin(self, target: Repository) -> tuple[str, ...]:
@@ -306,6 +335,7 @@ class Gather:
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
+            self._replicas.look(storage, whole)
         except (CkptError, CopySourceError):
             with suppress(CkptError):  # the next question removes what is left
                 _withdraw(storage, snapshot)

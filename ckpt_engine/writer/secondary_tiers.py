@@ -138,7 +138,7 @@ class SecondaryTiers:
             progress.moved(seconds)
             gate.pause(seconds)
 
-        return Gather(ranks, pause)
+        return Gather(ranks, pause, lambda text: self._emit(Notice("WARNING", text)))
 
     def _open(self, number: int) -> Storage:
         tier = self._config.tiers[number]

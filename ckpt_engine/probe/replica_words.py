@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
+import xxhash
 
-from ckpt_engine.probe.batch import digest_of
-from ckpt_engine.probe.raw_memory import PLAIN
+from ckpt_engine.probe.batch import WHOLE_BYTES, digest_of
+from ckpt_engine.probe.raw_memory import MEMORY, PLAIN, words
 from ckpt_engine.state.entries import entry_name
 from ckpt_engine.store.replicas import NAMES, ROW_BYTES, WORDS
 from ckpt_engine.store.tree import is_dense
@@ -23,30 +25,41 @@ def tables_of(values: Iterable[tuple[_Path, Any]]) -> dict[str, dict[str, torch.
     Args:
         values: tensors, or dicts of them, by their paths.
     """
-    found: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for path, tensor in _tensors(values):
-        found[path[0]].append((entry_name(path), tensor))
+    found: dict[str, list[tuple[_Path, torch.Tensor]]] = defaultdict(list)
+    _add(found, values)
     return {component: table for component, some in found.items() if (table := _table(some))}
 
 
-def _tensors(values: Iterable[tuple[_Path, Any]]) -> Iterator[tuple[_Path, torch.Tensor]]:
+def _add(found: dict[str, list[tuple[_Path, torch.Tensor]]], values: Iterable[tuple[_Path, Any]]) -> None:
     for path, value in values:
         if isinstance(value, dict):
-            yield from _tensors(((*path, key), one) for key, one in value.items())
+            _add(found, [((*path, key), one) for key, one in value.items()])
         elif type(value) in PLAIN and value.layout is torch.strided and value.dim():
-            yield path, value.detach()
+            found[path[0]].append((path, value))
 
 
-def _table(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    host = [(name, digest_of(one).to_bytes(ROW_BYTES, "little")) for name, one in tensors if one.is_cpu]
+_name_of = lru_cache(1 << 16)(entry_name)
+
+
+def _table(tensors: list[tuple[_Path, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    host = [(path, _digest(one)) for path, one in tensors if one.is_cpu]
     fits = (one for one in tensors if one[1].is_cuda and one[1].nbytes >= ROW_BYTES)
-    cuda = [(name, one) for name, one in fits if is_dense(one.shape, one.stride())]
-    names, words = [name for name, _ in [*host, *cuda]], [_bytes(b"".join(row for _, row in host))] if host else []
+    cuda = [(path, one) for path, one in fits if is_dense(one.shape, one.stride())]
+    names = [_name_of(path) for path, _ in [*host, *cuda]]
+    rows = [_bytes(b"".join([row for _, row in host]))] if host else []
     if cuda:
         device = cuda[0][1].device
-        words = [one.pin_memory() for one in words] + [_spread(one) for _, one in cuda]
-        words = [one.to(device, non_blocking=True) for one in words]
-    return {NAMES: _bytes("\n".join(names).encode()), WORDS: torch.cat(words)} if words else {}
+        rows = [one.pin_memory() for one in rows] + [_spread(one) for _, one in cuda]
+        rows = [one.to(device, non_blocking=True) for one in rows]
+    return {NAMES: _bytes("\n".join(names).encode()), WORDS: torch.cat(rows)} if rows else {}
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    if not tensor.is_contiguous():
+        return digest_of(tensor).to_bytes(ROW_BYTES, "little")
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    data = MEMORY[address : address + nbytes] if nbytes <= WHOLE_BYTES else words(address, nbytes)
+    return xxhash.xxh3_128_digest(data)
 
 
 def _bytes(data: bytes) -> torch.Tensor:
@@ -55,5 +68,5 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes that are as far from each other as can be, each the lowest one of an element where these have 8 or less."""
-    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    data = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return data[:: data.numel() // ROW_BYTES // 8 * 8 or 1][:ROW_BYTES]

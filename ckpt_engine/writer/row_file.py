@@ -19,8 +19,6 @@ from ckpt_engine.store.storage.object_requests import asking
 
 APPEND_SECONDS = 1.0
 """A folder has what was recorded that long ago."""
-PUT_ROWS = 512
-"""Other places get the newest ones with a commit, as an object cannot be added to."""
 _END_SECONDS = 2.0
 
 
@@ -129,14 +127,14 @@ class RowFile:
         assert self._ring is not None
         self._committed.clear()
         newest = list(self._ring.after(self._written))
-        self._written += max(0, len(newest) - PUT_ROWS)
+        self._written += max(0, len(newest) - rows.PUT_ROWS)
         if newest:
-            text = self._header + b"".join(newest[-PUT_ROWS:])
+            text = self._header + b"".join(newest[-rows.PUT_ROWS :])
             self._storage.put(self._name, [memoryview(text)], exclusive=False)
 
     def _forget_older(self) -> None:
         """Of earlier processes the newest ones are of use."""
         rank = names.rows_rank(self._name)
         with suppress(CkptError):
-            if rank is not None and (older := rows.files_of(self._storage, rank)[: -rows.KEPT_FILES]):
-                self._storage.delete(*older)
+            if rank is not None:
+                rows.forget_older(self._storage, rank)

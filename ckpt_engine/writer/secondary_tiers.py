@@ -405,6 +405,7 @@ class NodeMemberTier(SecondaryTier):
         self.waiting = tuple(self._wanted(list(near.values()), there))
         if self.waiting and self._is_unasked():
             self.waiting = ()
+        self.rows.copy()
         self._look_later(due=bool(self.waiting))
         return False
 

@@ -306,3 +306,19 @@ def _copy(source: Path, target: Path) -> None:
         if path.is_file() and path.name != "lease.json":
             (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
             (target / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+def test_rows_are_read_from_a_further_tier_where_the_nearest_is_lost(tmp_path: Path) -> None:
+    """As after the loss of a machine: they were copied with the snapshots, and at the end."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = {"tiers": [{"url": str(near)}, {"url": str(far)}]}
+    train(near, make(), END, **tiers)
+    shutil.rmtree(near)
+    replay = replay_of(train(near, make(1), END, **tiers))
+    assert replay == Replay("exact", END - SNAPSHOT, replay.why)
+    changed = make(2)
+    shutil.rmtree(near)
+    changed.at = lambda job, step, _: job.model.head.bias.data.add_(1.0) if step == SNAPSHOT + 2 else None
+    first = replay_of(train(near, changed, END, **tiers)).first
+    assert first is not None
+    assert (first.step, first.what) == (SNAPSHOT + 2, "weights")

@@ -269,9 +269,7 @@ class Engine:
         """
         if self.config.replay == "off":
             return None
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        stops = self.config.replay == "stop"
-        self._pipeline.record(FlightRecorder(optimizers, modules, rank, size, stops=stops))
+        self._pipeline.record(FlightRecorder(optimizers, modules, self.ranks, stops=self.config.replay == "stop"))
         return self._pipeline.recorder
 
     def expect_replay(self, found: restore.Loaded) -> None:

@@ -151,6 +151,8 @@ class RunTimes:
         self.seconds = dict.fromkeys(TIMES, 0.0)
         self.measured: Callable[[], Mapping[str, float]] = dict
         """What the cadence has measured, see `MEASURED`."""
+        self.resume_exact: float | None = None
+        """1.0: the resume is proved exact, 0.0: a repeated step was different; None: not known, or not compared."""
         self.step = -1
         """The last one that is complete."""
         self._until = self._now() - age
@@ -293,6 +295,7 @@ class RunMetrics:
 
         `stall_seconds`, `snapshot_bytes` and `latency_seconds` are those of the newest snapshot; `written_bytes`,
         `committed`, `skipped` and `failed` count since the start; `interval_steps` is missing while there is none.
+        `resume_exact` is there once the repeated steps were compared: 1 is equal, and 0 is different.
         `replicated`, `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
         """
         numbers: dict[str, float] = {
@@ -309,6 +312,8 @@ class RunMetrics:
             numbers["tiers_away"] = float(sum(self._tiers.values()))
         if self._times is not None:
             numbers |= self._times.spent.numbers()
+            if (exact := self._times.resume_exact) is not None:
+                numbers["resume_exact"] = exact
         if self._cadence is not None:
             if (interval := self._cadence.interval_steps) is not None:
                 numbers["interval_steps"] = float(interval)

@@ -8,10 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import xxhash
 
-from ckpt_engine.probe.batch import WHOLE_BYTES, digest_of
-from ckpt_engine.probe.raw_memory import MEMORY, PLAIN, words
+from ckpt_engine.probe.batch import digest_of
+from ckpt_engine.probe.raw_memory import PLAIN
 from ckpt_engine.state.entries import entry_name
 from ckpt_engine.store.replicas import NAMES, ROW_BYTES, WORDS
 from ckpt_engine.store.tree import is_dense
@@ -42,28 +41,21 @@ _name_of = lru_cache(1 << 16)(entry_name)
 
 
 def _table(tensors: list[tuple[_Path, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    host = [(path, _digest(one)) for path, one in tensors if one.is_cpu]
-    fits = (one for one in tensors if one[1].is_cuda and one[1].nbytes >= ROW_BYTES)
-    cuda = [(path, one) for path, one in fits if is_dense(one.shape, one.stride())]
-    names = [_name_of(path) for path, _ in [*host, *cuda]]
-    rows = [_bytes(b"".join([row for _, row in host]))] if host else []
+    host = [(path, digest_of(one).to_bytes(ROW_BYTES, "little")) for path, one in tensors if one.is_cpu]
+    cuda = [
+        (path, one)
+        for path, one in tensors
+        if one.is_cuda and one.nbytes >= ROW_BYTES and is_dense(one.shape, one.stride())
+    ]
+    rows = [torch.frombuffer(bytearray().join(row for _, row in host), dtype=torch.uint8)] if host else []
     if cuda:
         device = cuda[0][1].device
         rows = [one.pin_memory() for one in rows] + [_spread(one) for _, one in cuda]
         rows = [one.to(device, non_blocking=True) for one in rows]
-    return {NAMES: _bytes("\n".join(names).encode()), WORDS: torch.cat(rows)} if rows else {}
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    if not tensor.is_contiguous():
-        return digest_of(tensor).to_bytes(ROW_BYTES, "little")
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    data = MEMORY[address : address + nbytes] if nbytes <= WHOLE_BYTES else words(address, nbytes)
-    return xxhash.xxh3_128_digest(data)
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    names = "\n".join(_name_of(path) for path, _ in [*host, *cuda])
+    if not rows:
+        return {}
+    return {NAMES: torch.frombuffer(bytearray(names.encode()), dtype=torch.uint8), WORDS: torch.cat(rows)}
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from ckpt_engine.store.decode import decoder_of
@@ -39,8 +39,7 @@ def difference(storage: Storage, manifest: Manifest) -> str:
     Raises:
         CkptError: the words cannot be read.
     """
-    said = [_difference(storage, manifest, tables) for tables in differing(manifest).values()]
-    return "; ".join(said)
+    return "; ".join(_difference(storage, manifest, tables) for tables in differing(manifest).values())
 
 
 def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:
@@ -54,16 +53,16 @@ def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:
         return bytes(found)
 
     words = {rank: read(rank, WORDS) for rank in sorted(tables)}
-    rows = []
-    for number, name in enumerate(read(min(tables), NAMES).decode().split("\n")):
-        groups: dict[bytes, list[int]] = defaultdict(list)
-        for rank, data in words.items():
-            groups[data[number * ROW_BYTES : (number + 1) * ROW_BYTES]].append(rank)
-        if len(groups) > 1:
-            rows.append((name, max(groups.values(), key=len)))
-    name, usual = rows[0]
-    others = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
-    return f"{name}{others} is not the same on {listed(words.keys() - set(usual))} as on {listed(usual)}"
+    names = read(min(tables), NAMES).decode().split("\n")
+    rows = [
+        {rank: data[at : at + ROW_BYTES] for rank, data in words.items()}
+        for at in range(0, len(names) * ROW_BYTES, ROW_BYTES)
+    ]
+    apart = [(name, row) for name, row in zip(names, rows, strict=True) if len(set(row.values())) > 1]
+    usual = Counter(apart[0][1].values()).most_common(1)[0][0]
+    groups = [listed(rank for rank, data in apart[0][1].items() if (data == usual) is same) for same in (False, True)]
+    others = f" and {len(apart) - 1:,} more" if len(apart) > 1 else ""
+    return f"{apart[0][0]}{others} is not the same on {groups[0]} as on {groups[1]}"
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -125,32 +125,26 @@ def files_of(storage: Storage, rank: int) -> list[str]:
     return sorted(one.name for one in storage.list(names.ROWS) if names.rows_rank(one.name) == rank)
 
 
-def forget_older(storage: Storage, rank: int) -> None:
-    """Remove the rows of older processes. Raises `StorageError`."""
-    storage.delete(*files_of(storage, rank)[:-KEPT_FILES])
+def forget_older(storage: Storage, name: str) -> None:
+    """Remove the rows of processes that are too old to be of use, of the rank of this object. Raises `StorageError`."""
+    if (rank := names.rows_rank(name)) is not None:
+        storage.delete(*files_of(storage, rank)[:-KEPT_FILES])
 
 
-class RowCopies:
-    """Copies the rows of all ranks to a further place.
+def copy_rows(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:
+    """Copy the rows of all ranks to a further place, as far as they are new. Raises `StorageError`.
 
     Args:
-        source, target: the places.
+        copied: by name, size and version of what was copied.
     """
-
-    def __init__(self, source: Storage, target: Storage) -> None:
-        self._source, self._target = source, target
-        self._copied: dict[str, tuple[int, str]] = {}
-        """By name, size and version of what was copied."""
-
-    def copy(self) -> None:
-        """Copy what is new. Raises `StorageError`."""
-        for one in self._source.list(names.ROWS):
-            if (rank := names.rows_rank(one.name)) is not None and self._copied.get(one.name) != (one.nbytes, one.version):
-                data = memoryview(self._source.get(one.name))
-                newest = data[ROW_BYTES : len(data) // ROW_BYTES * ROW_BYTES][-PUT_ROWS * ROW_BYTES :]
-                self._target.put(one.name, [data[:ROW_BYTES], newest], exclusive=False)
-                self._copied[one.name] = one.nbytes, one.version
-                forget_older(self._target, rank)
+    for one in source.list(names.ROWS):
+        content = one.nbytes, one.version
+        if names.rows_rank(one.name) is not None and copied.get(one.name) != content:
+            data = memoryview(source.get(one.name))
+            newest = data[ROW_BYTES : len(data) // ROW_BYTES * ROW_BYTES][-PUT_ROWS * ROW_BYTES :]
+            target.put(one.name, [data[:ROW_BYTES], newest], exclusive=False)
+            copied[one.name] = content
+            forget_older(target, one.name)
 
 
 def read_lives(storages: Iterable[Storage], rank: int, but: str = "") -> list[ProcessRows]:

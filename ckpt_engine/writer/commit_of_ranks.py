@@ -83,31 +83,6 @@ class SessionSnapshots(Container[str]):
         return found
 
 
-class ReplicaCheck:
-    """Reports weights that are not the same on all ranks, once for each array that is the first.
-
-    Args:
-        say: takes warnings.
-    """
-
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
-        self._said = ""
-
-    def look(self, storage: Storage, whole: Manifest) -> None:
-        """At a snapshot that is committed."""
-        try:
-            found = difference(storage, whole)
-        except (CkptError, LookupError, ValueError) as err:  # no snapshot fails for this
-            found = f"some arrays ({err})"
-        if found and found != self._said:
-            self._said = found
-            self._say(
-                f"replicas differ at step {whole.info.step:,}: {found}. Each rank writes a part of a snapshot: a "
-                "resume continues from a mixture"
-            )
-
-
 class Gathering(Finish):
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
@@ -135,7 +110,9 @@ class Gathering(Finish):
         alone_seconds: float = ALONE_SECONDS,
         say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._replicas = ReplicaCheck(say)
+        self._say = say
+        self._differing = ""
+        """What was reported of replicas last."""
         self._alone_seconds = alone_seconds
         self._ranks = ranks
         self.in_flight: SessionSnapshots = in_flight
@@ -154,7 +131,14 @@ class Gathering(Finish):
         self._progress.check()
         repository.commit(whole)
         self.in_flight.settle(staged.snapshot)
-        self._replicas.look(repository.storage, whole)
+        with suppress(CkptError):  # no snapshot fails for this, and the next one is looked at again
+            found = difference(repository.storage, whole)
+            if found and found != self._differing:
+                self._differing = found
+                self._say(
+                    f"replicas differ at step {whole.info.step:,}: {found}. Each rank writes a part of a snapshot: a "
+                    "resume continues from a mixture"
+                )
         with suppress(CkptError):  # the next start removes what is left
             for one in (staged.snapshot, *self.in_flight.declined_before(staged.snapshot)):
                 part_records.remove(repository.storage, one, self._ranks.members)
@@ -291,14 +275,10 @@ class Gather:
     Args:
         ranks: the configuration of the leader that this works for.
         pause: waits so many seconds; raises where the copy under way is not wanted any more.
-        say: takes warnings.
     """
 
-    def __init__(
-        self, ranks: RankConfig, pause: Callable[[float], object], say: Callable[[str], object] = lambda _: None
-    ) -> None:
+    def __init__(self, ranks: RankConfig, pause: Callable[[float], object]) -> None:
         self.ranks = ranks
-        self._replicas = ReplicaCheck(say)
         self._pause = pause
 
     def begin(self, target: Repository) -> tuple[str, ...]:
@@ -335,7 +315,6 @@ class Gather:
             require_files(storage, whole.files)
             with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
-            self._replicas.look(storage, whole)
         except (CkptError, CopySourceError):
             with suppress(CkptError):  # the next question removes what is left
                 _withdraw(storage, snapshot)

@@ -44,7 +44,7 @@ from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
 from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy, branch_id, by_age, policy_from
-from ckpt_engine.store.rows import RowCopies
+from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
 from ckpt_engine.writer.commit_of_ranks import Gather
@@ -135,7 +135,7 @@ class SecondaryTier:
         self.sent_bytes = 0
         self._done: set[str] = set()
         """What was sent, or did not fit, and a nearer tier still has: it is not sent again when a limit removes it."""
-        self.rows = RowCopies(nearer[0].repository.storage, places.copies)
+        self.copied_rows: dict[str, tuple[int, str]] = {}
         self._guard = threading.Lock()
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
@@ -181,7 +181,7 @@ class SecondaryTier:
         self.waiting = tuple(wanted)
         if not wanted:
             if self._nearer[0].usable():
-                self.rows.copy()
+                copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_rows)
             return False
         self.copying = copying = wanted[0]
         try:

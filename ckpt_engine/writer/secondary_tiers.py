@@ -27,6 +27,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.object_requests import ask_apart
@@ -138,7 +139,7 @@ class SecondaryTiers:
             progress.moved(seconds)
             gate.pause(seconds)
 
-        return Gather(ranks, pause, lambda text: self._emit(Notice("WARNING", text)))
+        return Gather(ranks, pause)
 
     def _open(self, number: int) -> Storage:
         tier = self._config.tiers[number]
@@ -405,7 +406,7 @@ class NodeMemberTier(SecondaryTier):
         self.waiting = tuple(self._wanted(list(near.values()), there))
         if self.waiting and self._is_unasked():
             self.waiting = ()
-        self.rows.copy()
+        copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_rows)
         self._look_later(due=bool(self.waiting))
         return False
 

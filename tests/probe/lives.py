@@ -66,6 +66,8 @@ class Job:
     loader: DataLoader[Any]
     at: Callable[[Job, int, list[torch.Tensor]], None] = lambda *_: None
     states: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What loggers got last."""
 
     def state(self) -> list[torch.Tensor]:
         """Copies of all weights and moments."""
@@ -105,6 +107,7 @@ def train(root: Path, job: Job, until: int, **options: Any) -> Mapping[str, Any]
                 job.optimizer.step()
                 job.scheduler.step()
                 job.states[run.global_step] = job.state()
+                job.numbers = run.numbers()
     path = root / FILE_NAME
     return dict(json.loads(path.read_text())) if path.exists() else {}
 

@@ -78,12 +78,14 @@ def test_an_exact_resume_is_proved_by_the_steps_that_it_repeats(tmp_path: Path) 
     """All steps behind the snapshot are compared, another seed does not matter, and a third life repeats the second."""
     _begin(tmp_path)
     for seed in (1, 2):
-        replay = replay_of(train(tmp_path, make(seed), END + 1 if seed == 1 else END + 3))
+        job = make(seed)
+        replay = replay_of(train(tmp_path, job, END + 1 if seed == 1 else END + 3))
         count = END - SNAPSHOT if seed == 1 else END + 1 - SNAPSHOT
         assert (replay.result, replay.steps, replay.first) == ("exact", count, None)
         assert replay.text() == (
             f"resume proved exact: {count} of {count} repeated steps gave the same batches and weights"
         )
+        assert job.numbers["ckpt/resume_exact"] == 1.0
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -100,6 +102,7 @@ def test_one_change_in_a_repeated_step_is_found_and_named(tmp_path: Path, name: 
     job.at = at
     replay = replay_of(train(tmp_path, job, END + 1))
     assert replay.result == "different"
+    assert job.numbers["ckpt/resume_exact"] == 0.0
     assert replay.first is not None
     assert replay.first.what in kinds
     assert SNAPSHOT + 2 <= replay.first.step <= SNAPSHOT + 4
@@ -120,8 +123,10 @@ def test_other_data_are_found_in_the_batch(tmp_path: Path, monkeypatch: pytest.M
 def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
     """Nothing was repeated; training ends before all of it was; nothing was recorded."""
     train(tmp_path / "even", make(), SNAPSHOT)
-    even = replay_of(train(tmp_path / "even", make(), SNAPSHOT + 1))
+    job = make()
+    even = replay_of(train(tmp_path / "even", job, SNAPSHOT + 1))
     assert even == Replay("not compared", 0, "no step was repeated")
+    assert "ckpt/resume_exact" not in job.numbers
     _begin(tmp_path / "lost")
     shutil.rmtree(tmp_path / "lost" / "replay")
     lost = replay_of(train(tmp_path / "lost", make(), SNAPSHOT + 1))

@@ -39,7 +39,7 @@ def difference(storage: Storage, manifest: Manifest) -> str:
     Raises:
         CkptError: the words cannot be read.
     """
-    return "; ".join(_difference(storage, manifest, tables) for tables in differing(manifest).values())
+    return "; ".join([_difference(storage, manifest, tables) for tables in differing(manifest).values()])
 
 
 def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ from ckpt_engine.errors import (
     ConfigError,
     SnapshotFailedError,
     SnapshotSkippedError,
-    StorageError,
     WaitTimeoutError,
 )
 from ckpt_engine.observe.clock import SystemClock
@@ -58,7 +56,7 @@ from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.rows import ProcessRows, files_of, read_life
+from ckpt_engine.store.rows import read_lives
 from ckpt_engine.writer.client import WriterClient
 
 CLOSE_TIMEOUT_SECONDS = 600.0
@@ -272,9 +270,7 @@ class Engine:
         self._pipeline.groups.named = optimizers
         if self.config.replay == "off":
             return None
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        stops = self.config.replay == "stop"
-        self._pipeline.record(FlightRecorder(optimizers, modules, rank, size, stops=stops))
+        self._pipeline.record(FlightRecorder(optimizers, modules, self.ranks, stops=self.config.replay == "stop"))
         return self._pipeline.recorder
 
     def expect_replay(self, found: restore.Loaded) -> None:
@@ -285,10 +281,8 @@ class Engine:
         """
         if (recorder := self.recorder) is None:
             return
-        storage, read = self._restorer.nearest().storage, list[ProcessRows | None]()
-        with suppress(StorageError):  # nothing is compared then
-            read = [read_life(storage, name) for name in files_of(storage, recorder.rank) if name != recorder.name]
-        earlier = [one for one in read if one is not None]
+        storages = (tier.storage for tier in self._restorer.places() if tier.storage.url not in self._restorer.away)
+        earlier = read_lives(storages, recorder.rank, but=recorder.name)
         recorder.expect(found.manifest.notes.get(NOTE), found.info.step, earlier)
 
     @property

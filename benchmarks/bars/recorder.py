@@ -85,7 +85,7 @@ def run(bench: Bench) -> BarResult:
 
 def _candidate(optimizer: Idle, batch: Any, steps: int, *, records: bool) -> Callable[[], float]:
     def measured() -> float:
-        recorder = FlightRecorder(lambda: {"optimizer": optimizer}, dict, 0, 1, stops=False) if records else None
+        recorder = FlightRecorder(lambda: {"optimizer": optimizer}, dict, None, stops=False) if records else None
         try:
             _train(optimizer, recorder, batch, 1)  # makes the plan
             began = time.thread_time()

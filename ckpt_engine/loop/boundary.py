@@ -396,21 +396,15 @@ class TrainingRun:
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
         self._judges, self._took = losses is not None, False
-        self._recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
+        self._recorder = recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
+        self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
+        """Takes each batch that the loop gets of its training loader."""
+        self.begins: Callable[[int], object] = recorder.begin if recorder is not None else lambda _: None
+        """See `FlightRecorder.begin`."""
 
     def resume(self, learned: Mapping[str, Any]) -> None:
         """Go on with what the earlier process had learned about its snapshots."""
         self.cadence.restore(learned, failure=ended_by(self.engine))
-
-    def took(self, batch: Any) -> None:
-        """The loop got a batch of its training loader."""
-        if self._recorder is not None:
-            self._recorder.took(batch)
-
-    def begins(self, ahead: int) -> None:
-        """See `FlightRecorder.begin`."""
-        if self._recorder is not None:
-            self._recorder.begin(ahead)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make the arena ready in the background, for states like this one."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from itertools import islice
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.audit.values import PLAIN, address, digest, freeze, tensors_in
+from ckpt_engine.audit.values import PLAIN, address, digest, freeze
 from ckpt_engine.copy.job import KeySkeleton
 from ckpt_engine.data import rng, sample_assignment
 from ckpt_engine.data.position import LoaderPosition
@@ -34,6 +33,7 @@ from ckpt_engine.loop.components import Components, made_by_script, managed, sta
 from ckpt_engine.loop.distributed_models import GradientOrder, is_flat
 from ckpt_engine.loop.failing_loop import require_loadable
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
+from ckpt_engine.probe.replica_words import tables_of
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Live, Loaded
@@ -45,6 +45,7 @@ from ckpt_engine.state.optimizers import StoredOrder, clean_name
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
+from ckpt_engine.store.replicas import REPLICAS, differing
 from ckpt_engine.store.tree import check
 
 OWN_VERSION = 1
@@ -102,9 +103,11 @@ class Capture:
             state = before(state)
         self._weights = {key: one for key, one in state.items() if self._parts.owner((key, "")) is not None}
         self._managed = None
+        values, tables = own_values(state, self._ranks)
         return state | {
             OWN_KEY: {
                 "version": OWN_VERSION,
+                **({REPLICAS: tables} if tables else {}),
                 "gradients": dict(gradients),
                 "hidden": large,
                 "parameters": self._parameters.array(),
@@ -116,7 +119,7 @@ class Capture:
                         "made": self.made,
                         "audit": hidden,
                         "gradient_order": self._gradient_order().state(),
-                        "values": own_values(state, self._ranks),
+                        "values": values,
                     }
                 ),
             }
@@ -284,41 +287,27 @@ _COMMON = "ckpt_engine: as on rank 0"
 """Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
 _ABSENT: Any = object()
 _DENSE = (torch.Tensor, torch.nn.Parameter)
-_SAMPLES = 16
 _SAMPLE = "ckpt_engine: a sample of what is alike"
+"""What earlier versions have stored in the place of `store.replicas`."""
 _NOT_ALIKE = "it differed over the ranks, as within local SGD, and each rank wrote a part of it: this is a mixture"
 
 
-def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> dict[str, Any]:
-    """What `merged` needs beside rank 0's `state`, for this rank's own component."""
+def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For this rank's own component: what `merged` needs beside rank 0's `state`, and the tables of `replicas`."""
     if ranks is None:
-        return {}
+        return {}, {}
     walk = _Walk(ranks)
-    found = walk.kept(dict(state), ())
-    own = found if isinstance(found, dict) and ranks.rank else {}
-    apart = -(-len(walk.alike) // _SAMPLES)
-    chosen = [one for number, one in enumerate(walk.alike) if number % apart == 0 or isinstance(one[1], dict)]
-    return own | ({_SAMPLE: [[list(path), _sample_of(one)] for path, one in chosen]} if chosen else {})
+    found = walk.kept({name: value for name, value in state.items() if name not in ranks.own}, ())
+    return found if isinstance(found, dict) and ranks.rank else {}, tables_of(walk.alike)
 
 
 def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
     """Put this rank's values into the state as it was read; returns those that are others' although they were not."""
-    own = dict(own)
-    differing = dict.fromkeys(path[0] for path, saved in own.pop(_SAMPLE, []) if not _is_at(state, path, saved))
-    missing = [NotRestored(name, _NOT_ALIKE) for name in differing]
+    own = {key: value for key, value in own.items() if key != _SAMPLE}
+    missing: list[NotRestored] = []
     if own:
         _merge(own, state, "", missing)
     return missing
-
-
-def _sample_of(value: Any) -> list[torch.Tensor]:
-    plain = (one for one in tensors_in(value) if type(one) in _DENSE and one.dim() and address(one))
-    return [one.detach().reshape(-1)[:_SAMPLES].clone() for one in islice(plain, _SAMPLES)]
-
-
-def _is_at(state: Any, path: Iterable[Any], saved: list[torch.Tensor]) -> bool:
-    there = reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, path, state)
-    return there is None or freeze(_sample_of(there)) == freeze(saved)
 
 
 def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
@@ -539,11 +528,12 @@ def own_part(
     packed, notes = unpack(own["packed"])
     values = packed.pop("values", {})
     whole = {"hidden": {}, **own, **packed}
+    apart = [NotRestored(name, _NOT_ALIKE) for name in differing(loaded.manifest)]
     if loaded.manifest.world_size == ranks[1]:
-        return whole, notes, None, merged(state, values)
+        return whole, notes, None, [*apart, *merged(state, values)]
     saved = [loaded.own[number][OWN_KEY] for number in sorted(loaded.own)] or [own]
     elastic = Elastic(*ranks, [{**one, **unpack(one["packed"])[0]} for one in saved], policy)
-    return whole, notes, elastic, []
+    return whole, notes, elastic, apart
 
 
 def require_ranks(manifest: Manifest, size: int, policy: str) -> None:

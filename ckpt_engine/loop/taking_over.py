@@ -152,6 +152,7 @@ class Resume:
 
     def _replayed(self, replay: Replay) -> None:
         """What the repeated steps have shown."""
+        self._engine.times.resume_exact = {"exact": 1.0, "different": 0.0}.get(replay.result)
         if self._report is not None:
             self._report = replace(self._report, replay=replay)
             write(self._report, self._report_folder, self._log, self._rank)

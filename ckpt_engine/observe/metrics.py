@@ -83,6 +83,7 @@ class RunMetrics:
 
         `stall_seconds`, `snapshot_bytes` and `latency_seconds` are those of the newest snapshot; `written_bytes`,
         `committed`, `skipped` and `failed` count since the start; `interval_steps` is missing while there is none.
+        `resume_exact` is there once the repeated steps were compared: 1 is equal, and 0 is different.
         `replicated`, `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
         """
         numbers: dict[str, float] = {
@@ -99,6 +100,8 @@ class RunMetrics:
             numbers["tiers_away"] = float(sum(self._tiers.values()))
         if self._times is not None:
             numbers |= self._times.spent.numbers()
+            if (exact := self._times.resume_exact) is not None:
+                numbers["resume_exact"] = exact
         if self._cadence is not None:
             if (interval := self._cadence.interval_steps) is not None:
                 numbers["interval_steps"] = float(interval)

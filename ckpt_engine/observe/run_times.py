@@ -131,6 +131,8 @@ class RunTimes:
         self.seconds = dict.fromkeys(TIMES, 0.0)
         self.measured: Callable[[], Mapping[str, float]] = dict
         """What the cadence has measured, see `MEASURED`."""
+        self.resume_exact: float | None = None
+        """1.0: the resume is proved exact, 0.0: a repeated step was different; None: not known, or not compared."""
         self.step = -1
         """The last one that is complete."""
         self._until = self._now() - age

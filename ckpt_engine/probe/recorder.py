@@ -12,6 +12,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.copy.host_memory import shared_memory
-from ckpt_engine.errors import ReplayError
+from ckpt_engine.errors import RanksError, ReplayError
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.probe.batch import digest_of
+from ckpt_engine.probe.rank_verdicts import joined, publish
 from ckpt_engine.probe.raw_memory import MEMORY, numpy_stream
 from ckpt_engine.probe.repeated_steps import RepeatedSteps, steps_behind
 from ckpt_engine.probe.sample import Sampler
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store import names
 from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring, Row
 
@@ -44,7 +47,7 @@ class FlightRecorder:
     Args:
         optimizers: of the run now, by name.
         modules: names for its parameters.
-        rank, size: of this process.
+        ranks: this process is one of them; None: it is alone.
         stops: a difference raises.
 
     Attributes:
@@ -58,14 +61,16 @@ class FlightRecorder:
         self,
         optimizers: Callable[[], Mapping[str, torch.optim.Optimizer]],
         modules: Callable[[], Mapping[str, torch.nn.Module]],
-        rank: int,
-        size: int,
+        ranks: Ranks | None,
         *,
         stops: bool,
     ) -> None:
         self._optimizers, self._modules, self._stops = optimizers, modules, stops
-        self.rank = rank
-        self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), rank)
+        self._ranks = ranks
+        self._resumed: int | None = None
+        """Of several ranks: the step at which they have resumed, until rank 0 has reported what all have found."""
+        self.rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self.name = names.rows_name(time.time_ns() // 1_000_000, os.urandom(4).hex(), self.rank)
         self.about = {
             "version": VERSION,
             "world": size,
@@ -94,13 +99,31 @@ class FlightRecorder:
         self._handle = None
         self._samplers.clear()
         os.close(self.fd)
-        if self._comparison is not None and self._comparison.end():
-            self.told(self._comparison.replay)
+        with suppress(RanksError):  # rank 0 may have ended
+            if self._comparison is not None and self._comparison.end():
+                self._judged()
+            self._join(last=True)
 
     @property
     def replay(self) -> Replay:
         """How the resume is proved so far."""
         return self._comparison.replay if self._comparison is not None else Replay("not compared", 0, self._why)
+
+    def _judged(self) -> None:
+        """This process has compared its steps. Rank 0 reports later, for all."""
+        if self._ranks is not None and self._resumed is not None:
+            publish(self._ranks, self._resumed, self.replay)
+        if self._ranks is None or self.rank:
+            self.told(self.replay)
+
+    def _join(self, *, last: bool) -> None:
+        """On rank 0: report what all ranks have found, once."""
+        if self._ranks is None or self._resumed is None or self.rank:
+            return
+        if (replay := joined(self._ranks, self._resumed, last=last)) is not None:
+            self._resumed = None
+            if replay.first is not None or self._comparison is not None:
+                self.told(replay)
 
     @property
     def holds_back(self) -> bool:
@@ -120,6 +143,8 @@ class FlightRecorder:
         """Step `step` is complete."""
         self._step = step
         self.note = {**self.note, "calls": self._calls, "batch": self._batch}
+        if self._resumed is not None:
+            self._join(last=False)
 
     def expect(self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows]) -> None:
         """The run continues from a snapshot.
@@ -129,7 +154,14 @@ class FlightRecorder:
             step: its step.
             earlier: what earlier processes have recorded, oldest first.
         """
-        self._step, self._comparison = step, None
+        self._step, self._comparison, self._resumed = step, None, None
+        self._begin_comparison(saved, step, earlier)
+        if self._ranks is not None:
+            self._resumed = step
+            if self._comparison is None:
+                publish(self._ranks, step, self.replay)
+
+    def _begin_comparison(self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows]) -> None:
         if saved is None:
             self._why = "the snapshot has no record of its steps"
             return
@@ -179,7 +211,7 @@ class FlightRecorder:
         self._batch = 0
         comparison = self._comparison
         if comparison is not None and not comparison.over and comparison.compare(row):
-            self.told(comparison.replay)
+            self._judged()
             if self._stops and comparison.replay.first is not None:  # a step that is not to be is no measure of others
                 raise ReplayError(
                     comparison.replay.text(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from typing import Any
 
 from ckpt_engine.observe.resume_report import Replay, ReplayDifference
@@ -15,12 +16,13 @@ Names = Callable[[Row], Sequence[tuple[str, str]]]
 _LETTERS: dict[str, Any] = {"float64": "d", "float32": "f", "float16": "e"}
 _ROUNDING = 1e-4
 """A difference of weights up to here may come from kernels that add up in another order."""
-_CAUSES = {
+CAUSES = {
     "batch": "the loop got other data: a data set or loader that changed, or a position that is not in the snapshot",
     "random": "something drew other random numbers since the snapshot: a generator of its own, or an unseeded one",
     "learning_rate": "the schedule is at another place: a scheduler or a counter that no snapshot has, or changed code",
     "weights": "batches, random streams and learning rates were the same: state that no snapshot has, or changed code",
 }
+"""Of each part of a step, in the order in which one follows from the other."""
 
 
 def steps_behind(lives: Sequence[ProcessRows], calls: int) -> dict[int, Row]:
@@ -38,10 +40,7 @@ def steps_behind(lives: Sequence[ProcessRows], calls: int) -> dict[int, Row]:
         if any(what_differs(row, found[at]) for at, row in rows.items() if at in found):
             break
         found = {**rows, **found}
-    last = calls
-    while last + 1 in found:
-        last += 1
-    return {at: row for at, row in found.items() if at <= last}
+    return {at: found[at] for at in takewhile(found.__contains__, count(calls + 1))}
 
 
 def what_differs(row: Row, other: Row) -> str:
@@ -103,7 +102,7 @@ class RepeatedSteps:
 
     def _differs(self, row: Row, other: Row, what: str) -> None:
         self.over = True
-        name, relative, why = "", None, _CAUSES[what]
+        name, relative, why = "", None, CAUSES[what]
         if what == "weights" and row.plan == other.plan and row.optimizer == other.optimizer:
             name, relative = first_word(row, other, self._names(row))
             if relative is not None and relative <= _ROUNDING and self._kernels:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
 
-from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.errors import StorageError, StorageMissingError
 from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.storage.base import Storage
 
@@ -21,6 +22,8 @@ ROWS = 4096
 """So many of the newest rows are in memory; a file has at least these."""
 KEPT_FILES = 4
 """Of each rank, those of the newest processes."""
+PUT_ROWS = 512
+"""Of each process, the newest rows at a place where objects are written as a whole."""
 _HEAD = struct.Struct("<QQQIQQQQQdI")
 _CHECK = struct.Struct("<Q")
 
@@ -120,6 +123,42 @@ def header(about: Mapping[str, Any]) -> bytes:
 def files_of(storage: Storage, rank: int) -> list[str]:
     """The objects with rows of a rank, oldest first."""
     return sorted(one.name for one in storage.list(names.ROWS) if names.rows_rank(one.name) == rank)
+
+
+def forget_older(storage: Storage, name: str) -> None:
+    """Remove the rows of processes that are too old to be of use, of the rank of this object. Raises `StorageError`."""
+    if (rank := names.rows_rank(name)) is not None:
+        storage.delete(*files_of(storage, rank)[:-KEPT_FILES])
+
+
+def copy_rows(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:
+    """Copy the rows of all ranks to a further place, as far as they are new. Raises `StorageError`.
+
+    Args:
+        copied: by name, size and version of what was copied.
+    """
+    for one in source.list(names.ROWS):
+        content = one.nbytes, one.version
+        if names.rows_rank(one.name) is not None and copied.get(one.name) != content:
+            data = memoryview(source.get(one.name))
+            newest = data[ROW_BYTES : len(data) // ROW_BYTES * ROW_BYTES][-PUT_ROWS * ROW_BYTES :]
+            target.put(one.name, [data[:ROW_BYTES], newest], exclusive=False)
+            copied[one.name] = content
+            forget_older(target, one.name)
+
+
+def read_lives(storages: Iterable[Storage], rank: int, but: str = "") -> list[ProcessRows]:
+    """What earlier processes of a rank have recorded, oldest first, from the first place that has anything of it.
+
+    Args:
+        but: the object of this process.
+    """
+    for storage in storages:
+        with suppress(StorageError):
+            found = (read_life(storage, name) for name in files_of(storage, rank) if name != but)
+            if lives := [life for life in found if life is not None]:
+                return lives
+    return []
 
 
 def read_life(storage: Storage, name: str) -> ProcessRows | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.store.names import ParsedId
-from ckpt_engine.store.rows import ProcessRows, files_of, read_life
+from ckpt_engine.store.rows import read_lives
 from ckpt_engine.tools.stored_run import Run
 
 
@@ -12,11 +12,7 @@ def recorded_behind(run: Run) -> dict[ParsedId, int]:
     from ckpt_engine.probe.recorder import NOTE  # torch
     from ckpt_engine.probe.repeated_steps import steps_behind
 
-    lives: list[ProcessRows] = []
-    for place in run.places:
-        read = (read_life(place.storage, name) for name in files_of(place.storage, 0))
-        lives = lives or [life for life in read if life is not None]
-    found = {}
+    lives, found = read_lives((place.storage for place in run.places), 0), {}
     for parsed, holders in run.holders.items() if lives else ():
         saved = holders[0].read(parsed.id).notes.get(NOTE)
         rows = steps_behind(lives, saved["calls"]) if saved else {}

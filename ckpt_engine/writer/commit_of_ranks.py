@@ -27,6 +27,7 @@ from ckpt_engine.copy.write_snapshot import CommitStrategy, Staged
 from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.replicas import difference, listed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.retries import GrowingPauses
@@ -91,6 +92,7 @@ class Gathering(CommitStrategy):
         still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
         alone: set when the trainer is gone. The restarted one waits for the lease then, and can complete the snapshot
             as well: it is left as it is after `alone_seconds`.
+        say: takes warnings.
     """
 
     is_shared = True
@@ -103,7 +105,11 @@ class Gathering(CommitStrategy):
         still_ours: Callable[[], object],
         alone: threading.Event,
         alone_seconds: float = ALONE_SECONDS,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self._say = say
+        self._differing = ""
+        """What was reported of replicas last."""
         self._alone_seconds = alone_seconds
         self._ranks = ranks
         self.in_flight: SessionSnapshots = in_flight
@@ -122,6 +128,14 @@ class Gathering(CommitStrategy):
         self._progress.check()
         repository.commit(whole)
         self.in_flight.settle(staged.snapshot)
+        with suppress(CkptError):  # no snapshot fails for this, and the next one is looked at again
+            found = difference(repository.storage, whole)
+            if found and found != self._differing:
+                self._differing = found
+                self._say(
+                    f"replicas differ at step {whole.info.step:,}: {found}. Each rank writes a part of a snapshot: a "
+                    "resume continues from a mixture"
+                )
         with suppress(CkptError):  # the next start removes what is left
             for one in (staged.snapshot, *self.in_flight.declined_before(staged.snapshot)):
                 part_records.remove(repository.storage, one, self._ranks.members)
@@ -229,7 +243,7 @@ def _other_parts(
         if not missing or any(part.cancelled is not None for part in found.values()):
             return list(found.values())
     raise WaitTimeoutError(
-        f"no part of {snapshot} came from {_listed(missing)} in time",
+        f"no part of {snapshot} came from {listed(missing)} in time",
         hint="see whether these ranks live, and whether they write to the same place",
     )
 
@@ -246,11 +260,6 @@ def each_look(
             return
         pause(min(pause_seconds, remaining))
         pause_seconds = looks.after(pause_seconds)
-
-
-def _listed(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
 
 
 class Gather:

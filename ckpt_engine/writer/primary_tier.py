@@ -136,7 +136,9 @@ class PrimaryTier:
             self._finish = Contributing(ranks)
         elif in_flight is not None:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others anyway
-            self._finish = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
+            self._finish = Gathering(
+                ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds, self._notice
+            )
         self.settle_at(repository)
 
     def settle_at(self, repository: Repository) -> None:

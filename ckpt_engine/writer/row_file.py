@@ -12,15 +12,13 @@ from typing import Any
 from ckpt_engine.copy.host_memory import shared_bytes
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.store import names, rows
+from ckpt_engine.store import rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import translated
 from ckpt_engine.store.storage.retries import asking
 
 APPEND_SECONDS = 1.0
 """A folder has what was recorded that long ago."""
-PUT_ROWS = 512
-"""Other places get the newest ones with a commit, as an object cannot be added to."""
 _END_SECONDS = 2.0
 
 
@@ -72,7 +70,8 @@ class RowFile:
             self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
-        self._forget_older()
+        with suppress(CkptError):
+            rows.forget_older(self._storage, self._name)
         with suppress(CkptError):
             before = rows.read_life(self._storage, self._name)  # of a writer that was lost
             self._written = before.rows[-1].number if before is not None and before.rows else 0
@@ -129,14 +128,7 @@ class RowFile:
         assert self._ring is not None
         self._committed.clear()
         newest = list(self._ring.after(self._written))
-        self._written += max(0, len(newest) - PUT_ROWS)
+        self._written += max(0, len(newest) - rows.PUT_ROWS)
         if newest:
-            text = self._header + b"".join(newest[-PUT_ROWS:])
+            text = self._header + b"".join(newest[-rows.PUT_ROWS :])
             self._storage.put(self._name, [memoryview(text)], exclusive=False)
-
-    def _forget_older(self) -> None:
-        """Of earlier processes the newest ones are of use."""
-        rank = names.rows_rank(self._name)
-        with suppress(CkptError):
-            if rank is not None and (older := rows.files_of(self._storage, rank)[: -rows.KEPT_FILES]):
-                self._storage.delete(*older)

@@ -48,6 +48,7 @@ from ckpt_engine.store.lease_holder import Lease, LeaseHolder
 from ckpt_engine.store.manifest import RAW, Line, Manifest, SnapshotInfo, by_age
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, policy_from
+from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, StuckCallRunner, WatchedSource
 from ckpt_engine.writer.commit_of_ranks import Gather
@@ -142,6 +143,7 @@ class SecondaryTier:
         self.sent_bytes = 0
         self._done: set[str] = set()
         """What was sent, or did not fit, and a nearer tier still has: it is not sent again when a limit removes it."""
+        self.copied_rows: dict[str, tuple[int, str]] = {}
         self._guard = threading.Lock()
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
@@ -186,6 +188,8 @@ class SecondaryTier:
         wanted = self._wanted([found.info for found in near.values() if found.info.id not in self._done], there)
         self.waiting = tuple(wanted)
         if not wanted:
+            if self._nearer[0].usable():
+                copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_rows)
             return False
         self.copying = copying = wanted[0]
         try:
@@ -333,7 +337,6 @@ class SecondaryTier:
         self._done.add(info.id)
         self.sent_bytes += copied.sent_bytes
         self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
-        now = time.time()
         self._emit(
             SnapshotReplicated(
                 snapshot=info.id,
@@ -341,8 +344,8 @@ class SecondaryTier:
                 tier=self.url,
                 sent_bytes=copied.sent_bytes,
                 copy_seconds=time.monotonic() - began,
-                latency_seconds=max(0.0, now - info.created),
-                time=now,
+                latency_seconds=max(0.0, time.time() - info.created),
+                time=time.time(),
                 encoding=self.encoding.why,
             )
         )

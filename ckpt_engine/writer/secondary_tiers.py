@@ -28,6 +28,7 @@ from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage, Throttle, metered
 from ckpt_engine.store.storage.retries import ask_apart
@@ -404,6 +405,7 @@ class NodeMemberTier(SecondaryTier):
         self.waiting = tuple(self._wanted(list(near.values()), there))
         if self.waiting and self._is_unasked():
             self.waiting = ()
+        copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_rows)
         self._look_later(due=bool(self.waiting))
         return False
 

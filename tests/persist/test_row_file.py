@@ -13,11 +13,11 @@ import pytest
 from ckpt_engine.copy.host_memory import shared_memory
 from ckpt_engine.observe.events import Event
 from ckpt_engine.store import names, rows
-from ckpt_engine.store.rows import ROW_BYTES, ROWS, Ring, Row
+from ckpt_engine.store.rows import PUT_ROWS, ROW_BYTES, ROWS, Ring, Row
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.writer import row_file
-from ckpt_engine.writer.row_file import PUT_ROWS, RowFile
+from ckpt_engine.writer.row_file import RowFile
 
 NAME = names.rows_name(1_700_000_000_000, "0" * 8, 0)
 PATIENCE_SECONDS = 20.0

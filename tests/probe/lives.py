@@ -66,6 +66,8 @@ class Job:
     loader: DataLoader[Any]
     at: Callable[[Job, int, list[torch.Tensor]], None] = lambda *_: None
     states: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What loggers got last."""
 
     def state(self) -> list[torch.Tensor]:
         """Copies of all weights and moments."""
@@ -90,7 +92,7 @@ def train(root: Path, job: Job, until: int, **options: Any) -> Mapping[str, Any]
     """One process that ends after this step; its resume report, or nothing if it began."""
     (root / FILE_NAME).unlink(missing_ok=True)
     given = {"every_n_steps": SNAPSHOT, "at_end": False, "writer": "thread", "keep": {"last": 99}, **options}
-    with Checkpointer(root, **given) as ckpt:
+    with Checkpointer(None if "tiers" in given else root, **given) as ckpt:
         run = ckpt.track(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, loader=job.loader)
         while run.global_step < until:
             for indices, targets in job.loader:
@@ -105,6 +107,7 @@ def train(root: Path, job: Job, until: int, **options: Any) -> Mapping[str, Any]
                 job.optimizer.step()
                 job.scheduler.step()
                 job.states[run.global_step] = job.state()
+                job.numbers = run.numbers()
     path = root / FILE_NAME
     return dict(json.loads(path.read_text())) if path.exists() else {}
 

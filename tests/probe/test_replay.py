@@ -78,12 +78,14 @@ def test_an_exact_resume_is_proved_by_the_steps_that_it_repeats(tmp_path: Path) 
     """All steps behind the snapshot are compared, another seed does not matter, and a third life repeats the second."""
     _begin(tmp_path)
     for seed in (1, 2):
-        replay = replay_of(train(tmp_path, make(seed), END + 1 if seed == 1 else END + 3))
+        job = make(seed)
+        replay = replay_of(train(tmp_path, job, END + 1 if seed == 1 else END + 3))
         count = END - SNAPSHOT if seed == 1 else END + 1 - SNAPSHOT
         assert (replay.result, replay.steps, replay.first) == ("exact", count, None)
         assert replay.text() == (
             f"resume proved exact: {count} of {count} repeated steps gave the same batches and weights"
         )
+        assert job.numbers["ckpt/resume_exact"] == 1.0
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -100,6 +102,7 @@ def test_one_change_in_a_repeated_step_is_found_and_named(tmp_path: Path, name: 
     job.at = at
     replay = replay_of(train(tmp_path, job, END + 1))
     assert replay.result == "different"
+    assert job.numbers["ckpt/resume_exact"] == 0.0
     assert replay.first is not None
     assert replay.first.what in kinds
     assert SNAPSHOT + 2 <= replay.first.step <= SNAPSHOT + 4
@@ -120,8 +123,10 @@ def test_other_data_are_found_in_the_batch(tmp_path: Path, monkeypatch: pytest.M
 def test_what_cannot_be_compared_is_said_as_such(tmp_path: Path) -> None:
     """Nothing was repeated; training ends before all of it was; nothing was recorded."""
     train(tmp_path / "even", make(), SNAPSHOT)
-    even = replay_of(train(tmp_path / "even", make(), SNAPSHOT + 1))
+    job = make()
+    even = replay_of(train(tmp_path / "even", job, SNAPSHOT + 1))
     assert even == Replay("not compared", 0, "no step was repeated")
+    assert "ckpt/resume_exact" not in job.numbers
     _begin(tmp_path / "lost")
     shutil.rmtree(tmp_path / "lost" / "replay")
     lost = replay_of(train(tmp_path / "lost", make(), SNAPSHOT + 1))
@@ -330,3 +335,19 @@ def test_the_number_of_threads_raises_no_false_alarm(
     assert same or before != now
     assert found.result == ("exact" if same else "different")
     assert same or f"threads is {now} and was {before}" in found.why
+
+
+def test_rows_are_read_from_a_further_tier_where_the_nearest_is_lost(tmp_path: Path) -> None:
+    """As after the loss of a machine: they were copied with the snapshots, and at the end."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = {"tiers": [{"url": str(near)}, {"url": str(far)}]}
+    train(near, make(), END, **tiers)
+    shutil.rmtree(near)
+    replay = replay_of(train(near, make(1), END, **tiers))
+    assert replay == Replay("exact", END - SNAPSHOT, replay.why)
+    changed = make(2)
+    shutil.rmtree(near)
+    changed.at = lambda job, step, _: job.model.head.bias.data.add_(1.0) if step == SNAPSHOT + 2 else None
+    first = replay_of(train(near, changed, END, **tiers)).first
+    assert first is not None
+    assert (first.step, first.what) == (SNAPSHOT + 2, "weights")

@@ -1,0 +1,72 @@
+"""Finds weights that are not the same on all ranks of a snapshot: each rank stores words of its own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from ckpt_engine.store.decode import decoder_of
+from ckpt_engine.store.manifest import OWN_KEY, RANKS, Entry, Manifest
+from ckpt_engine.store.storage.base import Storage
+
+REPLICAS = "replicas"
+"""Key in a rank's own component: a table for each component that has weights or moments."""
+NAMES, WORDS = "names", "words"
+"""Keys of a table: the names of the arrays, a line each, and `ROW_BYTES` of each array."""
+ROW_BYTES = 16
+_ENTRY = re.compile(rf"{RANKS}/([0-9]+)/{OWN_KEY}/{REPLICAS}/([^/]*)/({NAMES}|{WORDS})")
+_Tables = Mapping[int, Mapping[str, tuple[str, Entry]]]
+
+
+def differing(manifest: Manifest) -> dict[str, _Tables]:
+    """The tables, by rank, of each component that differs over the ranks. Digests tell: no data is read."""
+    found: dict[str, dict[int, dict[str, tuple[str, Entry]]]] = defaultdict(lambda: defaultdict(dict))
+    for name, entry in manifest.entries.items():
+        if (parts := _ENTRY.fullmatch(name)) is not None:
+            component = parts[2].replace("~1", "/").replace("~0", "~")
+            found[component][int(parts[1])][parts[3]] = (name, entry)
+    return {
+        component: tables
+        for component, tables in found.items()
+        if len({tuple(piece.content_digest for piece in table[WORDS][1].pieces) for table in tables.values()}) > 1
+    }
+
+
+def difference(storage: Storage, manifest: Manifest) -> str:
+    """Which arrays differ and the ranks, in words; empty: none does.
+
+    Raises:
+        CkptError: the words cannot be read.
+    """
+    return "; ".join([_difference(storage, manifest, tables) for tables in differing(manifest).values()])
+
+
+def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:
+    decoder = decoder_of(storage, manifest)
+
+    def read(rank: int, key: str) -> bytes:
+        name, entry = tables[rank][key]
+        found = bytearray(entry.nbytes)
+        for start, piece in entry.placed():
+            decoder.read(name, start, piece, memoryview(found)[start : start + piece.raw_nbytes])
+        return bytes(found)
+
+    words = {rank: read(rank, WORDS) for rank in sorted(tables)}
+    names = read(min(tables), NAMES).decode().split("\n")
+    rows = [
+        {rank: data[at : at + ROW_BYTES] for rank, data in words.items()}
+        for at in range(0, len(names) * ROW_BYTES, ROW_BYTES)
+    ]
+    apart = [(name, row) for name, row in zip(names, rows, strict=True) if len(set(row.values())) > 1]
+    usual = Counter(apart[0][1].values()).most_common(1)[0][0]
+    groups = [listed(rank for rank, data in apart[0][1].items() if (data == usual) is same) for same in (False, True)]
+    others = f" and {len(apart) - 1:,} more" if len(apart) > 1 else ""
+    return f"{apart[0][0]}{others} is not the same on {groups[0]} as on {groups[1]}"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks, for people."""
+    found = sorted(ranks)
+    shown = ", ".join(map(str, found[:8]))
+    return f"rank{'s' if len(found) > 1 else ''} {shown}{f' and {len(found) - 8} more' if len(found) > 8 else ''}"

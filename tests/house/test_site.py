@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -97,11 +99,12 @@ def problems(site: Path, pages: list[str], width: int) -> list[str]:
             [*command, f"--window-size={width + 100},1000", f"{url}/look.html"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the program is a shell script, and the browser its child
         )
         try:
             return [str(one) for one in json.loads(posted.get(timeout=PATIENCE_SECONDS))]
         finally:
-            browser.terminate()
+            os.killpg(browser.pid, signal.SIGKILL)
             browser.wait(30)
 
 

@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; each makes .venv by itself.
+# The commands of the README are `make demo`, `make test`, `make docs` and `make bench`; each makes .venv.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Every process of a test or of the demo would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-oldest lint docs bench wheel clean
+.PHONY: demo pictures test test-slow test-oldest lint docs bench wheel clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,9 +16,14 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	$(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[dev]'
 	touch $@
 
-# make demo TIER=s3: with a second tier on an S3 server that the demo starts; the local folder is lost, and the run goes on.
+# make demo TIER=s3: with a second tier on an S3 server that the demo starts; the local folder is lost, and the run resumes from S3.
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(TIER),--tier $(TIER))
+
+# The pictures of the README, from a demo and from commands that run here.
+pictures: demo
+	cp demo-out/demo.svg docs/figures/demo.svg
+	$(BIN)/python examples/record_terminal.py docs/figures/terminal.svg
 
 # Two processes per core, because tests also wait; those of a file share what they start. Threads of torch that wait leave
 # the cores to the others, and numpy has none, which each fork would end and start again.

@@ -53,7 +53,7 @@ class Checkpointer:
     Raises:
         ConfigError: an option is unknown or impossible.
 
-    Example:
+    Examples:
         >>> with Checkpointer("/data/run1") as ckpt:
         ...     state = ckpt.load() or state
         ...     ckpt.save(state, step=step).wait()
@@ -103,7 +103,7 @@ class Checkpointer:
             MismatchError: the newest snapshot is of other objects; names them. Nothing was changed.
             LeaseHeldError, StorageError, WriterError: as `Engine.start`.
 
-        Example:
+        Examples:
             >>> run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
             >>> for epoch in range(run.epoch, epochs):
             ...     for batch in loader:
@@ -129,7 +129,7 @@ class Checkpointer:
             UnstorableLeafError: a leaf would need pickle; names it.
             ClosedError, LeaseHeldError, StorageError, WriterError: as `Engine.start`.
 
-        Example:
+        Examples:
             >>> ckpt.prepare({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         """
         self.engine.prepare(state, lazy=lazy)
@@ -183,7 +183,7 @@ class Checkpointer:
         Raises:
             StateError: a copy failed.
 
-        Example:
+        Examples:
             >>> ckpt.before_update()
             >>> with torch.no_grad():
             ...     weight.mul_(0.5)
@@ -238,7 +238,7 @@ class Checkpointer:
         Raises:
             ArgumentError: `timeout` is no number.
 
-        Example:
+        Examples:
             >>> assert ckpt.wait(timeout=60)
         """
         return self.engine.wait(timeout)
@@ -259,7 +259,7 @@ class Checkpointer:
             SnapshotFailedError: the last state that was to be saved is durable nowhere (not with `on_error: warn`, nor
                 while another exception is handled); with `on_error: raise`, a failure that was not surfaced yet.
 
-        Example:
+        Examples:
             >>> ckpt.close(timeout=60)  # or `with Checkpointer(...) as ckpt`
         """
         self.engine.begin_close(timeout)

@@ -67,7 +67,7 @@ class CkptWriter(NamedByStep, StorageWriter):
     Raises:
         ConfigError: an option is unknown, impossible or has no meaning here.
 
-    Example:
+    Examples:
         >>> dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=CkptWriter("s3://bucket/run"))
     """
 

@@ -110,7 +110,7 @@ class Engine:
     Raises:
         ConfigError: an option is unknown or impossible.
 
-    Example:
+    Examples:
         >>> engine = Engine("/data/run1", every_n_steps=500)
         >>> engine.start(resumes=True)
         >>> state = engine.load()

@@ -63,7 +63,7 @@ class CkptError(Exception):
         more: further lines of the message.
         hint: what the user does next; appended to the text.
 
-    Example:
+    Examples:
         >>> try:
         ...     state = ckpt.load()
         ... except CkptError as error:

@@ -69,7 +69,7 @@ class AdaptiveCheckpoint(Callback):
     Raises:
         ConfigError: an option is unknown or impossible; every problem, with the allowed keys and the nearest match.
 
-    Example:
+    Examples:
         >>> trainer = L.Trainer(callbacks=[AdaptiveCheckpoint("/data/run1", max_lost_work="10 min")])
         >>> trainer.fit(model, datamodule, ckpt_path="auto")
     """

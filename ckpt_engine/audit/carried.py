@@ -65,7 +65,7 @@ class Carry(SimpleNamespace):
     Args:
         **values: the variables and what they are at a fresh start: numbers, strings, tensors and containers of them.
 
-    Example:
+    Examples:
         >>> carry = Carry(best_loss=float("inf"), hidden=None)
         >>> tracker = ckpt.track(model=model, optimizer=optimizer, loader=loader, carry=carry)
         >>> carry.best_loss = min(carry.best_loss, loss)

@@ -269,7 +269,7 @@ class Tiers(tuple[Tier, ...]):
 class Config(Section):
     """Options of a run. Durations are in seconds once loaded.
 
-    Example:
+    Examples:
         >>> config = Checkpointer("ckpt.yaml").config
         >>> config.overhead, [tier.url for tier in config.tiers]
     """

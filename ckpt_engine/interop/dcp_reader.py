@@ -77,7 +77,7 @@ class CkptReader(NamedByStep, StorageReader):
     Raises:
         ConfigError: an option is unknown, impossible or has no meaning here.
 
-    Example:
+    Examples:
         >>> dcp.load(state, storage_reader=CkptReader("s3://bucket/run"))
     """
 

@@ -97,7 +97,7 @@ class SaveHandle:
         error: why it did not become durable, or None.
         has_raised: `wait` has raised it.
 
-    Example:
+    Examples:
         >>> handle = ckpt.save(state, step=step)
         >>> if handle.skipped is None:
         ...     print(handle.wait(timeout=60))  # its id

@@ -100,7 +100,7 @@ class SnapshotInfo:
         partial: whose shares these are, where it is not a whole snapshot but a node's part of one; None: it is whole.
         line: its line of history; only what is of one line replaces each other.
 
-    Example:
+    Examples:
         >>> for info in ckpt.snapshots():
         ...     print(info.id, info.step, info.metrics.get("val_loss"))
     """

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     result.show(console)
     picture = settings.out / "demo.png"
-    draw(picture, result.reference, result.killed, identical=result.compared.identical)
+    draw(settings.out, result.reference, result.killed, identical=result.compared.identical)
     numbers = json.dumps(result.to_json() | {"plot": str(picture)}, indent=2)
     (settings.out / "result.json").write_text(numbers + "\n")
     if as_json:

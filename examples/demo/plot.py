@@ -1,4 +1,4 @@
-"""The picture: both loss curves on top of each other, and the killed run's way through time."""
+"""The pictures: both loss curves on top of each other, and the killed run's way through time."""
 
 from __future__ import annotations
 
@@ -11,35 +11,46 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from demo.record import Step, Validation
 from demo.runs import Life, Run
 
 INK, REFERENCE, RUN, SAVED, KILLED = "#222222", "#9aa0a6", "#1668b0", "#2f8f4e", "#c8312b"
+FONTS = ["DejaVu Sans", "sans-serif"]
 LIVES = ("#1668b0", "#e07b00", "#7b3fa0", "#00808a", "#a0522d")
 
 
-def draw(path: Path, reference: Run, killed: Run, *, identical: bool) -> None:
-    """Writes the PNG.
+def draw(folder: Path, reference: Run, killed: Run, *, identical: bool) -> None:
+    """Writes `demo.png` with both pictures, and `demo.svg` with the loss curves, for a page.
 
     Args:
         identical: the result of the comparison; goes into the title.
     """
     figure, (losses, times) = plt.subplots(2, 1, figsize=(11, 9), height_ratios=(3, 2), layout="constrained", dpi=130)
+    _losses(losses, reference, killed)
+    _times(times, reference, killed)
+    _finish(folder / "demo.png", figure, killed, identical=identical)
+    # Text stays text, so that the file is small, and two files of the same run are equal.
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "demo", "font.family": FONTS}):
+        figure, losses = plt.subplots(figsize=(8, 4.2), layout="constrained")
+        _losses(losses, reference, killed)
+        _finish(folder / "demo.svg", figure, killed, identical=identical)
+
+
+def _finish(path: Path, figure: Figure, killed: Run, *, identical: bool) -> None:
     verdict = "bitwise identical" if identical else "NOT identical"
     kills = sum(life.kill is not None for life in killed.lives)
     figure.suptitle(
         f"Killed {kills} times with kill -9, resumed with ckpt_path='auto': {verdict}",
-        fontsize=14,
+        fontsize=13,
         color=INK if identical else KILLED,
     )
-    _losses(losses, reference, killed)
-    _times(times, reference, killed)
-    for axes in (losses, times):
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.margins(x=0.01)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).resolve().parent.parent
 
-OWN_NAMES = ("reference", "killed", "snapshots", "overhead", "ckpt.yaml", "result.json", "demo.png", "s3.log")
+OWN_NAMES = (
+    "reference",
+    "killed",
+    "snapshots",
+    "overhead",
+    "ckpt.yaml",
+    "result.json",
+    "demo.png",
+    "demo.svg",
+    "s3.log",
+)
 """Everything a demo makes in its output folder."""
 MARK = ".ckpt-demo"
 

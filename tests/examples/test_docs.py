@@ -124,6 +124,7 @@ def test_the_readme_on_the_package_index_has_no_relative_links(tmp_path: Path) -
     made = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
     assert [one for one in made if not one.startswith("https://")] == []
     assert "https://github.com/owner/name/blob/v1.2.3/docs/quickstart.md" in made
+    assert "https://raw.githubusercontent.com/owner/name/v1.2.3/docs/figures/demo.svg" in made
 
 
 class Stop(Exception):
@@ -183,9 +184,9 @@ def assert_resumes(code: str, folder: Path, **names: Any) -> None:
     assert Script(7, None).run(code, folder / "stopped", **names) == whole
 
 
-def test_the_loop_of_the_readme_resumes(tmp_path: Path) -> None:
+def test_the_loop_that_saves_by_hand_resumes(tmp_path: Path) -> None:
     """The loop saves by hand and stores no random streams, so it has no dropout."""
-    code = block("README.md", "train_one_step()").replace("model.load", "model.eval(); model.load", 1)
+    code = block("docs/plain-loops.md", "train_one_step()").replace("model.load", "model.eval(); model.load", 1)
     assert_resumes(code, tmp_path)
 
 

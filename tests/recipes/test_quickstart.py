@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import os
 import re
 import shlex
@@ -26,6 +28,13 @@ def section(role: str) -> str:
 def script(role: str) -> str:
     (found,) = re.findall(r"```python\n(.*?)```", section(role), re.DOTALL)
     return str(found)
+
+
+def lines_of(picture: Path) -> list[str]:
+    """The text of a recorded terminal."""
+    texts = re.findall(r'<text class="terminal-r[^>]* y="([\d.]+)"[^>]*>(.*?)</text>', picture.read_text())
+    rows = itertools.groupby(texts, lambda one: one[0])
+    return [html.unescape("".join(text for _, text in row)).replace("\xa0", " ").rstrip() for _, row in rows]
 
 
 def ours(code: str) -> list[str]:
@@ -76,23 +85,12 @@ def test_a_quickstart_is_resumed(role: str, start: list[str], tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_transcript_of_the_readme_ends_as_it_says(tmp_path: Path) -> None:
+def test_the_recording_of_the_readme_can_be_made_again(tmp_path: Path) -> None:
     """A killed run of that example, started again, has the bits of one that nothing stops."""
-    transcript = (REPOSITORY / "README.md").read_text().split("```")[1]
-    assert all(f"$ {one}" in transcript for one in ("python train.py --epochs 200", "mv plain-out whole", "ckpt diff"))
-    command = ["env", "-C", tmp_path, sys.executable, REPOSITORY / "examples" / "plain_loop.py", "--epochs", 200]
-    whole = Life(command, tmp_path)
-    assert whole.ends() == 0, whole.log.read_text()
-    (tmp_path / "plain-out").rename(tmp_path / "whole")
-    killed = Life(command, tmp_path)
-    until(lambda: any((tmp_path / "plain-out" / "snapshots").glob("*.json")), killed.log)
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.ends()
-    again = Life(command, tmp_path)
-    assert again.ends() == 0, again.log.read_text()
-    assert "resumed at step" in again.log.read_text()
-    compared = Life(
-        [sys.executable, "-m", "ckpt_engine.cli.main", "diff", tmp_path / "whole", tmp_path / "plain-out"], tmp_path
-    )
-    assert compared.ends() == 0, compared.log.read_text()
-    assert "are equal, bit for bit" in compared.log.read_text()
+    picture = tmp_path / "terminal.svg"
+    made = Life([sys.executable, REPOSITORY / "examples" / "record_terminal.py", picture, "--epochs", "60"], tmp_path)
+    assert made.ends() == 0, made.log.read_text()
+    shown = "\n".join(lines_of(picture))
+    assert re.search(r"\$ timeout -s KILL \d+ python train.py --epochs 60\n(.*\n)*Killed\n", shown), shown
+    assert "resumed at step" in shown
+    assert "are equal, bit" in shown

@@ -1,4 +1,7 @@
-"""`ckpt diff`: where two snapshots differ, and which bytes they share."""
+"""`ckpt diff` shows where two snapshots differ.
+
+It also shows which bytes they share.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.observe.units import count
-from ckpt_engine.tools.attempts import MEANINGS, failure_of, headline, history_of
+from ckpt_engine.tools.recorded_attempts import MEANINGS, failure_of, headline, history_of
 from ckpt_engine.tools.stored_run import repository_of
 from ckpt_engine.writer.attempts import Attempt
 

@@ -1,4 +1,7 @@
-"""`ckpt init` and `ckpt schema`: a first ckpt.yaml, and what may be in one."""
+"""`ckpt init` writes a first ckpt.yaml.
+
+`ckpt schema` prints what may be in one.
+"""
 
 from __future__ import annotations
 

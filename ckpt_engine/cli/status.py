@@ -22,8 +22,8 @@ from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.tools.attempts import headline, history_of
 from ckpt_engine.tools.live_run import LiveWriter
+from ckpt_engine.tools.recorded_attempts import headline, history_of
 from ckpt_engine.tools.stored_run import repository_of
 from ckpt_engine.writer.run_records import (
     WORKING,

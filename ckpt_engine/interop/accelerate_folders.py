@@ -1,4 +1,7 @@
-"""The folders of Accelerate's `save_state`, written for `load_state`, and read."""
+"""The folders of Accelerate's `save_state`.
+
+They are written for `load_state`, and read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Folders of `torch.distributed.checkpoint`, written, and read without unpickling anything but what the format is of.
+"""Folders of `torch.distributed.checkpoint`.
+
+They are written, and read without unpickling anything but what the format is of.
 
 torch's own reader unpickles `.metadata` and every value that is no tensor. Here `.metadata` may name the classes of the
 format only, and values are read with `weights_only`.

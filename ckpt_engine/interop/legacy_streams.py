@@ -1,4 +1,7 @@
-"""Random streams in the form of Accelerate and transformers, to and from that of `data.rng`."""
+"""Random streams in the form of Accelerate and transformers.
+
+They are converted to that of `data.rng` and back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What several ranks have found at their repeated steps: each publishes it once, and rank 0 takes the earliest."""
+"""What several ranks have found at their repeated steps.
+
+Each publishes it once, and rank 0 takes the earliest.
+"""
 
 from __future__ import annotations
 

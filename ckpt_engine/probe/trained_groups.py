@@ -1,4 +1,6 @@
-"""Finds which entries of a snapshot an optimizer's parameter groups train, and marks how far each group has come.
+"""Finds which entries of a snapshot an optimizer's parameter groups train.
+
+It marks how far each group has come, too.
 
 The writer compares the marks with the digests of what it has stored: see `writer.freshness`. Nothing is done in a step,
 and nothing waits for a device.

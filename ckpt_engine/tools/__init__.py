@@ -1,1 +1,4 @@
-"""Programs that work on stored runs, and rehearsals of training: `ckpt` shows what they find."""
+"""Programs that work on stored runs.
+
+`ckpt` shows what they find; some rehearse training.
+"""

@@ -1,4 +1,7 @@
-"""Reads every stored byte of a run again, and says what is damaged and which tensor it hits. No torch."""
+"""Reads every stored byte of a run again.
+
+What is damaged is named with the tensor that it hits. No torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where two snapshots differ, leaf by leaf; what is stored under equal digests is not read."""
+"""Finds where two snapshots differ, leaf by leaf.
+
+What is stored under equal digests is not read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snapshots of a run, and which of its tiers have each of them."""
+"""The snapshots of a run by tier."""
 
 from __future__ import annotations
 

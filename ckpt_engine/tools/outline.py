@@ -1,4 +1,7 @@
-"""The state tree of a manifest as tools walk it (docs/format.md, "Tree"): its containers, leaves and arrays."""
+"""The state tree of a manifest as tools walk it.
+
+It consists of containers, leaves and arrays (docs/format.md, "Tree").
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Simulates a run under several policies, with what its snapshots and restarts cost, and says what became of each."""
+"""Simulates a run under several policies.
+
+Each run pays for its snapshots and restarts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out retention at the places of a run, or plans it."""
+"""Carries out retention at the places of a run."""
 
 from __future__ import annotations
 

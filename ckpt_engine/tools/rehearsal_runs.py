@@ -1,4 +1,7 @@
-"""Runs a user's command in a scratch folder, and compares what it does there with what a run has recorded."""
+"""Runs a user's command in a scratch folder.
+
+What the command does there is compared with what a run has recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page `report.html` of a run's report: plots as SVG, and tables."""
+"""The page `report.html` of a run's report.
+
+It has plots as SVG, and tables.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 from ckpt_engine.errors import CkptError, visible
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
-from ckpt_engine.tools.attempts import MEANINGS
+from ckpt_engine.tools.recorded_attempts import MEANINGS
 from ckpt_engine.tools.run_report import Life, RunReport, SnapshotMark
 
 _ROUND_SECONDS = (

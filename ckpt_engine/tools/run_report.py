@@ -1,4 +1,7 @@
-"""What a run has done, how often it failed and what that cost, as data for `report_page` and for programs."""
+"""What a run has done, as data.
+
+It says how often the run failed and what that cost.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store.branches import Branch
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.names import parse_id
-from ckpt_engine.tools.attempts import failure_of, history_of
 from ckpt_engine.tools.check_run import Counting, all_ok, check_run
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches
+from ckpt_engine.tools.recorded_attempts import failure_of, history_of
 from ckpt_engine.tools.stored_run import Run
 from ckpt_engine.writer.attempts import AttemptHistory, after
 

@@ -1,4 +1,4 @@
-"""The arrays of a snapshot that a file of safetensors gets, and their names in it.
+"""The arrays of a snapshot that a file of safetensors gets.
 
 Tied tensors are stored once, as `safetensors.torch.save_model` does.
 """

@@ -1,4 +1,7 @@
-"""A run as its tiers have it, and the snapshot that a name means."""
+"""A run as its tiers have it.
+
+It finds the snapshot that a name means.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs a test suite without and with the Lightning callback in every Trainer, and says what that changes."""
+"""Runs a test suite without and with the Lightning callback in every Trainer.
+
+It says what that changes.
+"""
 
 from __future__ import annotations
 

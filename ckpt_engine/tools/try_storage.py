@@ -1,4 +1,7 @@
-"""Tries out what a storage can do, and says what that means for a run there."""
+"""Tries out what a storage can do.
+
+It says what that means for a run there.
+"""
 
 from __future__ import annotations
 

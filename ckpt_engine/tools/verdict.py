@@ -1,4 +1,6 @@
-"""What the differences between two runs mean: which one is first, and what usually causes it.
+"""What the differences between two runs mean.
+
+It says which one is first, and what usually causes it.
 
 Snapshots that both runs took at the same place of the training are compared.
 """

@@ -1,4 +1,6 @@
-"""Writes arrays of a snapshot as a file of safetensors, verified on the way. No torch.
+"""Writes arrays of a snapshot as a file of safetensors.
+
+They are verified on the way. No torch.
 
 The metadata of the file maps each other name of a tied tensor to the stored one; `safetensors.torch.load_model` ties
 them again.

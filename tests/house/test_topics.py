@@ -19,15 +19,15 @@ MOST_BLOCKS = 1
 GLUED = {
     "accelerate_ckpt": "adaptive transformers_callback",
     "ckpt_engine/audit": "carried roots",
-    "ckpt_engine/cli": "export verdict",
     "ckpt_engine/config": "load_config sections",
     "ckpt_engine/data": "changed_loader exactness position",
-    "ckpt_engine/interop": "dcp_reader formats safe_load state_parts",
+    "ckpt_engine/interop": "dcp_reader",
     "ckpt_engine/loop": "capture components distributed_models failing_loop",
-    "ckpt_engine/preempt": "divergence stop_requests",
+    "ckpt_engine/preempt": "stop_requests",
     "ckpt_engine/ranks": "world",
     "ckpt_engine/snapshot": "cuda ownership save_request writer_link",
     "ckpt_engine/state": "json_types sharding",
+    "ckpt_engine/tools": "verdict",
     "lightning_ckpt": "restart run_state",
 }
 """Files with two blocks of constants or more between definitions."""
@@ -36,13 +36,10 @@ LISTS = {
     "accelerate_ckpt": "private_trainer transformers_state",
     "ckpt_engine": "engine",
     "ckpt_engine/audit": "audit roots values",
-    "ckpt_engine/cli": (
-        "__init__ compare cp doctor explain export ls main outline output prune rehearsal_runs report "
-        "show status verdict verify verify_resume"
-    ),
+    "ckpt_engine/cli": "__init__ cp doctor explain ls main output prune show verify verify_resume",
     "ckpt_engine/config": "__init__ live load_config models rehearsal sections",
     "ckpt_engine/data": "changed_loader epoch_start exactness iteration position private_names rng sampling streams",
-    "ckpt_engine/interop": "__init__ dcp_reader formats safe_load state_parts trainer_folders",
+    "ckpt_engine/interop": "__init__ dcp_reader formats state_parts trainer_folders",
     "ckpt_engine/loop": (
         "__init__ boundary components distributed_models diverging feed live_model loops resume shape "
         "taking_over tracker"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention_rules import policy_from
-from ckpt_engine.writer.secondary_tier import CopySchedule
+from ckpt_engine.writer.copy_schedule import CopySchedule
 from tests.store.samples import info
 
 

@@ -1,4 +1,7 @@
-"""The attempts that a run has recorded: how each one ended, and what its time went into."""
+"""The attempts that a run has recorded.
+
+Each says how it ended, and what its time went into.
+"""
 
 from __future__ import annotations
 

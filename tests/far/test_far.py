@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_ckpt import AdaptiveCheckpoint as AccelerateCheckpoint
 from ckpt_engine import Checkpointer
-from ckpt_engine.restore import ask_tiers
+from ckpt_engine.restore import ask_tiers, far_storage
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
@@ -88,7 +88,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "far"
     Silent.speaks, Silent.asked = threading.Event(), threading.Event()
 
-    for module in (secondary_tiers, ask_tiers):
+    for module in (secondary_tiers, far_storage):
         monkeypatch.setattr(module, "open_storage", partial(opened, {str(path): Silent(path)}))
     monkeypatch.setattr(secondary_tiers, "SURVEY_SECONDS", FOR_EVER)
     monkeypatch.setattr(ask_tiers, "ANSWER_SECONDS", FOR_EVER)
@@ -191,7 +191,7 @@ def test_a_resume_asks_a_far_tier_once_what_it_has(
     near, far, url = tmp_path / "near", LocalStorage(tmp_path / "far"), "s3://bucket/far"
     options = {"writer": "thread", "keep": {"last": 9}, "resume": "auto", "tiers": [str(near), url]}
     asked: list[str] = []
-    for module, storage in ((secondary_tiers, far), (ask_tiers, Counting(far.root, asked))):
+    for module, storage in ((secondary_tiers, far), (far_storage, Counting(far.root, asked))):
         monkeypatch.setattr(module, "open_storage", partial(opened, {url: storage}))
     train(options, lambda: None)
     asked.clear()

@@ -29,7 +29,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.tools import live_run
-from ckpt_engine.writer import channel, control, unix_sockets
+from ckpt_engine.writer import control, unix_sockets
 from ckpt_engine.writer.pulse import Heartbeat
 from tests.snapshot.passage import same
 
@@ -230,10 +230,10 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A run whose name somebody has who takes no requests, or not even connections."""
     monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
     place = tempfile.mkdtemp(dir="/tmp")  # names of sockets are short
-    monkeypatch.setattr(channel, "_PLACES", (place,))
+    monkeypatch.setattr(unix_sockets, "_PLACES", (place,))
     with Checkpointer(str(tmp_path / "run")) as ckpt:
         ckpt.save({"x": 1}, step=1).wait(60)
-    monkeypatch.setattr(channel, "_BACKLOG", 0)
+    monkeypatch.setattr(unix_sockets, "_BACKLOG", 0)
     name = unix_sockets.name_of(str(tmp_path / "run"))
     listener = unix_sockets.SocketListener(name, 60.0)
     clients = []

@@ -379,9 +379,10 @@ def _saved(value: Any) -> frozenset[str]:
     state_dict = getattr(value, "state_dict", None)
     if not callable(state_dict) or not callable(getattr(value, "load_state_dict", None)):
         return frozenset()
-    if is_library(type(value)) and isinstance(value, Iterable):
+    owner = next((kind for kind in type(value).__mro__ if "state_dict" in vars(kind)), object)
+    if is_library(owner) and isinstance(value, Iterable):
         # A loader may begin a pass to tell its state, and forget the one it is to continue (torchdata.nodes does).
-        return frozenset(attributes_of(value) or ())
+        return frozenset(attributes_of(value) or ()) if owner is type(value) else names_of(owner)
     streams = rng.capture()
     try:
         state = state_dict()

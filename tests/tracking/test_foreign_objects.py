@@ -259,11 +259,29 @@ def test_what_nothing_shows_of_a_package_is_named_with_its_path(tmp_path: Path, 
     assert "ticks" not in named
 
 
-def test_a_loader_of_a_package_is_not_asked_for_its_state_before_it_has_got_one(tmp_path: Path, package: Any) -> None:
-    """Asking may begin a pass, which the state that is loaded next does not change any more."""
+@pytest.mark.parametrize("derived", [0, 1, 2])
+def test_a_loader_of_a_package_is_not_asked_for_its_state_before_it_has_got_one(
+    derived: int, tmp_path: Path, package: Any
+) -> None:
+    """Asking may begin a pass, which the state that is loaded next does not change any more.
+
+    What a class of the user's own adds to it continues too.
+    """
+
+    class Counted(package.Pipeline):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.given = 0
+
+        def __next__(self) -> int:
+            self.given += 1
+            return int(super().__next__()) + self.given
+
+    class Again(Counted):
+        """The same once more."""
 
     def loop(script: Script) -> None:
-        loader = package.Pipeline()
+        loader = (package.Pipeline, Counted, Again)[derived]()
         run = script.track(loader=loader)
         for number in loader:
             script.learn(torch.full((2, 3), float(number)))

@@ -102,7 +102,7 @@ class Stopping:
             sinks.add(sink)
 
     def start(self, step: int) -> None:
-        """The run goes on from `step`: signal handlers and threads start. On the main thread, for signals."""
+        """The run continues from `step`: signal handlers and threads start. On the main thread, for signals."""
         if (loaded := self._engine.loaded) is not None:
             self._ledger.resumed(loaded.info.step, loaded.place)
         self.watch.boundary(step)

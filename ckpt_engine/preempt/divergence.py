@@ -1,4 +1,4 @@
-"""Whether a training has diverged, and where it goes on: pure rules, and the record of a rollback at the run's root.
+"""Whether a training has diverged, and where it continues: pure rules, and the record of a rollback at the run's root.
 
 `LossGuard` judges losses alone. `plan_rollback` chooses the snapshot; the record counts rollbacks, stays for good, and
 is over as soon as there is a newer snapshot than the newest it knows.

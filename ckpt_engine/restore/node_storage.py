@@ -207,4 +207,4 @@ class NodeStorage(WrapperStorage):
     def _give_up_waiting(self, why: str = "a neighbour does not deliver what it has begun to read") -> None:
         if not self._alone:
             self._alone = True
-            logging.getLogger(LOGGER_NAME).warning("%s: this rank reads the rest from %s by itself", why, self.url)
+            logging.getLogger(LOGGER_NAME).warning("%s: this rank reads the rest from %s alone", why, self.url)

@@ -103,7 +103,7 @@ def ask_trainer(url: str, what: str) -> None:
             hint=f"`ckpt status {url}` says who writes it; ask on that machine, with the root that the run was given",
         )
     if not reply.body.get("trainer"):
-        why = reply.body.get("error", "its trainer is gone, and its writer ends by itself")
+        why = reply.body.get("error", "its trainer has died, and its writer is about to end")
         raise WriterError(f"the run at {url} cannot be asked: {why}")
 
 

@@ -56,7 +56,7 @@ def failure_of(one: Attempt) -> str:
     """How it ended, for people."""
     if one.end is None:
         return "trains, or was lost with its machine"
-    return f"ended by a failure of {one.failure}" if one.failure else "ended by itself, or was stopped"
+    return f"ended by a failure of {one.failure}" if one.failure else "ended, or was stopped"
 
 
 def headline(spent: RunSpent) -> str:

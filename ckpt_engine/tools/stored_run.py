@@ -98,7 +98,7 @@ def find_run(
     Raises:
         ConfigError: a YAML file that is wrong or missing, or an unsupported URL.
         StorageMissingError: no run there.
-        ForeignError: files there, and none of ours.
+        ForeignError: the place has files, and no run.
         CkptError: no tier answers; the error of the nearest.
     """
     repositories = [repository_of(tier) for tier in (config or load_config(root)).tiers]

@@ -60,7 +60,7 @@ def examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Findi
 
 
 def _clean(storage: Storage) -> None:
-    """Remove what was tried out; a storage that is away has nothing of it, or keeps it."""
+    """Remove what was tried out; a storage that does not answer keeps it."""
     with suppress(CkptError):
         storage.delete(*(item.name for item in storage.list("")))
     local = storage.capabilities.folder

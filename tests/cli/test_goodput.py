@@ -52,7 +52,7 @@ def test_a_table_whose_sum_is_the_wall_time(ckpt: Ckpt, run_folder: Any) -> None
     ]  # fmt: skip
     assert "± 40 s" in next(line for line in lines if line.startswith("slowdown"))
     assert lines[-2] == "3 attempts, 2 failures (1 of process, 1 of machine)"
-    assert lines[-1] == "the last attempt ended by itself, or was stopped"
+    assert lines[-1] == "the last attempt ended, or was stopped"
     assert max(map(len, lines[1:])) <= 80
     answer = ckpt("goodput", run_folder.path, "--json").json
     assert sum(answer["seconds"].values()) == pytest.approx(answer["wall_seconds"]) == 13 * HOUR + 1960.0

@@ -267,7 +267,7 @@ class Engine:
             optimizers: those of the run now, by name.
             modules: names for their parameters.
         """
-        self._pipeline.groups.named = optimizers
+        self._pipeline.groups.name(optimizers)
         if self.config.replay == "off":
             return None
         self._pipeline.record(FlightRecorder(optimizers, modules, self.ranks, stops=self.config.replay == "stop"))

@@ -2,13 +2,12 @@
 
 It marks how far each group has come, too.
 
-The writer compares the marks with the digests of what it has stored: see `writer.freshness`. Nothing is done in a step,
-and nothing waits for a device.
+The writer compares the marks with the digests of what it has stored: see `writer.freshness`. Nothing waits for a
+device.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.copy.job import GroupMark, Layout, TrainedGroup
 from ckpt_engine.probe.sample import chunk_of
@@ -39,22 +39,33 @@ class _Followed:
 class TrainedGroups:
     """The parameter groups of one run. Training thread only.
 
-    Attributes:
-        named: the optimizers of the run now, by name; None: the first snapshot takes those of the process.
+    Until the run names its optimizers, those that have made a step count.
     """
 
     def __init__(self) -> None:
-        self.named: Callable[[], Mapping[str, Optimizer]] | None = None
+        stepped = weakref.WeakSet[Optimizer]()
+        self._named: Callable[[], Mapping[str, Optimizer]] = lambda: {
+            f"{type(one).__name__} {number}": one for number, one in enumerate(stepped)
+        }
+        self._hook = register_optimizer_step_post_hook(lambda one, *_: stepped.add(one))
         self._plain: Layout | None = None
         self._form: list[Any] = []
         self._layout: Layout
         self._followed: Sequence[_Followed] = ()
 
+    def name(self, optimizers: Callable[[], Mapping[str, Optimizer]]) -> None:
+        """The optimizers of the run now, by name."""
+        self._named = optimizers
+        self.close()
+
+    def close(self) -> None:
+        """Follow no more steps. Idempotent."""
+        self._hook.remove()
+
     def look(self, capture: CapturedState) -> tuple[Layout, tuple[GroupMark, ...]]:
         """The layout of the captured state with its groups, the same object while both stay; and how they are now."""
-        self.named = self.named or _of_process()
         # An optimizer within another one comes first, as the outer one has the same parameters.
-        every = [(name, one) for name, outer in self.named().items() for one in (*vars(outer).values(), outer)]
+        every = [(name, one) for name, outer in self._named().items() for one in (*vars(outer).values(), outer)]
         optimizers = [(name, one) for name, one in every if _is_ready(one)]
         form = [(name, weakref.ref(one), len(one.param_groups)) for name, one in optimizers]
         if capture.plan.layout is not self._plain or form != self._form:
@@ -62,12 +73,6 @@ class TrainedGroups:
             groups, self._followed = _plan(optimizers, capture)
             self._layout = replace(self._plain, groups=groups)
         return self._layout, tuple([_mark_of(optimizers[one.optimizer][1], one) for one in self._followed])
-
-
-def _of_process() -> Callable[[], Mapping[str, Optimizer]]:
-    """The optimizers of a script that has named none, as long as they live."""
-    found = weakref.WeakSet[Optimizer](filter(_is_ready, gc.get_objects()))
-    return lambda: {f"{type(one).__name__} {number}": one for number, one in enumerate(found)}
 
 
 def _is_ready(value: Any) -> bool:

@@ -441,6 +441,7 @@ class Pipeline:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
         began = time.monotonic()
+        self.groups.close()
         with said_if_slow(partial(self._waited_for, timeout)):
             drained = self._drain(timeout, hurries) if self._in_flight or self._staging or self._starting else True
             self._copier.close(max(timeout, _CHUNK_SECONDS))

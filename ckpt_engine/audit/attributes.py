@@ -39,7 +39,7 @@ from ckpt_engine.audit.values import (
     SEQUENCES,
     TEXTUAL,
     LiveView,
-    address,
+    MemoryOfSaved,
     attributes_of,
     changes_in_place,
     is_opaque,
@@ -184,8 +184,8 @@ class Walk:
 
     def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
         self.found: list[AttributeHolder] = []
-        self.saved: set[int] = set()
-        """Addresses of parameters and persistent buffers, which a `state_dict` has."""
+        self.saved = MemoryOfSaved()
+        """That of parameters and persistent buffers, which a `state_dict` has."""
         self.opaque: list[tuple[str, str, Any]] = []
         """Path of an object of a package that the loop uses, and path and value of what it has that nothing shows."""
         self.of_libraries, self._library = list[str](), ""
@@ -326,7 +326,7 @@ class Walk:
                 if len(persistent) < len(value._buffers):
                     self._hold(path, value, value._buffers, persistent)
                 tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
-                self.saved.update(address(one) for one in tensors if one is not None)
+                self.saved.add(one for one in tensors if one is not None)
             self._visit_state(value, path)
         elif of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped

@@ -283,10 +283,10 @@ class Beginning:
         self._clocks, self._readings = Clocks(), dict[str, bool]()
         """Of paths that have moved: whether they hold what a clock shows."""
         self._inputs: dict[str, str] = {}
-        self._address_of_saved = frozenset(walk.saved)
+        self._memory_of_saved = walk.saved
         self._watched = [_Watched(holder) for holder in walk.found]
         self.frozen: dict[str, Frozen] = {
-            f"{one.holder.path}.{name}": freeze(value, self._address_of_saved)
+            f"{one.holder.path}.{name}": freeze(value, self._memory_of_saved)
             for one in self._watched
             for name, value in one.before.items()
         }
@@ -339,7 +339,7 @@ class Beginning:
         }
 
     def _is_there(self, path: str) -> bool:
-        return freeze(self.value_at(path), self._address_of_saved) == self.frozen[path]
+        return freeze(self.value_at(path), self._memory_of_saved) == self.frozen[path]
 
     def _is_input(self, one: _Watched, name: str, path: str) -> bool:
         frozen, value = self.frozen[path], one.holder.values.get(name, MISSING)
@@ -370,7 +370,7 @@ class Beginning:
     def is_saved(self, value: Any) -> bool:
         """Whether it is memory of what a `state_dict` has, or holds such."""
         tensors = (one for one in tensors_in(value) if isinstance(one, torch.Tensor))
-        return any(address(one) in self._address_of_saved for one in tensors)
+        return any(address(one) in self._memory_of_saved for one in tensors)
 
     def same_at(self, path: str, value: Any) -> str:
         """Another path that had the same object at that moment; empty: none."""
@@ -453,7 +453,7 @@ class Beginning:
             return None
         if is_iterator(value) and not isinstance(value, itertools.count):
             return ("iterator",)
-        saved = self._address_of_saved
+        saved = self._memory_of_saved
         frozen = freeze(value, saved, arrays=lambda one: self._looked.freeze(one, saved, quick=quick))
         return frozen if frozen != self.frozen.get(path) or (frozen[0] == "object" and not same) else None
 

@@ -27,7 +27,7 @@ import time
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ MISSING: Any = object()
 
 def freeze(
     value: Any,
-    saved: Collection[int] = (),
+    saved: Container[int] = (),
     depth: int = DEPTH,
     arrays: Callable[[Any], Frozen] | None = None,
     most: int = _MOST_NODES,
@@ -78,7 +78,7 @@ def freeze(
     """The value as a tuple that compares; objects by their class, as their attributes have a holder of their own.
 
     Args:
-        saved: addresses of tensors that a `state_dict` has; what they hold does not count.
+        saved: addresses of the memory that a `state_dict` has; what it holds does not count.
         arrays: freezes tensors and arrays.
         most: nodes of it that are looked at; a long row of plain values in a container is one of them.
     """
@@ -115,7 +115,7 @@ def text_of(value: Any) -> str:
 
 
 def _freeze_container(
-    value: Any, saved: Collection[int], depth: int, arrays: Callable[[Any], Frozen] | None, most: int
+    value: Any, saved: Container[int], depth: int, arrays: Callable[[Any], Frozen] | None, most: int
 ) -> Frozen:
     is_dict = isinstance(value, dict)
     head = ("dict" if is_dict else type(value).__name__, len(value))
@@ -148,7 +148,7 @@ def _freeze_plain(value: Any) -> Frozen:
     return (type(value).__name__, text_of(value))
 
 
-def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
+def _freeze_tensor(tensor: torch.Tensor, saved: Container[int]) -> Frozen:
     if is_wrapper(tensor):
         return (type_of(tensor), *[_freeze_tensor(part, saved) for part in parts_of(tensor)])
     tensor = here(tensor)
@@ -273,6 +273,24 @@ def address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
+class MemoryOfSaved:
+    """The addresses of tensors that a `state_dict` has.
+
+    A tensor that has been given other memory since does not count: what is now at the old address may be anything.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: dict[object, list[weakref.ref[torch.Tensor]]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for one in tensors:
+            self._by_address.setdefault(address(one), []).append(weakref.ref(one))
+
+    def __contains__(self, where: object) -> bool:
+        there = (ref() for ref in self._by_address.get(where, ()))
+        return any(one is not None and address(one) == where for one in there)
+
+
 def _stream_state(stream: Any) -> Any:
     if isinstance(stream, random.Random):
         return stream.getstate()
@@ -387,7 +405,7 @@ class Looked:
         self._before, self._now = self._now, {}
         self._looks += 1
 
-    def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
+    def freeze(self, value: Any, saved: Container[int], *, quick: bool) -> Frozen:
         """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
         counted = isinstance(value, torch.Tensor) and not value.is_inference()
         version = (address(value), value._version) if counted else (0, 0)

@@ -306,6 +306,17 @@ def test_what_is_the_memory_of_a_weight_is_named() -> None:
     assert "memory of a weight" in row["why"]
 
 
+def test_memory_that_a_weight_had_before_is_no_memory_of_it() -> None:
+    """Pruning that resets weights gives them other memory, and what is computed next may be where they were."""
+    net = Shared()
+    hidden = begun(net)
+    was = net.layer.weight.data
+    net.layer.weight.data = was.clone()
+    net.lazy = was
+    (row,) = hidden.state().values()
+    assert torch.equal(row["value"], was)
+
+
 def test_a_variable_that_was_another_ones_object_is_named() -> None:
     """Nothing can be assigned to it, and its content may not be written into the other one."""
     processes = []

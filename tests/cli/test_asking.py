@@ -111,7 +111,7 @@ def test_a_writer_that_outlived_its_trainer_cannot_save(ckpt: Ckpt, run_folder: 
     writer.trainer = False
     done = ckpt("save-now", run_folder.path)
     assert done.code == 2
-    assert "its trainer is gone" in done.err
+    assert "its trainer has died" in done.err
 
 
 def test_a_wait_that_is_no_duration_is_refused_before_anybody_is_asked(

@@ -325,8 +325,8 @@ class Walk:
                 persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
                 if len(persistent) < len(value._buffers):
                     self._hold(path, value, value._buffers, persistent)
-                tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
-                self.saved.add(one for one in tensors if one is not None)
+                self.saved.add(value._parameters, value._parameters)
+                self.saved.add(value._buffers, persistent)
             self._visit_state(value, path)
         elif of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped

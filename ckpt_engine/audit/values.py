@@ -277,17 +277,20 @@ class MemoryOfSaved:
     """The addresses of tensors that a `state_dict` has.
 
     A tensor that has been given other memory since does not count: what is now at the old address may be anything.
+    No weak reference leads to them, as torch does not swap a tensor that has one.
     """
 
     def __init__(self) -> None:
-        self._by_address: dict[object, list[weakref.ref[torch.Tensor]]] = {}
+        self._by_address: dict[object, list[tuple[Mapping[str, Any], str]]] = {}
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for one in tensors:
-            self._by_address.setdefault(address(one), []).append(weakref.ref(one))
+    def add(self, values: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Parameters or buffers of a module, which are looked at again when they are asked for."""
+        for name in names:
+            if values[name] is not None:
+                self._by_address.setdefault(address(values[name]), []).append((values, name))
 
     def __contains__(self, where: object) -> bool:
-        there = (ref() for ref in self._by_address.get(where, ()))
+        there = (values.get(name) for values, name in self._by_address.get(where, ()))
         return any(one is not None and address(one) == where for one in there)
 
 

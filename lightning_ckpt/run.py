@@ -71,7 +71,7 @@ class FitRun:
         self.cadence, self.stopping = self._run.cadence, self._run.stopping
         self.telemetry = Telemetry(self._run)
         self.end = partial(
-            self.stopping.end,
+            self.stopping.halt.end,
             take=lambda reason: self._run.take_last(
                 self._instant(self._kind()), reason, accumulates=self._internals.accumulating
             ),

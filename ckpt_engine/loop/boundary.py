@@ -29,7 +29,7 @@ from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
-from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, ended_by
+from ckpt_engine.loop.rank_decisions import SharedCadence, cadence_of, ended_by
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
@@ -69,7 +69,7 @@ class Stopping:
     Attributes:
         watch: knows of requests to stop, and of what is durable.
         halt: ends the run.
-        asked: somebody has asked for a snapshot, and none was taken since; of several ranks rank 0 sees to that.
+        asked: somebody has asked for a snapshot, and none was taken since.
 
     Raises:
         StorageError: a tier that no storage serves.
@@ -97,7 +97,7 @@ class Stopping:
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
         self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
-        self.asked = self._asked_all = self._judged_the_end = False
+        self.asked = self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
@@ -130,11 +130,11 @@ class Stopping:
         """
         wanted = self.watch.boundary(step)
         if wanted and self.watch.take_save() is not None:
-            self.asked, self._asked_all = self._shared is None, self._shared is not None
+            self.asked = True
         if self._shared is None:
             return self.watch.stop if wanted else None
         try:
-            stop = self._shared.stop(step, self.watch.stop, asked=self._asked_all, fits=self.halt.fits)
+            stop = self._shared.stop(step, self.watch.stop, asked=self.asked, fits=self.halt.fits)
             if stop is None and self._shared.diverged is None:
                 self._judge(self._shared, due=self._shared.due)
         except RanksError as err:
@@ -161,18 +161,6 @@ class Stopping:
         if (settings := FrequencySettings.of(made.config)) != FrequencySettings.of(config):
             self._cadence.retune(settings)
         return made.config
-
-    def taken(self) -> None:
-        """A durable snapshot was taken."""
-        self.asked = self._asked_all = False
-
-    def end(self, stop: Stop, take: Take) -> BaseException:
-        """Do what fits into the grace; what ends the run, or `KeyboardInterrupt` after a Ctrl-C.
-
-        Raises:
-            KeyboardInterrupt: another Ctrl-C.
-        """
-        return self.halt.now(stop, take) if self._shared is None else self.halt.together(stop, take)
 
     def no_batch(self, error: Exception, where: str | None) -> Stop | None:
         """A step has failed; the stop that takes effect here, as it has ended the loader's workers too.
@@ -395,7 +383,7 @@ class TrainingRun:
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
-        self._judges, self._took = losses is not None, False
+        self._judges = losses is not None
         self._recorder = recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
         self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
         """Takes each batch that the loop gets of its training loader."""
@@ -429,7 +417,9 @@ class TrainingRun:
             raise end
         self.config = self.stopping.edited(self.config)
         self.engine.begin_step(step + 1)
-        reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
+        reason = self.cadence.boundary(step) or (
+            "manual" if self.stopping.asked and self.stopping.halt.shared is None else None
+        )
         vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
         if reason is not None:
@@ -492,7 +482,7 @@ class TrainingRun:
                 durable=durable,
             )
         except (StorageError, WriterError, StateError) as err:
-            wrong = isinstance(err, StateError) and not self._took
+            wrong = isinstance(err, StateError) and self.stopping.halt.metrics is None
             if wrong or isinstance(err, LeaseHeldError) or self.config.on_error == "raise":
                 raise
             self._log.error("no snapshot of step %d: %s", step, err)
@@ -504,14 +494,13 @@ class TrainingRun:
             if durable:
                 self.cadence.skipped(step, "busy")
             return None
-        self._took = True
+        self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
         self.metrics.stalled(stall)
         if not durable:
             self.cadence.held(step, stall)
             return handle
         self.cadence.taken(step, stall)
-        self.stopping.taken()
-        self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
+        self.stopping.asked = False
         self.saved = handle
         return handle
 

@@ -611,13 +611,9 @@ class GradientWatch:
         self._arrived = arrived
         self._handles: list[Any] = []
 
-    @property
-    def installed(self) -> bool:
-        return bool(self._handles)
-
     def install(self) -> None:
         """Start watching; harmless when installed already."""
-        if self.installed:
+        if self._handles:
             return
 
         def arrived(_: torch.Tensor) -> None:

@@ -153,9 +153,7 @@ class Resume:
     def _replayed(self, replay: Replay) -> None:
         """What the repeated steps have shown."""
         self._engine.times.resume_exact = {"exact": 1.0, "different": 0.0}.get(replay.result)
-        if self._report is not None:
-            self._report = replace(self._report, replay=replay)
-            write(self._report, self._report_folder, self._log, self._rank)
+        self._add_to_report(replay=replay)
         if replay.first is not None:
             self.add([], [NotRestored("repeated steps", replay.text())])
         else:
@@ -169,9 +167,13 @@ class Resume:
             return
         for row in missing:
             self._log.warning("not restored: %s: %s", row.name, row.why)
-        if self._report is not None and (restored or missing):
-            both = tuple(self._restored), tuple(self._missing)
-            self._report = replace(self._report, restored=both[0], not_restored=both[1])
+        if restored or missing:
+            self._add_to_report(restored=tuple(self._restored), not_restored=tuple(self._missing))
+
+    def _add_to_report(self, **more: Any) -> None:
+        """Of a report that is published already."""
+        if self._report is not None:
+            self._report = replace(self._report, **more)
             write(self._report, self._report_folder, self._log, self._rank)
 
     def note(self, text: str) -> None:

@@ -28,13 +28,14 @@ from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
-from ckpt_engine.loop.loops import LoopProgress, Loops
+from ckpt_engine.loop.loops import Loops
+from ckpt_engine.loop.phases import ARRIVED, CLOSED, ENDED, FRESH, OPEN, RESTORING, TRAINING
+from ckpt_engine.loop.progress import LoopProgress
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade
 from ckpt_engine.preempt.stop_requests import Stop
-from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
 
@@ -73,29 +74,25 @@ class Tracker(LoopProgress):
         folder: Path,
         begins_at: int | None = None,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, logging.getLogger(f"ckpt_engine.{trainer}"), begins_at or 0)
         self._parts = parts
         self._surroundings = surroundings
-        self._log = logging.getLogger(f"ckpt_engine.{trainer}")
-        self.metrics = {}
         self._outside = calls_now()
         self._audit = Audit(engine.config.hidden, self._audited, self._log, ahead=self._ahead)
         self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
         self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log, parts)
-        self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
-        self._steps, self._missed = begins_at or 0, MissedBoundaries(self._stopping.halt, self._log)
-        self._counted = self._dirty = self._announced = self._prepared = False
+        self._missed = MissedBoundaries(self._run.stopping.halt, self._log)
+        self._phase = FRESH
+        self._counted = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
-        self._training = self._resumed = None
         self._turn: At = ()
         """Where the loop asked for the first batch of its turn."""
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
-        self._restoring = self._unfinished = self._begun_again = self._closed = False
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -107,12 +104,14 @@ class Tracker(LoopProgress):
         except BaseException:
             self._release_feeds()
             raise
+        self._reached = self._steps
+        """Steps at the last boundary."""
         self._fence = StepFence(self.before_update, self._stepped.uses_left)
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
         engine.tenure.release = self._abandoned
         self._run.cadence.start(self._steps)
-        self._stopping.start(self._steps)
+        self._run.stopping.start(self._steps)
 
     # ---- what the loop reads and calls
 
@@ -126,12 +125,12 @@ class Tracker(LoopProgress):
             ClosedError: this is closed, or a newer one of this process has taken the run over.
             SystemExit, KeyboardInterrupt: a request to stop; what fits into the grace is durable.
         """
-        feed = next((one for one in self._due if one.active), None)
+        feed = next((one for one in self._due if one.phase in OPEN), None)
         self._engine.tenure.require_open()
-        others = self._surroundings.accumulating() or any(one.active for one in self._feeds)
-        if not (self._dirty or others or self._training is not None):
-            self._dirty, self._steps = True, self._steps + 1
-        if self._dirty:
+        others = self._surroundings.accumulating() or any(one.phase in OPEN for one in self._feeds)
+        if self._steps == self._reached and not others and self._training is None:
+            self._steps += 1
+        if self._steps != self._reached:
             self._resume.trains()
             self._resume.say(self._loops.counts_again())
             self._boundary(feed)
@@ -157,18 +156,18 @@ class Tracker(LoopProgress):
         Raises:
             SystemExit, KeyboardInterrupt: a request to stop after its last boundary.
         """
-        if self._closed:
+        if self._phase is CLOSED:
             return
-        self._closed = True
+        waits, self._phase = self._phase is RESTORING, self._phase.to(CLOSED)
         error = sys.exception()
-        self._stopping.watch.trained(self._steps)
+        self._run.stopping.watch.trained(self._steps)
         try:
             if complete is None:
-                done = self._announced if self._training is None else self._training.finished
-                complete = done and not self._dirty and error is None
+                done = self._announced if self._training is None else self._training.phase is ENDED
+                complete = done and self._steps == self._reached and error is None
             if not self._announced and self._training is None and error is None:
                 self._missed.end()
-            if self._restoring and error is None and (self._unfinished or any(one.asked_at for one in self._feeds)):
+            if waits and error is None and (self._resume.is_unfinished or any(one.asked_at for one in self._feeds)):
                 self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
             if complete or error is None:
                 self._end_training(complete=complete)
@@ -177,14 +176,13 @@ class Tracker(LoopProgress):
             self._resume.end(self._steps)
         finally:
             self.release()
-            self._stopping.over()
+            self._run.stopping.over()
 
     def release(self) -> None:
         """Leave the loop's objects as they were found, without a final snapshot."""
-        self._closed = True
-        self._stopping.close()
-        self._begun_again = True
-        self._settle()
+        self._phase = self._phase.to(CLOSED)
+        self._run.stopping.close()
+        self._gradients.remove()
         self._fence.remove()
         self._after.remove()
         self._release_feeds()
@@ -204,13 +202,13 @@ class Tracker(LoopProgress):
         self._feeds.append(Feed(name, source, self))
         self._resume.late(self._feeds[-1])
 
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
+        self._run.evaluated(seconds)
+
     def numbers(self) -> dict[str, float]:
         """What snapshots have cost so far, as loggers get it: `ckpt/stall_seconds` and so on. Any thread."""
         return {f"ckpt/{name}": value for name, value in self._run.metrics.numbers().items()}
-
-    def report(self, values: Mapping[str, Any]) -> None:
-        """What a trainer has measured: the numbers among it are those of the next snapshots."""
-        self.metrics.update(numbers_among(values))
 
     def failed_with(self, error: BaseException | None) -> None:
         """See `FailingRun.end`. Never raises."""
@@ -219,8 +217,8 @@ class Tracker(LoopProgress):
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
         self.before_update()
-        if self._restoring:
-            self._restoring = False
+        if self._phase is RESTORING:
+            self._phase = self._phase.to(FRESH)
             self._resumed = None
             for feed in self._feeds:
                 feed.forget()
@@ -237,10 +235,12 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
         self._turn = self._turn or feed.asked_from
         self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
-        if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
+        # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
+        others = (one.phase in OPEN for one in self._feeds if one is not feed)
+        if feed.delivered == 0 and self._phase is FRESH and not any(others):
             self._audit.begin("batch")
             self._audit.boundary(self._counters(feed), taking=False)
-        if self._restoring and feed is self._resumed:
+        if self._phase is RESTORING and feed is self._resumed:
             if feed.resuming:
                 self._reloaded.clear()
                 self._audit.begin("batch")
@@ -264,7 +264,7 @@ class Tracker(LoopProgress):
     def failed(self, feed: Feed, error: Exception) -> None:
         """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
         where = f"{feed.name} {feed.epochs} {feed.delivered}"
-        if (stop := self._stopping.no_batch(error, where)) is not None:
+        if (stop := self._run.stopping.no_batch(error, where)) is not None:
             raise self._end(stop, lambda reason: self._take_before(feed, reason)) from error
 
     def over(self, feed: Feed) -> None:
@@ -274,14 +274,14 @@ class Tracker(LoopProgress):
         began = self._asked_at.pop(feed, None)
         self._settle()
         self._loops.over(feed)
-        if self._restoring:
-            ended = feed.finished and not feed.without_step
+        if self._phase is RESTORING:
+            ended = feed.phase is ENDED and not feed.without_step
             if feed is not self._resumed or not ended:
                 if not (ended and feed.delivered):  # else its saved pass was at its end, which the loop has now seen
                     self._resume.again(feed)
                     self._reloaded.append(feed)
                 return
-            self._restoring = False  # the snapshot was taken after the last batch, which was not known to be the last
+            self._phase = self._phase.to(FRESH)  # its last batch was trained, which was not known to be the last
         if feed is self._resumed:
             self._resumed = None
         if feed.trained:
@@ -297,7 +297,7 @@ class Tracker(LoopProgress):
         self._trains_again()
         self._stepped.mark(optimizer)
         self._steps += not self._counted
-        self._counted = self._dirty = True
+        self._counted = True
         self._loops.stepped()
         for feed in self._recent:
             feed.stepped()
@@ -326,7 +326,7 @@ class Tracker(LoopProgress):
             self._failing.reached(self._steps, lambda: self._record(feed))
         else:
             self._failing.missed(self._steps, obstacle)
-        self._dirty = False
+        self._reached = self._steps
         self._stepped.clear()
         self._due.clear()
         self._recent.clear()
@@ -335,15 +335,15 @@ class Tracker(LoopProgress):
             self._recent.add(around)
 
     def _end(self, stop: Stop, take: Take | None) -> BaseException:
-        """See `Stopping.end`, and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
+        """See `Halt.end` and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
         try:
-            return self._stopping.halt.unsaved(stop) if take is None else self._stopping.end(stop, take)
+            return self._run.stopping.halt.unsaved(stop) if take is None else self._run.stopping.halt.end(stop, take)
         finally:
-            self._stopping.close()
+            self._run.stopping.close()
 
     def _end_training(self, *, complete: bool) -> None:
         # Its last batches may have changed what no optimizer steps, after a snapshot of this step.
-        over = "end" if self._training is not None and self._training.finished else None
+        over = "end" if self._training is not None and self._training.phase is ENDED else None
         reason = self._run.cadence.ended(self._steps) or over
         if complete and self._run.config.at_end and reason is not None:
             states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
@@ -363,7 +363,7 @@ class Tracker(LoopProgress):
 
     def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
-        if self._restoring or feed is not self._training:
+        if self._phase is RESTORING or feed is not self._training:
             return None
         states = self._positions()
         over = obstacle_of(feed, accumulating=self._surroundings.accumulating()) or is_at_end(states[feed.name])
@@ -420,7 +420,6 @@ class Tracker(LoopProgress):
     # ---- resuming
 
     def _take_over(self) -> None:
-        self._resumed_batches = 0
         streams = rng.capture()
         if (own := self._resume.load()) is None:
             return
@@ -436,7 +435,7 @@ class Tracker(LoopProgress):
             self._resumed = feeds[own["training"]]
             self._training = feeds.get(own.get("counts") or "", self._resumed)
             self._resumed_batches = self._resumed.delivered
-            self._restoring, self._unfinished = True, not own["finished"]
+            self._phase = self._phase.to(RESTORING)
             self._loops.expect(own, self._resumed)
             if not own["finished"]:
                 rng.restore(streams)  # until the first batch what the script draws is its own
@@ -448,8 +447,13 @@ class Tracker(LoopProgress):
             for problem in own.get("loop", {}).get("says", ()):
                 self._resume.say(problem)
 
+    def _awaits(self, feed: Feed) -> bool:
+        """Whether a resumed loop has not asked for the first batch of this loader yet."""
+        return self._phase is RESTORING and feed.resuming
+
     def _begins(self) -> None:
-        if self._training is None and not any(one.active for one in self._feeds):
+        begins = self._loops.start.read() and self._training is None
+        if begins and not any(one.phase in OPEN for one in self._feeds):
             self._audit.begin("batch")
             self._resume.begins()
 
@@ -459,25 +463,26 @@ class Tracker(LoopProgress):
             return
         for problem in self._loops.problems():
             self._resume.say(problem)
-        self._begun_again = True
+        self._phase = self._phase.to(ARRIVED)
         self._settle()
 
     def _trains_again(self) -> None:
         # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
-        self._begun_again = True
+        if self._phase is FRESH or self._phase is RESTORING:
+            self._phase = self._phase.to(ARRIVED)
         while self._reloaded:
             self._reloaded.pop().forget()  # batches of that pass were only kept for later
 
     def _settle(self) -> None:
         """The run has begun to train again: nothing is put back any more."""
-        if self._begun_again and (self._restoring or self._gradients.installed):
-            self._restoring = False
+        if self._phase is ARRIVED:
+            self._phase = self._phase.to(TRAINING)
             self._gradients.remove()
 
     def _abandoned(self) -> None:
         """The process ends, or a newer engine takes the run over, and this was not closed."""
         error = uncaught()
-        if not self._closed and (error is not None or not self._engine.tenure.replaced):
+        if self._phase is not CLOSED and (error is not None or not self._engine.tenure.replaced):
             self.failed_with(error)
         self.release()
 

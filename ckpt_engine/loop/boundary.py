@@ -106,19 +106,20 @@ class Stopping:
         if (loaded := self._engine.loaded) is not None:
             self._ledger.resumed(loaded.info.step, loaded.place)
         self.watch.boundary(step)
-        self.watch.start()
-        self._board.start()
-        if self._engine.live is not None:
-            self._engine.live.start()
+        for one in self._threads:
+            one.start()
         atexit.register(self.close)
 
     def close(self) -> None:
         """Put signal handlers back, end all threads. Idempotent."""
         atexit.unregister(self.close)
-        self.watch.close()
-        self._board.close()
-        if self._engine.live is not None:
-            self._engine.live.close()
+        for one in self._threads:
+            one.close()
+
+    @property
+    def _threads(self) -> list[Any]:
+        """What starts and closes with the run; the last one, where an options file is followed."""
+        return [self.watch, self._board, *filter(None, [self._engine.live])]
 
     # ---- at a boundary
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +12,7 @@ from ckpt_engine.config import Config
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.phases import FRESH, RESTORING
 from ckpt_engine.snapshot import arguments
 
 
@@ -30,7 +32,7 @@ class UnstartedCheckpoint:
     before_update = evaluated = finish = release = close = abandon_resume = step
 
 
-class LoopProgress:
+class LoopProgress(ABC):
     """What a loop reads of its tracker, and how it closes it.
 
     Args:
@@ -41,6 +43,7 @@ class LoopProgress:
 
     def __init__(self, engine: Engine, log: logging.Logger, step: int) -> None:
         self._engine, self._log, self._steps = engine, log, step
+        self._phase = FRESH
         self.metrics = {}
         self._training: Feed | None = None
         """The loader whose loop trains."""
@@ -51,9 +54,9 @@ class LoopProgress:
     def __reduce__(self) -> tuple[Any, ...]:
         return UnstartedCheckpoint, (self._engine.config, self.epoch, self._steps, self.resumed_batches)
 
+    @abstractmethod
     def finish(self, *, complete: bool | None = None) -> None:
         """See the tracker."""
-        raise NotImplementedError
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -88,9 +91,13 @@ class LoopProgress:
         """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
         return self._resumed_batches if self._resumed is not None else 0
 
+    def _awaits(self, feed: Feed) -> bool:
+        """Whether a resumed loop has not asked for the first batch of this loader yet."""
+        return self._phase is RESTORING and feed.resuming
+
+    @abstractmethod
     def _begins(self) -> None:
         """The count of steps is read: a loop may be about to begin."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """`finish`, then wait until everything is durable.

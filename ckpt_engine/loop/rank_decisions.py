@@ -476,8 +476,6 @@ class SharedCadence(Cadence):
         """The reason of the last snapshot before that; None: there is to be none."""
         self.diverged: Divergence | None = None
         """What all ranks have agreed to end for, once they are there."""
-        self._lead_on: Callable[[int], None]
-        """Decides with what this rank knows of a stop, and whether somebody has asked for a snapshot."""
         self._counted: int | None = None
         self._in_memory: int | None = None
         """The step after which all ranks take a snapshot into memory."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,10 +26,10 @@ from ckpt_engine.data.rng import Teams
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, MismatchError
 from ckpt_engine.loop.capture import (
+    STRICT,
     Elastic,
     numbers_of,
     own_part,
-    require_ranks,
     require_whole_gradients,
 )
 from ckpt_engine.loop.components import made_otherwise
@@ -48,6 +49,7 @@ from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore import choose
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.match import require_size
 from ckpt_engine.state import optimizers as stored
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import Manifest
@@ -55,7 +57,7 @@ from ckpt_engine.store.names import RECORD
 from ckpt_engine.store.repository import Repository
 
 
-class Resume:
+class Resume(ABC):
     """What one process takes over from an earlier one, and the report of it, of any trainer.
 
     Args:
@@ -112,7 +114,8 @@ class Resume:
 
     def _require_ranks(self, manifest: Manifest) -> None:
         """Raises ResumeError where another number of ranks has taken the snapshot, and the user wants the same."""
-        require_ranks(manifest, numbers_of(self._engine.ranks)[1], self._engine.config.rng)
+        if self._engine.config.rng == STRICT:
+            require_size(manifest, numbers_of(self._engine.ranks)[1])
 
     def _note_place(self, own: Mapping[str, Any], complete: int | None) -> None:
         """The place of the snapshot, for the report; `complete`: the epoch whose end it is."""
@@ -193,9 +196,9 @@ class Resume:
             self._report = replace(self._report, replay=recorder.replay)
         publish(self._report, self._report_folder, self._log, rank=self._rank)
 
+    @abstractmethod
     def _conclude(self) -> None:
         """Add to the lists what is known last."""
-        raise NotImplementedError
 
     @property
     def _report_folder(self) -> Path:

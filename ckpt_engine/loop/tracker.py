@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Container, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
+from ckpt_engine.loop.components import Counters, LoopComponents, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
@@ -77,13 +78,17 @@ class Tracker(LoopProgress):
         super().__init__(engine, logging.getLogger(f"ckpt_engine.{trainer}"), begins_at or 0)
         self._parts = parts
         self._surroundings = surroundings
-        self._outside = calls_now()
-        self._audit = Audit(engine.config.hidden, self._audited, self._log, ahead=self._ahead)
+        outside = calls_now()
+        self._audit = Audit(
+            engine.config.hidden,
+            lambda: taking_part({**parts.objects, **surroundings.audited()}, self._sources, outside),
+            self._log,
+            ahead=self._ahead,
+        )
         self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
         self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log, parts)
         self._failing = FailingRun(parts, self._audit, self._run)
         self._missed = MissedBoundaries(self._run.stopping.halt, self._log)
-        self._phase = FRESH
         self._counted = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
@@ -91,7 +96,7 @@ class Tracker(LoopProgress):
         self._due: set[Feed] = set()
         self._turn: At = ()
         """Where the loop asked for the first batch of its turn."""
-        self._gradients = GradientWatch(parts, self._trains_again)
+        self._gradient_hooks = ExitStack()
         self._reloaded: list[Feed] = []
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
@@ -182,7 +187,7 @@ class Tracker(LoopProgress):
         """Leave the loop's objects as they were found, without a final snapshot."""
         self._phase = self._phase.to(CLOSED)
         self._run.stopping.close()
-        self._gradients.remove()
+        self._gradient_hooks.close()
         self._fence.remove()
         self._after.remove()
         self._release_feeds()
@@ -246,7 +251,9 @@ class Tracker(LoopProgress):
                 self._audit.begin("batch")
                 self._resume.at_first_fetch()
                 self._run.begins(feed.lead.ahead or 0)
-                self._gradients.install()  # a pass that sees none does not use up the saved position
+                self._gradient_hooks.close()
+                # A pass that sees no gradient does not use up the saved position.
+                components.watch_gradients(self._parts, self._trains_again, self._gradient_hooks)
                 self._run.cadence.start(self._steps)
             self._arrive(feed)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
@@ -321,9 +328,10 @@ class Tracker(LoopProgress):
                 one.interior = one.delivered > 0
         self._audit.stepped()
         self._stepped.look()
-        self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
+        here = _LoopBoundary(self, feed, obstacle)
+        self._run.boundary(self._steps, here)
         if obstacle is None:
-            self._failing.reached(self._steps, lambda: self._record(feed))
+            self._failing.reached(self._steps, lambda: self._record(feed, here))
         else:
             self._failing.missed(self._steps, obstacle)
         self._reached = self._steps
@@ -365,9 +373,8 @@ class Tracker(LoopProgress):
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
         if self._phase is RESTORING or feed is not self._training:
             return None
-        states = self._positions()
-        over = obstacle_of(feed, accumulating=self._surroundings.accumulating()) or is_at_end(states[feed.name])
-        return None if over else self._run.take(self._instant(feed, states), reason)
+        here = _LoopBoundary(self, feed, obstacle_of(feed, accumulating=self._surroundings.accumulating()))
+        return here.take(reason, durable=True) if here.obstacle() is None else None
 
     def _positions(self) -> dict[str, Any]:
         return self._resume.waiting | self._loops.positions()
@@ -400,18 +407,14 @@ class Tracker(LoopProgress):
             "reused": self._stepped.reused(),
         }
 
-    def _record(self, feed: Feed | None) -> BoundaryRecord:
+    def _record(self, feed: Feed | None, here: _LoopBoundary) -> BoundaryRecord:
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
-        states = self._positions()
-        if feed is not None and is_at_end(states[feed.name]):
-            raise ImpossibleError("no snapshot can be taken there: end of an epoch")
-        own = self._own(feed, states) | {"buffer_syncs": self._capture.buffer_syncs()}
+        if (why := here.obstacle()) is not None:
+            raise ImpossibleError(f"no snapshot can be taken there: {why}")
+        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.buffer_syncs()}
         stepped, counters = frozenset(self._stepped), self._surroundings.now()
         why = "it has gradients of earlier batches" if components.waiting_gradients(self._parts, stepped) else ""
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
-
-    def _audited(self) -> dict[str, Any]:
-        return taking_part({**self._parts.objects, **self._surroundings.audited()}, self._sources, self._outside)
 
     def _ahead(self) -> set[str]:
         ahead = [one.name for one in self._feeds if one.position.lookahead]
@@ -447,10 +450,6 @@ class Tracker(LoopProgress):
             for problem in own.get("loop", {}).get("says", ()):
                 self._resume.say(problem)
 
-    def _awaits(self, feed: Feed) -> bool:
-        """Whether a resumed loop has not asked for the first batch of this loader yet."""
-        return self._phase is RESTORING and feed.resuming
-
     def _begins(self) -> None:
         begins = self._loops.start.read() and self._training is None
         if begins and not any(one.phase in OPEN for one in self._feeds):
@@ -477,7 +476,7 @@ class Tracker(LoopProgress):
         """The run has begun to train again: nothing is put back any more."""
         if self._phase is ARRIVED:
             self._phase = self._phase.to(TRAINING)
-            self._gradients.remove()
+            self._gradient_hooks.close()
 
     def _abandoned(self) -> None:
         """The process ends, or a newer engine takes the run over, and this was not closed."""
@@ -498,11 +497,14 @@ class _LoopBoundary:
     Args:
         feed: the loader that is asked for the next batch; None: the loop announces the boundary itself.
         obstacle: why no snapshot can be taken, as far as that is known already.
+
+    Attributes:
+        states: where each loader is, once `obstacle` was asked.
     """
 
     def __init__(self, tracker: Tracker, feed: Feed | None, obstacle: str | None) -> None:
         self._tracker, self._feed, self._obstacle = tracker, feed, obstacle
-        self._states: Mapping[str, Any] = {}
+        self.states: Mapping[str, Any] = {}
 
     def end(self, stop: Stop) -> BaseException | None:
         if self.obstacle() is not None:
@@ -519,10 +521,10 @@ class _LoopBoundary:
 
     def obstacle(self) -> str | None:
         if self._obstacle is None:
-            self._states = self._tracker._positions()
-            if self._feed is not None and is_at_end(self._states[self._feed.name]):
+            self.states = self._tracker._positions()
+            if self._feed is not None and is_at_end(self.states[self._feed.name]):
                 self._obstacle = "end of an epoch"
         return self._obstacle
 
     def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
-        return self._tracker._run.take(self._tracker._instant(self._feed, self._states), reason, durable=durable)
+        return self._tracker._run.take(self._tracker._instant(self._feed, self.states), reason, durable=durable)

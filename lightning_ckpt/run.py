@@ -164,8 +164,8 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        if self._run.losses is not None:
-            self._run.losses.add(self.step + self._internals.accumulating, outputs)
+        if self.stopping.losses is not None:
+            self.stopping.losses.add(self.step + self._internals.accumulating, outputs)
         self.telemetry.batch_ended(self._trainer, self._internals)
 
     def close(self) -> None:

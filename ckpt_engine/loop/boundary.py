@@ -87,7 +87,7 @@ class Stopping:
         losses: Losses | None,
         rollbacks: Rollbacks | None,
     ) -> None:
-        self._engine, self._sinks, self._log, self._losses = engine, sinks, log, losses
+        self._engine, self._log, self.losses = engine, log, losses
         self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks, lambda: engine.divided)
         self._rank = None if engine.ranks is None else engine.ranks.rank
         if losses_of(engine.config) is not None and losses is None:
@@ -192,14 +192,14 @@ class Stopping:
         Raises:
             DivergedError: this process, which is alone, has diverged.
         """
-        vetoed = self._losses is not None and self._losses.veto(due=due)
+        vetoed = self.losses is not None and self.losses.veto(due=due)
         if self._shared is None and (found := self._divergence) is not None:
             raise self._diverging.error(found)
         return vetoed
 
     def suspicious(self) -> bool:
         """Whether the losses speak against a snapshot now. Never raises for them: something else ends the run."""
-        return self._losses is not None and self._losses.veto(due=True)
+        return self.losses is not None and self.losses.veto(due=True)
 
     def training_over(self, step: int) -> None:
         """Training has come to its end by itself, before its final snapshot. Of all ranks at once; idempotent.
@@ -208,11 +208,11 @@ class Stopping:
             DivergedError: the last losses say so, of several ranks those of any of them. Where the run is to stop as
                 well, what `Halt.end_of` makes of it.
         """
-        if self._judged_the_end or self._losses is None:
+        if self._judged_the_end or self.losses is None:
             return
         self._judged_the_end = True
         if self._shared is None:
-            self._losses.veto(due=True)
+            self.losses.veto(due=True)
         else:
             try:
                 self._judge(self._shared, due=True)
@@ -223,15 +223,15 @@ class Stopping:
             raise self.halt.end_of(error)
 
     def _judge(self, shared: SharedCadence, *, due: bool) -> None:
-        if self._losses is not None:
-            self._losses.veto(due=due)
+        if self.losses is not None:
+            self.losses.veto(due=due)
         if (found := self._divergence) is not None:
             shared.together.tell(found)
 
     @property
     def _divergence(self) -> Divergence | None:
         """Training has diverged; of several ranks, on this one."""
-        found = None if self._losses is None else self._losses.divergence
+        found = None if self.losses is None else self.losses.divergence
         return found if found is None or self._rank is None else replace(found, rank=self._rank)
 
     # ---- the end
@@ -384,7 +384,6 @@ class TrainingRun:
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
-        self._judges = losses is not None
         self._recorder = recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
         self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
         """Takes each batch that the loop gets of its training loader."""
@@ -421,7 +420,7 @@ class TrainingRun:
         reason = self.cadence.boundary(step) or (
             "manual" if self.stopping.asked and self.stopping.halt.shared is None else None
         )
-        vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
+        vetoed = self.stopping.losses is not None and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
         if reason is not None:
             obstacle = "loss spike" if vetoed else self._obstacle(here, durable=True)

@@ -129,6 +129,7 @@ class FailingRun:
         self._around = sys.exception()
         """Being handled while all of this trains: it does not end the loop."""
         self._ended = self.waits = False
+        self._tensors: _Tensors
         self._left: list[list[float]] | None = None
         self._count = 0
 

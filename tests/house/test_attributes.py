@@ -58,7 +58,7 @@ NAMES = {
     "ThreadWriter": 23,
     "Persister": 22,
     "SimulatedJob": 22,
-    "TrainerRun": 22,
+    "TrainerRun": 20,
     "Audit": 21,
     "LoopResume": 21,
     "Engine": 20,
@@ -70,7 +70,7 @@ NAMES = {
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 26, "ckpt_engine/writer": 68}
+LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 68}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

@@ -132,7 +132,7 @@ class AdaptiveCheckpoint(Tracker):
     def _goes_on(self, loader: Any, batches: int) -> bool:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
         feed = next((one for one in self._feeds if self._sources[one.name].outer is loader), None)
-        if feed is None or not (self._restoring and feed.resuming):
+        if feed is None or not self._awaits(feed):
             return False
         said = f"skip_first_batches(loader, {batches}) skips nothing: the loader goes on after {feed.delivered} batches"
         self._resume.note(said)
@@ -141,9 +141,9 @@ class AdaptiveCheckpoint(Tracker):
     def _before_first_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
         feed = self._resumed
-        waits = self._restoring and feed is not None and feed.resuming
-        if waits and not self._recent and not self._begun_again and self._loops.tracked(optimizer) is not None:
-            assert feed is not None
+        if feed is None or not self._awaits(feed) or self._recent:
+            return
+        if self._loops.tracked(optimizer) is not None:
             raise ResumeError(
                 f"the resumed run trains on batches of a loader that is not followed: {feed.name!r}, whose next pass "
                 f"starts after {feed.delivered} batches, was not asked for any",

@@ -41,7 +41,6 @@ class FitRun:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback) -> None:
         self._trainer = trainer
         self._module = module
-        self._config = config
         self._owner = owner
         self._internals = LightningInternals(trainer)
         self._internals.probe()
@@ -66,12 +65,11 @@ class FitRun:
             replicas=replicas_of(trainer),
             in_whole_steps=self._internals.in_whole_steps,
         )
-        self._is_alone = trainer.world_size == 1
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, self._run)
         self.cadence, self.stopping = self._run.cadence, self._run.stopping
         self.telemetry = Telemetry(self._run)
         self.end = partial(
-            self.stopping.end,
+            self.stopping.halt.end,
             take=lambda reason: self._run.take_last(
                 self._instant(self._kind()), reason, accumulates=self._internals.accumulating
             ),
@@ -96,7 +94,7 @@ class FitRun:
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
         internals.wrap_batches(self._run.took)
-        relays = self._halt.shared is not None and SIGTERM in self._config.preemption.numbers()
+        relays = self._halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
         internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
         self._run.step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
@@ -166,8 +164,8 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        if self._run.losses is not None:
-            self._run.losses.add(self.step + self._internals.accumulating, outputs)
+        if self.stopping.losses is not None:
+            self.stopping.losses.add(self.step + self._internals.accumulating, outputs)
         self.telemetry.batch_ended(self._trainer, self._internals)
 
     def close(self) -> None:
@@ -233,7 +231,7 @@ class FitRun:
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
-        if self._is_alone or (self._module.automatic_optimization and not self._internals.accumulating):
+        if self._halt.shared is None or (self._module.automatic_optimization and not self._internals.accumulating):
             self._run.failing.reached(step, self._record)
         else:
             self._run.failing.missed(step, "ranks may be at different batches of one step")

@@ -29,7 +29,7 @@ from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop.components import Components
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
-from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_of, ended_by
+from ckpt_engine.loop.rank_decisions import SharedCadence, cadence_of, ended_by
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
@@ -69,7 +69,7 @@ class Stopping:
     Attributes:
         watch: knows of requests to stop, and of what is durable.
         halt: ends the run.
-        asked: somebody has asked for a snapshot, and none was taken since; of several ranks rank 0 sees to that.
+        asked: somebody has asked for a snapshot, and none was taken since.
 
     Raises:
         StorageError: a tier that no storage serves.
@@ -87,7 +87,7 @@ class Stopping:
         losses: Losses | None,
         rollbacks: Rollbacks | None,
     ) -> None:
-        self._engine, self._sinks, self._log, self._losses = engine, sinks, log, losses
+        self._engine, self._log, self.losses = engine, log, losses
         self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks, lambda: engine.divided)
         self._rank = None if engine.ranks is None else engine.ranks.rank
         if losses_of(engine.config) is not None and losses is None:
@@ -97,7 +97,7 @@ class Stopping:
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
         self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
-        self.asked = self._asked_all = self._judged_the_end = False
+        self.asked = self._judged_the_end = False
         for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
@@ -106,19 +106,20 @@ class Stopping:
         if (loaded := self._engine.loaded) is not None:
             self._ledger.resumed(loaded.info.step, loaded.place)
         self.watch.boundary(step)
-        self.watch.start()
-        self._board.start()
-        if self._engine.live is not None:
-            self._engine.live.start()
+        for one in self._threads:
+            one.start()
         atexit.register(self.close)
 
     def close(self) -> None:
         """Put signal handlers back, end all threads. Idempotent."""
         atexit.unregister(self.close)
-        self.watch.close()
-        self._board.close()
-        if self._engine.live is not None:
-            self._engine.live.close()
+        for one in self._threads:
+            one.close()
+
+    @property
+    def _threads(self) -> list[Any]:
+        """What starts and closes with the run; the last one, where an options file is followed."""
+        return [self.watch, self._board, *filter(None, [self._engine.live])]
 
     # ---- at a boundary
 
@@ -130,11 +131,11 @@ class Stopping:
         """
         wanted = self.watch.boundary(step)
         if wanted and self.watch.take_save() is not None:
-            self.asked, self._asked_all = self._shared is None, self._shared is not None
+            self.asked = True
         if self._shared is None:
             return self.watch.stop if wanted else None
         try:
-            stop = self._shared.stop(step, self.watch.stop, asked=self._asked_all, fits=self.halt.fits)
+            stop = self._shared.stop(step, self.watch.stop, asked=self.asked, fits=self.halt.fits)
             if stop is None and self._shared.diverged is None:
                 self._judge(self._shared, due=self._shared.due)
         except RanksError as err:
@@ -161,18 +162,6 @@ class Stopping:
         if (settings := FrequencySettings.of(made.config)) != FrequencySettings.of(config):
             self._cadence.retune(settings)
         return made.config
-
-    def taken(self) -> None:
-        """A durable snapshot was taken."""
-        self.asked = self._asked_all = False
-
-    def end(self, stop: Stop, take: Take) -> BaseException:
-        """Do what fits into the grace; what ends the run, or `KeyboardInterrupt` after a Ctrl-C.
-
-        Raises:
-            KeyboardInterrupt: another Ctrl-C.
-        """
-        return self.halt.now(stop, take) if self._shared is None else self.halt.together(stop, take)
 
     def no_batch(self, error: Exception, where: str | None) -> Stop | None:
         """A step has failed; the stop that takes effect here, as it has ended the loader's workers too.
@@ -203,14 +192,14 @@ class Stopping:
         Raises:
             DivergedError: this process, which is alone, has diverged.
         """
-        vetoed = self._losses is not None and self._losses.veto(due=due)
+        vetoed = self.losses is not None and self.losses.veto(due=due)
         if self._shared is None and (found := self._divergence) is not None:
             raise self._diverging.error(found)
         return vetoed
 
     def suspicious(self) -> bool:
         """Whether the losses speak against a snapshot now. Never raises for them: something else ends the run."""
-        return self._losses is not None and self._losses.veto(due=True)
+        return self.losses is not None and self.losses.veto(due=True)
 
     def training_over(self, step: int) -> None:
         """Training has come to its end by itself, before its final snapshot. Of all ranks at once; idempotent.
@@ -219,11 +208,11 @@ class Stopping:
             DivergedError: the last losses say so, of several ranks those of any of them. Where the run is to stop as
                 well, what `Halt.end_of` makes of it.
         """
-        if self._judged_the_end or self._losses is None:
+        if self._judged_the_end or self.losses is None:
             return
         self._judged_the_end = True
         if self._shared is None:
-            self._losses.veto(due=True)
+            self.losses.veto(due=True)
         else:
             try:
                 self._judge(self._shared, due=True)
@@ -234,15 +223,15 @@ class Stopping:
             raise self.halt.end_of(error)
 
     def _judge(self, shared: SharedCadence, *, due: bool) -> None:
-        if self._losses is not None:
-            self._losses.veto(due=due)
+        if self.losses is not None:
+            self.losses.veto(due=due)
         if (found := self._divergence) is not None:
             shared.together.tell(found)
 
     @property
     def _divergence(self) -> Divergence | None:
         """Training has diverged; of several ranks, on this one."""
-        found = None if self._losses is None else self._losses.divergence
+        found = None if self.losses is None else self.losses.divergence
         return found if found is None or self._rank is None else replace(found, rank=self._rank)
 
     # ---- the end
@@ -395,7 +384,6 @@ class TrainingRun:
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""
         self.saved: SaveHandle | None = None
-        self._judges, self._took = losses is not None, False
         self._recorder = recorder = engine.record(lambda: parts.optimizers, lambda: parts.modules)
         self.took: Callable[[Any], None] = recorder.took if recorder is not None else lambda _: None
         """Takes each batch that the loop gets of its training loader."""
@@ -429,8 +417,10 @@ class TrainingRun:
             raise end
         self.config = self.stopping.edited(self.config)
         self.engine.begin_step(step + 1)
-        reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
-        vetoed = self._judges and self.stopping.vetoed(due=reason is not None)
+        reason = self.cadence.boundary(step) or (
+            "manual" if self.stopping.asked and self.stopping.halt.shared is None else None
+        )
+        vetoed = self.stopping.losses is not None and self.stopping.vetoed(due=reason is not None)
         here.decided(due=reason is not None)
         if reason is not None:
             obstacle = "loss spike" if vetoed else self._obstacle(here, durable=True)
@@ -492,7 +482,7 @@ class TrainingRun:
                 durable=durable,
             )
         except (StorageError, WriterError, StateError) as err:
-            wrong = isinstance(err, StateError) and not self._took
+            wrong = isinstance(err, StateError) and self.stopping.halt.metrics is None
             if wrong or isinstance(err, LeaseHeldError) or self.config.on_error == "raise":
                 raise
             self._log.error("no snapshot of step %d: %s", step, err)
@@ -504,14 +494,13 @@ class TrainingRun:
             if durable:
                 self.cadence.skipped(step, "busy")
             return None
-        self._took = True
+        self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
         self.metrics.stalled(stall)
         if not durable:
             self.cadence.held(step, stall)
             return handle
         self.cadence.taken(step, stall)
-        self.stopping.taken()
-        self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
+        self.stopping.asked = False
         self.saved = handle
         return handle
 

@@ -37,7 +37,6 @@ from ckpt_engine.probe.replica_words import tables_of
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Live, Loaded
-from ckpt_engine.restore.match import require_size
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of
@@ -534,16 +533,6 @@ def own_part(
     saved = [loaded.own[number][OWN_KEY] for number in sorted(loaded.own)] or [own]
     elastic = Elastic(*ranks, [{**one, **unpack(one["packed"])[0]} for one in saved], policy)
     return whole, notes, elastic, apart
-
-
-def require_ranks(manifest: Manifest, size: int, policy: str) -> None:
-    """Refuse another number of ranks where the user wants that.
-
-    Raises:
-        ResumeError: says both numbers.
-    """
-    if policy == STRICT:
-        require_size(manifest, size)
 
 
 def numbers_of(ranks: Ranks | None) -> tuple[int, int]:

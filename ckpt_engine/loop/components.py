@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -126,7 +127,9 @@ class NamedParts:
         return {name: state_of(value, self.flat) for name, value in self.objects.items()}
 
     def owner(self, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
-        return owner_in(self, path)
+        if path[0] in self.optimizers:
+            return self.optimizers[path[0]] if path[1:2] == ("state",) else None
+        return self.modules.get(path[0]) if len(path) == 2 else None
 
     def shapes(self) -> dict[str, Shapes]:
         return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
@@ -143,13 +146,6 @@ class NamedParts:
         gone = [name for name in saved if name not in self.objects]
         missing += [NotRestored(name, "nothing of that name is tracked now") for name in gone]
         return restored, missing
-
-
-def owner_in(parts: Components, path: tuple[Any, ...]) -> nn.Module | torch.optim.Optimizer | None:
-    """`Components.owner` where each model and optimizer is a component of its own."""
-    if path[0] in parts.optimizers:
-        return parts.optimizers[path[0]] if path[1:2] == ("state",) else None
-    return parts.modules.get(path[0]) if len(path) == 2 else None
 
 
 def state_of(value: Any, flat: FlatModels | None) -> Any:
@@ -598,36 +594,13 @@ def _put_back_gradient(parameter: torch.nn.Parameter, saved: Any) -> None:
         parameter.grad = divided_like(parameter, saved.to(parameter.device, copy=True))
 
 
-class GradientWatch:
-    """Hooks on the parameters that optimizers manage, from `install` to `remove`.
+def watch_gradients(parts: Components, arrived: Callable[[], None], hooks: ExitStack) -> None:
+    """Call `arrived` with every gradient of the parameters that optimizers manage, maybe on one of autograd's threads.
 
     Args:
-        parts: of the run.
-        arrived: called with every gradient, maybe on one of autograd's own threads.
+        hooks: gets what ends this. Not from within a hook: autograd walks through them then.
     """
-
-    def __init__(self, parts: Components, arrived: Callable[[], None]) -> None:
-        self._parts = parts
-        self._arrived = arrived
-        self._handles: list[Any] = []
-
-    @property
-    def installed(self) -> bool:
-        return bool(self._handles)
-
-    def install(self) -> None:
-        """Start watching; harmless when installed already."""
-        if self.installed:
-            return
-
-        def arrived(_: torch.Tensor) -> None:
-            self._arrived()
-
-        parameters: Any = managed(self._parts.optimizers.values())
-        self._handles = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
-
-    def remove(self) -> None:
-        """Stop watching. Not from within a hook: autograd walks through them then."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    parameters: Any = managed(parts.optimizers.values())
+    for parameter in parameters:
+        if parameter.requires_grad:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(lambda _: arrived()).remove)

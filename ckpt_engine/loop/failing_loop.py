@@ -129,7 +129,6 @@ class FailingRun:
         self._around = sys.exception()
         """Being handled while all of this trains: it does not end the loop."""
         self._ended = self.waits = False
-        self._know: Callable[[], BoundaryRecord]
         self._tensors: _Tensors
         self._left: list[list[float]] | None = None
         self._count = 0
@@ -453,7 +452,10 @@ def require_loadable(modules: Mapping[str, torch.nn.Module]) -> None:
             for path, one in module.named_modules(remove_duplicate=False)
             if type(one)._load_from_state_dict is not plain._load_from_state_dict or one._load_state_dict_pre_hooks
         ]
-        if "" in own or not any(one._state_dict_hooks or _writes(one) for one in module.modules()):
+        if "" in own or not any(
+            one._state_dict_hooks or type(one)._save_to_state_dict is not plain._save_to_state_dict
+            for one in module.modules()
+        ):
             continue
         known = {one.key for one, _ in keys_of(module)}
         for key in module.state_dict():
@@ -463,10 +465,6 @@ def require_loadable(modules: Mapping[str, torch.nn.Module]) -> None:
                     hint="track only what is trained (an adapter, a head), or give the class a load_state_dict() "
                     "that takes what its state_dict() gives",
                 )
-
-
-def _writes(module: torch.nn.Module) -> bool:
-    return type(module)._save_to_state_dict is not torch.nn.Module._save_to_state_dict
 
 
 def buffers_of(module: torch.nn.Module) -> list[Loose]:
@@ -540,8 +538,5 @@ def _is_finite(value: torch.Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return True
     # A mask of all elements would need memory that a device may not have now.
-    return bool(torch.isfinite(value.detach().sum(dtype=_wide(value))))
-
-
-def _wide(value: torch.Tensor) -> torch.dtype:
-    return value.dtype if value.is_complex() or value.dtype is torch.float64 else torch.float32
+    wide = value.dtype if value.is_complex() or value.dtype is torch.float64 else torch.float32
+    return bool(torch.isfinite(value.detach().sum(dtype=wide)))

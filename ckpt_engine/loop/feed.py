@@ -11,9 +11,8 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -24,7 +23,8 @@ from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
-from ckpt_engine.loop.shape import Followed, Lead
+from ckpt_engine.loop.phases import BEGUN, ENDED, LEFT, OPEN, RUNNING, UNBEGUN, PassPhase
+from ckpt_engine.loop.shape import At, Followed, Lead
 from ckpt_engine.snapshot.ownership import leavers
 
 State = dict[str, Any]
@@ -99,8 +99,8 @@ class Feed:
         """Batches of the current or last pass that the consumer was given, those before a resume included."""
         self.epochs = 0
         """Passes that are over and in which weights changed."""
-        self.finished = False
-        """The consumer of the last pass knows that there are no more batches."""
+        self.phase = UNBEGUN
+        """Of the current or last pass."""
         self.trained = False
         """Weights changed during the current or last pass."""
         self.longest: int | None = 0
@@ -118,7 +118,7 @@ class Feed:
         """A pass began while the one before could still be asked."""
         self.says: list[str] = []
         """Why passes over this loader cannot be repeated."""
-        self.asked_from: Sequence[tuple[CodeType, int]] = ()
+        self.asked_from: At = ()
         """Functions and instructions that have asked for the last batch, innermost first."""
         self.way: list[Any] = []
         """The same with our own, as they are in turn."""
@@ -127,19 +127,16 @@ class Feed:
         self.asked_at = self.begun_at = self.left_at = 0
         """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
         self.lead = Lead()
-        self.starts = False
-        """The current pass was not asked for a batch yet."""
         self._lookahead = source.lookahead
         self._recorded = 0
         self.dispatched, self._inexact = source.dispatched, source.inexact
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
         self._count_at_begin = 0
-        self._base_begun = self.active = False
-        """The consumer is in the middle of a pass."""
+        self._base_begun = False
         self._resumed: State | None = None
         self._streams: Mapping[str, Any] | None = None
         """Where no batch of the torch loader is fetched: what is to be installed once its iterator is there."""
-        self._before = (0, 0, False, False, 0)
+        self._before = (0, 0, False, UNBEGUN, 0)
         self._pass: weakref.ref[_Pass] | None = None
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
         # forked meanwhile would try to join its siblings.
@@ -150,7 +147,7 @@ class Feed:
         self._length = exactness.known_length(source.base) if source.share == 1 else None
         if source.outer is source.base:
             self.position.aside = lambda _: self._before_pass()
-            self.position.wrap = self._begin_plain
+            self.position.wrap = lambda iterator: self._begin(self._base_begin(iterator))
         else:
             self.position.wrap = self._base_begin
             position.swap_in(source.outer, self)
@@ -166,7 +163,7 @@ class Feed:
     @property
     def running(self) -> Any:
         """The pass that the consumer is in; None if there is none."""
-        return self._pass() if self.active and self._pass is not None else None
+        return self._pass() if self.phase in OPEN and self._pass is not None else None
 
     @property
     def resuming(self) -> bool:
@@ -235,7 +232,7 @@ class Feed:
         """Where the consumer is, at a fetch boundary of any feed."""
         if self._resumed is not None:
             return self._resumed
-        if self.active and (self.delivered > 0 or self._base_begun):
+        if self.phase in OPEN and (self.delivered > 0 or self._base_begun):
             state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
             known = None if self.lead.unclear else self.lead.ahead  # else a resumed run finds out, and says so
             return state | {"open": True, "trained": self.trained, "ahead": known}
@@ -256,7 +253,7 @@ class Feed:
         Raises:
             MismatchError: the loader is not the one that was saved.
         """
-        self._before = (self.delivered, self.epochs, self.starts_only, self.finished, self._count())
+        self._before = (self.delivered, self.epochs, self.starts_only, self.phase, self._count())
         # The position installs them at the first fetch of a batch.
         late = self._share == 0 and state["position"]["phase"] == "within"
         self._streams = streams if late else None
@@ -274,7 +271,7 @@ class Feed:
             state = {**state, "over": True, "delivered": 0, "counter": state["counter"] + 1}
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
-        self.starts_only, self.finished = bool(state["starts_only"]), False
+        self.starts_only, self.phase = bool(state["starts_only"]), self.phase.to(UNBEGUN)
         self.longest = state.get("longest")
         if (ahead := state.get("ahead")) is not None:
             self.lead.ahead, self._recorded = ahead, ahead
@@ -298,7 +295,9 @@ class Feed:
         if self._resumed is None:
             return
         self._resumed = self._streams = None
-        self.delivered, self.epochs, self.starts_only, self.finished, count = self._before
+        self.delivered, self.epochs, self.starts_only, phase, count = self._before
+        if self.phase is UNBEGUN:
+            self.phase = self.phase.to(phase)
         if self._counter:
             setattr(self._live(), self._counter, count)
         self.position.forget()
@@ -346,23 +345,19 @@ class Feed:
             self._streams = None
         return iterator
 
-    def _begin_plain(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        self._base_begun = True
-        return self._begin(iterator)
-
     def _begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
         resumed = self._resumed
         if resumed is None:
             self.delivered = 0
         self.trained = resumed is not None and bool(resumed.get("trained", self.delivered > 0))
-        self.starts, self.begun_at, self._stepped_at = True, next(_clock), self.delivered
+        self.begun_at, self._stepped_at = next(_clock), self.delivered
         unknown = self.lead.ahead is None
         self.lead.begin()
         if unknown and self.lead.ahead is not None:
             self.lead_known()
-        self.finished, self.interior = False, self.delivered > 0  # what resumes within a pass had a boundary there
+        self.interior = self.delivered > 0  # what resumes within a pass had a boundary there
         self._count_at_begin = self._count()
-        self.active = True
+        self.phase = self.phase.to(BEGUN)
         running = _Pass(self, iterator)
         self._pass = weakref.ref(running, self._dropped)
         return running
@@ -371,10 +366,10 @@ class Feed:
         if reference is self._pass:
             self._close()
 
-    def _close(self) -> None:
-        if not self.active:
+    def _close(self, phase: PassPhase = LEFT) -> None:
+        if self.phase not in OPEN:
             return
-        self.active, self.left_at = False, next(_clock)
+        self.phase, self.left_at = self.phase.to(phase), next(_clock)
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
@@ -398,7 +393,7 @@ class Feed:
             "delivered": delivered,
             "counter": counter,
             # A pass that is left and not closed yet counts for the next one.
-            "epochs": self.epochs + (self.active and self.trained and not delivered),
+            "epochs": self.epochs + (self.phase in OPEN and self.trained and not delivered),
             "starts_only": self.starts_only,
             "alone": self.alone,
             "longest": self.longest,
@@ -415,7 +410,9 @@ class Feed:
         self.asked_at = next(_clock)
         if (listener := self._listener()) is not None:
             listener.asked(self)
-        self._resumed, self.starts = None, False
+        self._resumed = None
+        if self.phase is BEGUN:
+            self.phase = self.phase.to(RUNNING)
 
     def _given(self, batch: Any) -> None:
         self.delivered += 1
@@ -431,10 +428,6 @@ class Feed:
         if (listener := self._listener()) is not None:
             listener.failed(self, error)
 
-    def _ended(self) -> None:
-        self.finished = True
-        self._close()
-
 
 class _Pass(Proxy, Followed):
     """One pass over a feed, in the place of the loader's own iterator."""
@@ -447,14 +440,14 @@ class _Pass(Proxy, Followed):
 
     def __next__(self) -> Any:
         feed = self._feed
-        current = feed.active and feed._pass is not None and feed._pass() is self
+        current = feed.phase in OPEN and feed._pass is not None and feed._pass() is self
         if current:
             feed._asked()
         try:
             batch = next(self.inner)
         except StopIteration:
             if current:
-                feed._ended()
+                feed._close(ENDED)
             raise
         except Exception as err:
             if current:
@@ -462,7 +455,7 @@ class _Pass(Proxy, Followed):
             raise
         if current:
             feed._given(batch)
-        elif feed.active:
+        elif feed.phase in OPEN:
             feed.say(f"two passes over {feed.name!r} run at the same time: make a second DataLoader and track both")
         return batch
 

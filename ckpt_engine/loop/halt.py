@@ -16,7 +16,7 @@ from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
 from ckpt_engine.observe.events import announce
 from ckpt_engine.observe.units import count, duration, share
-from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
+from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
 
@@ -74,8 +74,8 @@ class Halt(Ending):
             self.shared.together.verdicts.patience = self.seconds_left
             self.shared.together.verdicts.stop = lambda: self.stop
 
-    def now(self, stop: Stop, take: Take) -> BaseException:
-        """Do what fits, wait for it as long as there is time, say what came of it.
+    def end(self, stop: Stop, take: Take) -> BaseException:
+        """Do what fits, or what all ranks have agreed on; wait for it as long as there is time, say what came of it.
 
         Returns:
             What ends the run; see `exit_of`.
@@ -83,10 +83,9 @@ class Halt(Ending):
         Raises:
             KeyboardInterrupt: another Ctrl-C.
         """
-        self.watch.attend()
-        plan = self.watch.plan(stop)
-        self._log.warning("%s: %s", stop.notice.who, plan.why)
-        return self._end(stop, lambda: self._make_durable(plan, stop, take))
+        if self.shared is None:
+            return self._end(stop, lambda: self._make_durable(stop, take))
+        return self._end(stop, partial(self._take_last, self.stop or stop, self.shared.last, take))
 
     def fits(self, stop: Stop) -> bool:
         """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
@@ -94,23 +93,21 @@ class Halt(Ending):
         self._log.warning("%s: %s", stop.notice.who, plan.why)
         return plan.choice is StopChoice.SNAPSHOT
 
-    def together(self, stop: Stop, take: Take) -> BaseException:
-        """Do what all ranks have agreed on; as `now`."""
-        assert self.shared is not None
-        self.watch.attend()
-        return self._end(stop, partial(self.shared.halt, take))
-
     def unsaved(self, stop: Stop) -> BaseException:
-        """End at an optimizer step of a loop that reaches no boundary; as `now`, without a snapshot of this step."""
-        self.watch.attend()
-        self._log.warning(
-            "%s: training stops without a snapshot of this step: its loop reaches no boundary; "
-            "iterate the tracked loader, or call step() at the end of the loop's body",
-            stop.notice.who,
-        )
-        return self._end(stop, lambda: self._engine.wait(_left(stop)))
+        """End at an optimizer step of a loop that reaches no boundary; as `end`, without a snapshot of this step."""
+
+        def work() -> None:
+            self._log.warning(
+                "%s: training stops without a snapshot of this step: its loop reaches no boundary; "
+                "iterate the tracked loader, or call step() at the end of the loop's body",
+                stop.notice.who,
+            )
+            self._engine.wait(_left(stop))
+
+        return self._end(stop, work)
 
     def _end(self, stop: Stop, work: Callable[[], object]) -> BaseException:
+        self.watch.attend()
         try:
             work()
         except CkptError as err:
@@ -144,7 +141,7 @@ class Halt(Ending):
         assert self.shared is not None
         own = self.watch.stop
         deadline = stop.deadline if own is None else min(stop.deadline, own.deadline)
-        self.shared.stop_too(replace(stop, deadline=deadline))
+        self.shared.halting = self.shared.halting or replace(stop, deadline=deadline)
 
     def end_of(self, error: BaseException) -> BaseException:
         """What ends a run that an error ends: of a diverged one that is to stop as well, what ends that.
@@ -243,17 +240,25 @@ class Halt(Ending):
         raised = sys.exception()
         return self.watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
 
-    def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
+    def _make_durable(self, stop: Stop, take: Take) -> None:
+        plan = self.watch.plan(stop)
+        self._log.warning("%s: %s", stop.notice.who, plan.why)
         if plan.choice is not StopChoice.SNAPSHOT:
             if plan.choice is StopChoice.FLUSH:
                 self.watch.flush()
             self._engine.wait(_left(stop))
             self.watch.wait_for_the_flushed(self._engine.poll, partial(_left, stop))
-            return
-        if not self._engine.ready():
-            self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
-        if take("signal") is not None:
-            self._engine.wait(_left(stop))
+        else:
+            self._take_last(stop, "signal", take)
+
+    def _take_last(self, stop: Stop, reason: str | None, take: Take) -> None:
+        """The last snapshot, if there is to be one, and what is in flight, as long as there is time."""
+        if reason is not None:
+            if not self._engine.ready():
+                # A slot is free when what is in flight is durable. A rank without one would make it absent for all.
+                self._engine.wait(_left(stop))
+            take(reason)
+        self._engine.wait(_left(stop))
 
     def _tell(self, stop: Stop) -> None:
         self._engine.poll()

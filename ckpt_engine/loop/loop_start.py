@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import CodeType
-
-from ckpt_engine.audit.carried import instructions, loops_around, loops_behind
+from ckpt_engine.audit.carried import loops_around, loops_behind
 from ckpt_engine.data import rng
-from ckpt_engine.loop.shape import Ask, At
+from ckpt_engine.loop.shape import Ask, At, Home, does_anything
 
 
 class LoopStart:
@@ -20,14 +18,15 @@ class LoopStart:
 
     Attributes:
         seen: such a read has come.
+        over: an optimizer has made a step.
     """
 
-    def __init__(self, home: frozenset[CodeType]) -> None:
+    def __init__(self, home: Home) -> None:
         self._home = home
         self._outer = {(code, loop) for code, offset in Ask(frozenset()).at for loop in loops_around(code, offset)}
-        self._places: set[tuple[tuple[CodeType, int], ...]] = set()
+        self._places = set[At]()
         self._streams: rng.RngState | None = None
-        self._over = self.seen = False
+        self.over = self.seen = False
 
     def expect(self, streams: rng.RngState) -> None:
         """A resumed loop continues with these."""
@@ -35,32 +34,22 @@ class LoopStart:
 
     def read(self) -> bool:
         """The count of steps is read: whether a loop is about to begin. Cheap once there was a step."""
-        if self._over:
+        if self.over:
             return False
-        at = Ask(self._home).at
-        begins = tuple(at) not in self._places and self._is_before_turns(at)
-        self._places.add(tuple(at))
+        at = tuple(Ask(self._home).at)
+        begins = at not in self._places and self._is_before_turns(at)
+        self._places.add(at)
         self.seen = self.seen or begins
         if self._streams is not None and begins:
             rng.restore(self._streams)
         return begins
 
-    def stepped(self) -> None:
-        """An optimizer has made a step."""
-        self._over = True
-
     def _is_before_turns(self, at: At) -> bool:
         """Whether no turn of a loop has begun, and one comes."""
         around = [(code, loop, offset) for code, offset in at for loop in loops_around(code, offset)]
         around = [one for one in around if one[:2] not in self._outer]
-        if any(_does_anything(code, loop.head, offset) for code, loop, offset in around):
+        if any(does_anything(code, loop.head, offset) for code, loop, offset in around):
             return False
         if around or any(loops_behind(code, offset) for code, offset in at):
             return True
         return at[0][0] in self._home and not any(loops_behind(code, -1) for code, _ in at)  # a function has the loop
-
-
-def _does_anything(code: CodeType, begin: int, end: int) -> bool:
-    """Whether there is more than a condition between two instructions."""
-    rows = (one.opname for one in instructions(code)[0] if begin <= one.offset < end)
-    return any(name.startswith(("STORE", "CALL", "POP_TOP", "YIELD")) for name in rows)

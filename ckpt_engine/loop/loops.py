@@ -1,26 +1,19 @@
-"""The passes of a script over its loaders, several of each among them: which are active, how they end, what the
-script does behind its step call, and which are passed through after a resume.
-"""
+"""The passes of a script over its loaders: how they lie within each other, and whether a resumed one repeats them."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import CodeType, FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
 
-from ckpt_engine.config import Config
-from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError
-from ckpt_engine.loop.boundary import TrainingRun
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.loop_start import LoopStart
+from ckpt_engine.loop.phases import BEGUN, ENDED, OPEN
 from ckpt_engine.loop.shape import (
     Around,
     Ask,
@@ -33,8 +26,8 @@ from ckpt_engine.loop.shape import (
     later,
     place_of,
     tensors_of,
+    way_here,
 )
-from ckpt_engine.snapshot import arguments
 
 _OR_CARRY = ", or keep it in track(…, carry=Carry(…))"
 _NO_EPOCHS = "run.epoch counts passes over tracked loaders"
@@ -83,20 +76,19 @@ class Loops:
         self.counted: Mapping[str, int] = {}
         """What a resumed loop that announces its steps had counted."""
         self._begun_on = self._stepped_on = threading.get_ident()
-        self._has_stepped = False
 
     # ---- while the loop runs
 
     def asked(self, feed: Feed) -> list[str]:
         """A batch is asked for; why the iterators around this loader do not go on where they were."""
-        way, feed.asked_on = _way_here(self._home), threading.get_ident()
-        if feed.starts or way != feed.way:
+        way, feed.asked_on = way_here(self._home), threading.get_ident()
+        if feed.phase is BEGUN or way != feed.way:
             feed.way, feed.asked_from = way, (ask := Ask(self._home)).at
         if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
             feed.lead.asked(feed.asked_from)
-            if feed.starts:
+            if feed.phase is BEGUN:
                 feed.lead.starts(ask)
-        if not feed.starts or not ask.of_user:
+        if feed.phase is not BEGUN or not ask.of_user:
             return []
         saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
         first = feed.name not in self._around and ask.is_in_generator()
@@ -125,9 +117,8 @@ class Loops:
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
-        self.start.stepped()
-        if not self._has_stepped:
-            self._has_stepped = True
+        if not self.start.over:
+            self.start.over = True
             self._look_for_older_iterators()
         self._resumed, self._stepped_on = None, threading.get_ident()
         self._stepped_at = max([feed.asked_at for feed in self._feeds], default=0)
@@ -137,8 +128,8 @@ class Loops:
         counts, given, kept = self._around.get(feed.name, ([], 0, False))
         self._around[feed.name] = (later(counts, feed.delivered - given), 0, kept)
         others = [one for one in self._feeds if one is not feed and one.trained]
-        shared = feed.finished and any(one.active and one.asked_from == feed.asked_from for one in others)
-        left = not any(one.active or one.begun_at > feed.begun_at for one in others)
+        shared = feed.phase is ENDED and any(one.phase in OPEN and one.asked_from == feed.asked_from for one in others)
+        left = not any(one.phase in OPEN or one.begun_at > feed.begun_at for one in others)
         feed.alone = feed.trained and (left or shared)
         if not self._saved:
             feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
@@ -147,7 +138,7 @@ class Loops:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
         while self._beside:
             self._look_at(self._beside.popitem()[1]())
-        unknown = [one for one in due if one.active and one.lead.ahead is None]
+        unknown = [one for one in due if one.phase in OPEN and one.lead.ahead is None]
         if unknown:
             ask = Ask(self._home)
             for one in unknown:
@@ -165,10 +156,10 @@ class Loops:
         if len(self._feeds) > 1 and (outer := self._outer(feed)) is not None:
             return outer, f"in the body of the loop over {outer.name!r}"
         for one in self._feeds:
-            if one.active and (not one.remembers or (one.lead.ahead is None and one in due)):
+            if one.phase in OPEN and (not one.remembers or (one.lead.ahead is None and one in due)):
                 return None, "how far the loop reads ahead is not recorded yet"
         for one in self._feeds:
-            if one is not feed and one.active and one.asked_at > self._stepped_at:
+            if one is not feed and one.phase in OPEN and one.asked_at > self._stepped_at:
                 before, inside = is_before(one.asked_from, feed.asked_from)
                 if before and not inside:
                     return None, f"{one.name!r} was asked first"
@@ -203,7 +194,9 @@ class Loops:
 
     def _outer(self, feed: Feed) -> Feed | None:
         found = [
-            one for one in self._feeds if one is not feed and one.active and is_in_body(one.asked_from, feed.asked_from)
+            one
+            for one in self._feeds
+            if one is not feed and one.phase in OPEN and is_in_body(one.asked_from, feed.asked_from)
         ]
         return min(found, key=lambda one: one.asked_at, default=None)
 
@@ -219,7 +212,7 @@ class Loops:
         """Where each loader is. A pass that nothing can ask any more is over."""
         ask = Ask(self._home)
         return {
-            one.name: one.next_pass_state() if one.active and self._is_left(one, ask) else one.state()
+            one.name: one.next_pass_state() if one.phase in OPEN and self._is_left(one, ask) else one.state()
             for one in self._feeds
         }
 
@@ -235,7 +228,7 @@ class Loops:
             "numbers": ask.numbers(),
             "made": ask.made_before(),
             "start": self.start.seen,
-            "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
+            "around": {one.name: self._counts(one, ask) for one in self._feeds if one.phase in OPEN},
             "says": [
                 *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
                 *filter(None, self._untracked.values()),
@@ -254,7 +247,7 @@ class Loops:
         """A batch that a loop has asked for before it began the loop over `feed`; its pass may have been left since."""
         if feed is None or one is feed or not feed.left_at < one.asked_at < feed.begun_at:
             return []
-        if not one.active and (one.finished or isinstance(one.position.loader.sampler, SequentialSampler)):
+        if one.phase not in OPEN and (one.phase is ENDED or isinstance(one.position.loader.sampler, SequentialSampler)):
             return []
         if not all(is_before(one.asked_from, feed.asked_from)):
             return []
@@ -340,128 +333,6 @@ class Loops:
 def _was(name: str, before: int, now: int, ask: Ask) -> str:
     function, _, variable = name.rpartition(".")
     return f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from"
-
-
-def _way_here(home: frozenset[CodeType]) -> list[Any]:
-    """Functions on the stack and where they are, in turn, ours too: who asks again from the same place has the same."""
-    way: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        way += (code, frame.f_lasti)
-        if code in home:
-            break
-        frame = frame.f_back
-    return way
-
-
-class UnstartedCheckpoint:
-    """What a copy or a pickle of a tracker is: it takes and restores nothing.
-
-    Args:
-        config: the options of the run.
-        epoch, global_step, resumed_batches: those of the moment of the copy.
-    """
-
-    def __init__(self, config: Config, epoch: int, global_step: int, resumed_batches: int) -> None:
-        self.config, self.epoch, self.global_step, self.resumed_batches = config, epoch, global_step, resumed_batches
-
-    def step(self, *_: Any, **__: Any) -> None: ...
-
-    before_update = evaluated = finish = release = close = abandon_resume = step
-
-
-class LoopProgress:
-    """The part of a tracker that takes no snapshots."""
-
-    _engine: Engine
-    _log: logging.Logger
-    _run: TrainingRun
-    _loops: Loops
-    _feeds: list[Feed]
-    _training: Feed | None
-    _resumed: Feed | None
-    _resumed_batches: int
-    _steps: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnstartedCheckpoint, (self._engine.config, self.epoch, self._steps, self.resumed_batches)
-
-    def finish(self, *, complete: bool | None = None) -> None:
-        """See the tracker."""
-        raise NotImplementedError
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Numbers that retention may rank snapshots by; the loop keeps them up to date.
-
-        Raises:
-            ArgumentError: a value is put in, or assigned, that means no number.
-        """
-        return self._metrics
-
-    @metrics.setter
-    def metrics(self, values: Mapping[str, Any]) -> None:
-        self._metrics: dict[str, float] = arguments.Metrics(values)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs whose training is complete: `for epoch in range(tracker.epoch, n)`."""
-        return self._training.epochs if self._training is not None else 0
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
-        if self._loops.start.read():
-            self._begins()
-        return self._steps
-
-    @property
-    def resumed_batches(self) -> int:
-        """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
-        return self._resumed_batches if self._resumed is not None else 0
-
-    def _begins(self) -> None:
-        """A loop is about to begin. May come more than once before its first step."""
-        raise NotImplementedError
-
-    def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
-        self._run.evaluated(seconds)
-
-    def close(self) -> None:
-        """`finish`, then wait until everything is durable.
-
-        Raises:
-            WaitTimeoutError, SnapshotFailedError: as `Checkpointer.close`.
-        """
-        self._engine.begin_close(None)
-        try:
-            self.finish()
-        finally:
-            self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CkptError as err:
-            if kind is None:
-                raise
-            self._log.error("while handling %s: %s", kind.__name__, err)
-
-    def _within(self, feed: Feed) -> bool:
-        """Another pass is not over: this one is an evaluation in an epoch, or they are zipped."""
-        return any(one.active for one in self._feeds if one is not feed)
-
-    def _counters(self, feed: Feed | None) -> set[int]:
-        """Numbers that a loop may count along with the tracker."""
-        delivered = 0 if feed is None else feed.delivered
-        return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
 
 
 def unsaved_within(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:

@@ -196,15 +196,6 @@ class Together:
         """The stop that was decided, asked at its boundary; its time left counts from the boundary before."""
         return stop_of_json(row, self._before)
 
-    def halt(self, stop: Stop, reason: str | None, take: Take) -> None:
-        """The run stops here: take the last snapshot if that was decided, and wait as long as there is time."""
-        if reason is not None:
-            if not self._engine.ready():
-                # A slot is free when what is in flight is durable. A rank without one would make it absent for all.
-                self._engine.wait(max(0.0, stop.deadline - time.monotonic()))
-            take(reason)
-        self._engine.wait(max(0.0, stop.deadline - time.monotonic()))
-
     def all_stuck(self, where: str, seconds: float) -> bool:
         """No batch comes on this rank; whether none does on all others, before the same step.
 
@@ -479,12 +470,12 @@ class SharedCadence(Cadence):
         self._engine = engine
         self.together = Together(engine.ranks, super().boundary, engine, super().memory_due)
         self._decision: RankDecision | None = None
-        self._halting: tuple[Stop, str | None] | None = None
-        """How all ranks stop, and the reason of the last snapshot if there is to be one."""
+        self.halting: Stop | None = None
+        """The stop that all ranks have agreed on, once they are there."""
+        self.last: str | None = None
+        """The reason of the last snapshot before that; None: there is to be none."""
         self.diverged: Divergence | None = None
         """What all ranks have agreed to end for, once they are there."""
-        self._lead_on: Callable[[int], None]
-        """Decides with what this rank knows of a stop, and whether somebody has asked for a snapshot."""
         self._counted: int | None = None
         self._in_memory: int | None = None
         """The step after which all ranks take a snapshot into memory."""
@@ -508,36 +499,21 @@ class SharedCadence(Cadence):
         self._decision = self.together.decided(step)
         decision = self._decision
         if decision is not None and decision.stop is not None:
-            self._halting, self._decision = (self.together.stop_of(decision.stop), decision.reason), None
+            self.halting, self.last, self._decision = self.together.stop_of(decision.stop), decision.reason, None
         if decision is not None and decision.diverged is not None:
             self.diverged, self._decision = Divergence(**decision.diverged), None
         return self.halting
-
-    def stop_too(self, stop: Stop) -> None:
-        """See `Halt.stop_too`; one that was agreed on before stays."""
-        if self._halting is None:
-            self._halting = stop, None
 
     @property
     def due(self) -> bool:
         """Between `stop` and `boundary`: whether all ranks take a snapshot now, be it into memory."""
         return self._decision is not None and self._decision.reason is not None
 
-    def halt(self, take: Take) -> None:
-        """See `Together.halt`."""
-        assert self._halting is not None
-        self.together.halt(*self._halting, take)
-
     def stop_stuck(self, stop: Stop, where: str) -> bool:
         """No batch comes because of `stop`; whether all ranks stop here, see `Together.all_stuck`."""
         if self.together.all_stuck(where, (stop.deadline - time.monotonic()) / 2.0):
-            self._halting = stop, "signal"
-        return self._halting is not None
-
-    @property
-    def halting(self) -> Stop | None:
-        """The stop that all ranks have agreed on, once they are there."""
-        return None if self._halting is None else self._halting[0]
+            self.halting, self.last = stop, "signal"
+        return self.halting is not None
 
     def boundary(self, step: int) -> str | None:
         decision, self._decision = self._decision, None

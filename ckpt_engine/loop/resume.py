@@ -34,6 +34,7 @@ from ckpt_engine.loop.components import (
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import buffers_of
 from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.phases import OPEN
 from ckpt_engine.loop.taking_over import Resume, inexact
 from ckpt_engine.observe.resume_report import (
     NotRestored,
@@ -169,7 +170,7 @@ class LoopResume(Resume):
     def at_first_fetch(self) -> None:
         """The script has set itself up again, and asks for its first batch."""
         for feed in self._feeds:
-            if not feed.active:
+            if feed.phase not in OPEN:
                 self.again(feed)  # an evaluation before training has moved it
         missing = self._surroundings.restore(self._own["surroundings"])
         if self._order_later and self._loaded is not None:
@@ -191,6 +192,11 @@ class LoopResume(Resume):
         self.publish()
         if self._own.get("finished") and self._own["step"] == step:
             rng.restore(self._own["rng"])
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the saved run had more to train."""
+        return not self._own.get("finished", True)
 
     @property
     def _begins_later(self) -> bool:

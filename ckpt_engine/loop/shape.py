@@ -28,6 +28,7 @@ from ckpt_engine.audit.carried import (
     counters_of,
     frames_around,
     instruction_at,
+    instructions,
     is_of_user,
     local_values,
     loops_around,
@@ -38,6 +39,8 @@ from ckpt_engine.whose_code import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]
 """Functions on the stack and the instructions they are at, innermost first."""
+Home = frozenset[CodeType]
+"""Of the functions that were running when tracking began: what is around them is not part of the loop."""
 Place = list[list[Any]]
 """Rows of the functions on the stack, innermost first: name, digest of the code, line in it, text of the line."""
 
@@ -57,10 +60,10 @@ class Ask:
     """The place from which a loader is asked for a batch, right now.
 
     Args:
-        home: code of the functions that were running when tracking began: what is around them is not part of the loop.
+        home: of the loop.
     """
 
-    def __init__(self, home: frozenset[CodeType]) -> None:
+    def __init__(self, home: Home) -> None:
         self.frames: list[FrameType] = []
         for frame in frames_around(sys._getframe(1)):
             self.frames.append(frame)
@@ -145,9 +148,22 @@ def _is_generator(frame: FrameType) -> bool:
     return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
-def code_now() -> frozenset[CodeType]:
+def code_now() -> Home:
     """Of the functions that are running."""
     return frozenset(frame.f_code for frame in frames_around(sys._getframe(1)))
+
+
+def way_here(home: Home) -> list[Any]:
+    """Functions on the stack and where they are, in turn, ours too: who asks again from the same place has the same."""
+    way: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        way += (code, frame.f_lasti)
+        if code in home:
+            break
+        frame = frame.f_back
+    return way
 
 
 def place_of(at: At) -> Place:
@@ -179,6 +195,12 @@ def is_before(first: At, then: At) -> tuple[bool, bool]:
         if loop is not None and code in here and loop.head < offset < here[code] <= loop.end:
             return True, loops_around(code, here[code])[0] != loop
     return False, False
+
+
+def does_anything(code: CodeType, begin: int, end: int) -> bool:
+    """Whether there is more than a condition between two instructions."""
+    rows = (one.opname for one in instructions(code)[0] if begin <= one.offset < end)
+    return any(name.startswith(("STORE", "CALL", "POP_TOP", "YIELD")) for name in rows)
 
 
 @lru_cache(maxsize=256)

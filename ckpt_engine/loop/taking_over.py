@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,10 +26,10 @@ from ckpt_engine.data.rng import Teams
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, MismatchError
 from ckpt_engine.loop.capture import (
+    STRICT,
     Elastic,
     numbers_of,
     own_part,
-    require_ranks,
     require_whole_gradients,
 )
 from ckpt_engine.loop.components import made_otherwise
@@ -48,6 +49,7 @@ from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore import choose
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.match import require_size
 from ckpt_engine.state import optimizers as stored
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import Manifest
@@ -55,7 +57,7 @@ from ckpt_engine.store.names import RECORD
 from ckpt_engine.store.repository import Repository
 
 
-class Resume:
+class Resume(ABC):
     """What one process takes over from an earlier one, and the report of it, of any trainer.
 
     Args:
@@ -112,7 +114,8 @@ class Resume:
 
     def _require_ranks(self, manifest: Manifest) -> None:
         """Raises ResumeError where another number of ranks has taken the snapshot, and the user wants the same."""
-        require_ranks(manifest, numbers_of(self._engine.ranks)[1], self._engine.config.rng)
+        if self._engine.config.rng == STRICT:
+            require_size(manifest, numbers_of(self._engine.ranks)[1])
 
     def _note_place(self, own: Mapping[str, Any], complete: int | None) -> None:
         """The place of the snapshot, for the report; `complete`: the epoch whose end it is."""
@@ -153,9 +156,7 @@ class Resume:
     def _replayed(self, replay: Replay) -> None:
         """What the repeated steps have shown."""
         self._engine.times.resume_exact = {"exact": 1.0, "different": 0.0}.get(replay.result)
-        if self._report is not None:
-            self._report = replace(self._report, replay=replay)
-            write(self._report, self._report_folder, self._log, self._rank)
+        self._add_to_report(replay=replay)
         if replay.first is not None:
             self.add([], [NotRestored("repeated steps", replay.text())])
         else:
@@ -169,9 +170,13 @@ class Resume:
             return
         for row in missing:
             self._log.warning("not restored: %s: %s", row.name, row.why)
-        if self._report is not None and (restored or missing):
-            both = tuple(self._restored), tuple(self._missing)
-            self._report = replace(self._report, restored=both[0], not_restored=both[1])
+        if restored or missing:
+            self._add_to_report(restored=tuple(self._restored), not_restored=tuple(self._missing))
+
+    def _add_to_report(self, **more: Any) -> None:
+        """Of a report that is published already."""
+        if self._report is not None:
+            self._report = replace(self._report, **more)
             write(self._report, self._report_folder, self._log, self._rank)
 
     def note(self, text: str) -> None:
@@ -191,9 +196,9 @@ class Resume:
             self._report = replace(self._report, replay=recorder.replay)
         publish(self._report, self._report_folder, self._log, rank=self._rank)
 
+    @abstractmethod
     def _conclude(self) -> None:
         """Add to the lists what is known last."""
-        raise NotImplementedError
 
     @property
     def _report_folder(self) -> Path:

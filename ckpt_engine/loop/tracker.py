@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Container, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,19 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.components import Counters, GradientWatch, LoopComponents, Surroundings
+from ckpt_engine.loop.components import Counters, LoopComponents, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
-from ckpt_engine.loop.loops import LoopProgress, Loops
+from ckpt_engine.loop.loops import Loops
+from ckpt_engine.loop.phases import ARRIVED, CLOSED, ENDED, FRESH, OPEN, RESTORING, TRAINING
+from ckpt_engine.loop.progress import LoopProgress
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
 from ckpt_engine.loop.steps_made import StepsMade
 from ckpt_engine.preempt.stop_requests import Stop
-from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
 
@@ -73,29 +75,29 @@ class Tracker(LoopProgress):
         folder: Path,
         begins_at: int | None = None,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, logging.getLogger(f"ckpt_engine.{trainer}"), begins_at or 0)
         self._parts = parts
         self._surroundings = surroundings
-        self._log = logging.getLogger(f"ckpt_engine.{trainer}")
-        self.metrics = {}
-        self._outside = calls_now()
-        self._audit = Audit(engine.config.hidden, self._audited, self._log, ahead=self._ahead)
+        outside = calls_now()
+        self._audit = Audit(
+            engine.config.hidden,
+            lambda: taking_part({**parts.objects, **surroundings.audited()}, self._sources, outside),
+            self._log,
+            ahead=self._ahead,
+        )
         self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
         self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log, parts)
-        self._stopping = self._run.stopping
         self._failing = FailingRun(parts, self._audit, self._run)
-        self._steps, self._missed = begins_at or 0, MissedBoundaries(self._stopping.halt, self._log)
-        self._counted = self._dirty = self._announced = self._prepared = False
+        self._missed = MissedBoundaries(self._run.stopping.halt, self._log)
+        self._counted = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
-        self._training = self._resumed = None
         self._turn: At = ()
         """Where the loop asked for the first batch of its turn."""
-        self._gradients = GradientWatch(parts, self._trains_again)
+        self._gradient_hooks = ExitStack()
         self._reloaded: list[Feed] = []
-        self._restoring = self._unfinished = self._begun_again = self._closed = False
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -107,12 +109,14 @@ class Tracker(LoopProgress):
         except BaseException:
             self._release_feeds()
             raise
+        self._reached = self._steps
+        """Steps at the last boundary."""
         self._fence = StepFence(self.before_update, self._stepped.uses_left)
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
         engine.tenure.release = self._abandoned
         self._run.cadence.start(self._steps)
-        self._stopping.start(self._steps)
+        self._run.stopping.start(self._steps)
 
     # ---- what the loop reads and calls
 
@@ -126,12 +130,12 @@ class Tracker(LoopProgress):
             ClosedError: this is closed, or a newer one of this process has taken the run over.
             SystemExit, KeyboardInterrupt: a request to stop; what fits into the grace is durable.
         """
-        feed = next((one for one in self._due if one.active), None)
+        feed = next((one for one in self._due if one.phase in OPEN), None)
         self._engine.tenure.require_open()
-        others = self._surroundings.accumulating() or any(one.active for one in self._feeds)
-        if not (self._dirty or others or self._training is not None):
-            self._dirty, self._steps = True, self._steps + 1
-        if self._dirty:
+        others = self._surroundings.accumulating() or any(one.phase in OPEN for one in self._feeds)
+        if self._steps == self._reached and not others and self._training is None:
+            self._steps += 1
+        if self._steps != self._reached:
             self._resume.trains()
             self._resume.say(self._loops.counts_again())
             self._boundary(feed)
@@ -157,18 +161,18 @@ class Tracker(LoopProgress):
         Raises:
             SystemExit, KeyboardInterrupt: a request to stop after its last boundary.
         """
-        if self._closed:
+        if self._phase is CLOSED:
             return
-        self._closed = True
+        waits, self._phase = self._phase is RESTORING, self._phase.to(CLOSED)
         error = sys.exception()
-        self._stopping.watch.trained(self._steps)
+        self._run.stopping.watch.trained(self._steps)
         try:
             if complete is None:
-                done = self._announced if self._training is None else self._training.finished
-                complete = done and not self._dirty and error is None
+                done = self._announced if self._training is None else self._training.phase is ENDED
+                complete = done and self._steps == self._reached and error is None
             if not self._announced and self._training is None and error is None:
                 self._missed.end()
-            if self._restoring and error is None and (self._unfinished or any(one.asked_at for one in self._feeds)):
+            if waits and error is None and (self._resume.is_unfinished or any(one.asked_at for one in self._feeds)):
                 self._log.error("resumed at step %d, and the loop has trained on no batch", self._steps)
             if complete or error is None:
                 self._end_training(complete=complete)
@@ -177,14 +181,13 @@ class Tracker(LoopProgress):
             self._resume.end(self._steps)
         finally:
             self.release()
-            self._stopping.over()
+            self._run.stopping.over()
 
     def release(self) -> None:
         """Leave the loop's objects as they were found, without a final snapshot."""
-        self._closed = True
-        self._stopping.close()
-        self._begun_again = True
-        self._settle()
+        self._phase = self._phase.to(CLOSED)
+        self._run.stopping.close()
+        self._gradient_hooks.close()
         self._fence.remove()
         self._after.remove()
         self._release_feeds()
@@ -204,13 +207,13 @@ class Tracker(LoopProgress):
         self._feeds.append(Feed(name, source, self))
         self._resume.late(self._feeds[-1])
 
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
+        self._run.evaluated(seconds)
+
     def numbers(self) -> dict[str, float]:
         """What snapshots have cost so far, as loggers get it: `ckpt/stall_seconds` and so on. Any thread."""
         return {f"ckpt/{name}": value for name, value in self._run.metrics.numbers().items()}
-
-    def report(self, values: Mapping[str, Any]) -> None:
-        """What a trainer has measured: the numbers among it are those of the next snapshots."""
-        self.metrics.update(numbers_among(values))
 
     def failed_with(self, error: BaseException | None) -> None:
         """See `FailingRun.end`. Never raises."""
@@ -219,8 +222,8 @@ class Tracker(LoopProgress):
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
         self.before_update()
-        if self._restoring:
-            self._restoring = False
+        if self._phase is RESTORING:
+            self._phase = self._phase.to(FRESH)
             self._resumed = None
             for feed in self._feeds:
                 feed.forget()
@@ -237,16 +240,20 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
         self._turn = self._turn or feed.asked_from
         self._counted = self._counted and feed is not self._training and feed.asked_from != self._turn
-        if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
+        # Where another pass is not over this one is an evaluation in an epoch, or they are zipped.
+        others = (one.phase in OPEN for one in self._feeds if one is not feed)
+        if feed.delivered == 0 and self._phase is FRESH and not any(others):
             self._audit.begin("batch")
             self._audit.boundary(self._counters(feed), taking=False)
-        if self._restoring and feed is self._resumed:
+        if self._phase is RESTORING and feed is self._resumed:
             if feed.resuming:
                 self._reloaded.clear()
                 self._audit.begin("batch")
                 self._resume.at_first_fetch()
                 self._run.begins(feed.lead.ahead or 0)
-                self._gradients.install()  # a pass that sees none does not use up the saved position
+                self._gradient_hooks.close()
+                # A pass that sees no gradient does not use up the saved position.
+                components.watch_gradients(self._parts, self._trains_again, self._gradient_hooks)
                 self._run.cadence.start(self._steps)
             self._arrive(feed)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
@@ -264,7 +271,7 @@ class Tracker(LoopProgress):
     def failed(self, feed: Feed, error: Exception) -> None:
         """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
         where = f"{feed.name} {feed.epochs} {feed.delivered}"
-        if (stop := self._stopping.no_batch(error, where)) is not None:
+        if (stop := self._run.stopping.no_batch(error, where)) is not None:
             raise self._end(stop, lambda reason: self._take_before(feed, reason)) from error
 
     def over(self, feed: Feed) -> None:
@@ -274,14 +281,14 @@ class Tracker(LoopProgress):
         began = self._asked_at.pop(feed, None)
         self._settle()
         self._loops.over(feed)
-        if self._restoring:
-            ended = feed.finished and not feed.without_step
+        if self._phase is RESTORING:
+            ended = feed.phase is ENDED and not feed.without_step
             if feed is not self._resumed or not ended:
                 if not (ended and feed.delivered):  # else its saved pass was at its end, which the loop has now seen
                     self._resume.again(feed)
                     self._reloaded.append(feed)
                 return
-            self._restoring = False  # the snapshot was taken after the last batch, which was not known to be the last
+            self._phase = self._phase.to(FRESH)  # its last batch was trained, which was not known to be the last
         if feed is self._resumed:
             self._resumed = None
         if feed.trained:
@@ -297,7 +304,7 @@ class Tracker(LoopProgress):
         self._trains_again()
         self._stepped.mark(optimizer)
         self._steps += not self._counted
-        self._counted = self._dirty = True
+        self._counted = True
         self._loops.stepped()
         for feed in self._recent:
             feed.stepped()
@@ -321,12 +328,13 @@ class Tracker(LoopProgress):
                 one.interior = one.delivered > 0
         self._audit.stepped()
         self._stepped.look()
-        self._run.boundary(self._steps, _LoopBoundary(self, feed, obstacle))
+        here = _LoopBoundary(self, feed, obstacle)
+        self._run.boundary(self._steps, here)
         if obstacle is None:
-            self._failing.reached(self._steps, lambda: self._record(feed))
+            self._failing.reached(self._steps, lambda: self._record(feed, here))
         else:
             self._failing.missed(self._steps, obstacle)
-        self._dirty = False
+        self._reached = self._steps
         self._stepped.clear()
         self._due.clear()
         self._recent.clear()
@@ -335,15 +343,15 @@ class Tracker(LoopProgress):
             self._recent.add(around)
 
     def _end(self, stop: Stop, take: Take | None) -> BaseException:
-        """See `Stopping.end`, and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
+        """See `Halt.end` and `Halt.unsaved`; then signals are the script's, which may catch the exception."""
         try:
-            return self._stopping.halt.unsaved(stop) if take is None else self._stopping.end(stop, take)
+            return self._run.stopping.halt.unsaved(stop) if take is None else self._run.stopping.halt.end(stop, take)
         finally:
-            self._stopping.close()
+            self._run.stopping.close()
 
     def _end_training(self, *, complete: bool) -> None:
         # Its last batches may have changed what no optimizer steps, after a snapshot of this step.
-        over = "end" if self._training is not None and self._training.finished else None
+        over = "end" if self._training is not None and self._training.phase is ENDED else None
         reason = self._run.cadence.ended(self._steps) or over
         if complete and self._run.config.at_end and reason is not None:
             states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
@@ -363,11 +371,10 @@ class Tracker(LoopProgress):
 
     def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
-        if self._restoring or feed is not self._training:
+        if self._phase is RESTORING or feed is not self._training:
             return None
-        states = self._positions()
-        over = obstacle_of(feed, accumulating=self._surroundings.accumulating()) or is_at_end(states[feed.name])
-        return None if over else self._run.take(self._instant(feed, states), reason)
+        here = _LoopBoundary(self, feed, obstacle_of(feed, accumulating=self._surroundings.accumulating()))
+        return here.take(reason, durable=True) if here.obstacle() is None else None
 
     def _positions(self) -> dict[str, Any]:
         return self._resume.waiting | self._loops.positions()
@@ -400,18 +407,14 @@ class Tracker(LoopProgress):
             "reused": self._stepped.reused(),
         }
 
-    def _record(self, feed: Feed | None) -> BoundaryRecord:
+    def _record(self, feed: Feed | None, here: _LoopBoundary) -> BoundaryRecord:
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
-        states = self._positions()
-        if feed is not None and is_at_end(states[feed.name]):
-            raise ImpossibleError("no snapshot can be taken there: end of an epoch")
-        own = self._own(feed, states) | {"buffer_syncs": self._capture.buffer_syncs()}
+        if (why := here.obstacle()) is not None:
+            raise ImpossibleError(f"no snapshot can be taken there: {why}")
+        own = self._own(feed, here.states) | {"buffer_syncs": self._capture.buffer_syncs()}
         stepped, counters = frozenset(self._stepped), self._surroundings.now()
         why = "it has gradients of earlier batches" if components.waiting_gradients(self._parts, stepped) else ""
         return BoundaryRecord(own, partial(self._state, counters, stepped), lambda: own["metrics"], counters.notes, why)
-
-    def _audited(self) -> dict[str, Any]:
-        return taking_part({**self._parts.objects, **self._surroundings.audited()}, self._sources, self._outside)
 
     def _ahead(self) -> set[str]:
         ahead = [one.name for one in self._feeds if one.position.lookahead]
@@ -420,7 +423,6 @@ class Tracker(LoopProgress):
     # ---- resuming
 
     def _take_over(self) -> None:
-        self._resumed_batches = 0
         streams = rng.capture()
         if (own := self._resume.load()) is None:
             return
@@ -436,7 +438,7 @@ class Tracker(LoopProgress):
             self._resumed = feeds[own["training"]]
             self._training = feeds.get(own.get("counts") or "", self._resumed)
             self._resumed_batches = self._resumed.delivered
-            self._restoring, self._unfinished = True, not own["finished"]
+            self._phase = self._phase.to(RESTORING)
             self._loops.expect(own, self._resumed)
             if not own["finished"]:
                 rng.restore(streams)  # until the first batch what the script draws is its own
@@ -449,7 +451,8 @@ class Tracker(LoopProgress):
                 self._resume.say(problem)
 
     def _begins(self) -> None:
-        if self._training is None and not any(one.active for one in self._feeds):
+        begins = self._loops.start.read() and self._training is None
+        if begins and not any(one.phase in OPEN for one in self._feeds):
             self._audit.begin("batch")
             self._resume.begins()
 
@@ -459,25 +462,26 @@ class Tracker(LoopProgress):
             return
         for problem in self._loops.problems():
             self._resume.say(problem)
-        self._begun_again = True
+        self._phase = self._phase.to(ARRIVED)
         self._settle()
 
     def _trains_again(self) -> None:
         # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
-        self._begun_again = True
+        if self._phase is FRESH or self._phase is RESTORING:
+            self._phase = self._phase.to(ARRIVED)
         while self._reloaded:
             self._reloaded.pop().forget()  # batches of that pass were only kept for later
 
     def _settle(self) -> None:
         """The run has begun to train again: nothing is put back any more."""
-        if self._begun_again and (self._restoring or self._gradients.installed):
-            self._restoring = False
-            self._gradients.remove()
+        if self._phase is ARRIVED:
+            self._phase = self._phase.to(TRAINING)
+            self._gradient_hooks.close()
 
     def _abandoned(self) -> None:
         """The process ends, or a newer engine takes the run over, and this was not closed."""
         error = uncaught()
-        if not self._closed and (error is not None or not self._engine.tenure.replaced):
+        if self._phase is not CLOSED and (error is not None or not self._engine.tenure.replaced):
             self.failed_with(error)
         self.release()
 
@@ -493,11 +497,14 @@ class _LoopBoundary:
     Args:
         feed: the loader that is asked for the next batch; None: the loop announces the boundary itself.
         obstacle: why no snapshot can be taken, as far as that is known already.
+
+    Attributes:
+        states: where each loader is, once `obstacle` was asked.
     """
 
     def __init__(self, tracker: Tracker, feed: Feed | None, obstacle: str | None) -> None:
         self._tracker, self._feed, self._obstacle = tracker, feed, obstacle
-        self._states: Mapping[str, Any] = {}
+        self.states: Mapping[str, Any] = {}
 
     def end(self, stop: Stop) -> BaseException | None:
         if self.obstacle() is not None:
@@ -514,10 +521,10 @@ class _LoopBoundary:
 
     def obstacle(self) -> str | None:
         if self._obstacle is None:
-            self._states = self._tracker._positions()
-            if self._feed is not None and is_at_end(self._states[self._feed.name]):
+            self.states = self._tracker._positions()
+            if self._feed is not None and is_at_end(self.states[self._feed.name]):
                 self._obstacle = "end of an epoch"
         return self._obstacle
 
     def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
-        return self._tracker._run.take(self._tracker._instant(self._feed, self._states), reason, durable=durable)
+        return self._tracker._run.take(self._tracker._instant(self._feed, self.states), reason, durable=durable)

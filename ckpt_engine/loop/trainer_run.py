@@ -55,7 +55,6 @@ class TrainerRun(TrainingRun):
         audit: looks at what no `state_dict` names.
         capture: makes the state tree.
         failing: saves the last boundary of a run that ends by an exception.
-        losses: judges the losses that the adapter gives; None: nothing does.
         rollbacks: where a run that has diverged goes back; None: it may not.
         step_fence: makes optimizer steps wait for lazy copies, once it is installed.
         uses_left: the last step may have used gradients that the step before it has left.
@@ -85,7 +84,6 @@ class TrainerRun(TrainingRun):
         self._parts, self.uses_left = parts, False
         has_rollback = engine.config.rollback is not None
         self.rollbacks = Rollbacks(engine, log, replicas, in_whole_steps) if has_rollback else None
-        self.losses = losses_of(engine.config)
         self.audit = Audit(engine.config.hidden, lambda: {**roots(), **roots_of_loaders(parts.loaders())}, log, skipped)
         self.capture = Capture(parts, self.audit, engine.ranks, parts.wrappers)
         super().__init__(
@@ -96,7 +94,7 @@ class TrainerRun(TrainingRun):
             log,
             parts,
             ends_with=ends_with,
-            losses=self.losses,
+            losses=losses_of(engine.config),
             rollbacks=self.rollbacks,
         )
         self.failing = FailingRun(parts, self.audit, self)

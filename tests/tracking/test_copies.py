@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.loop.loops import UnstartedCheckpoint
+from ckpt_engine.loop.progress import UnstartedCheckpoint
 from tests.tracking.runs import BATCH, Augmented, Stream
 
 

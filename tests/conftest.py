@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ckpt_engine.loop import phases
 from ckpt_engine.writer import launch
 from tests.support import huge_pages, interpreters
 
@@ -42,6 +43,16 @@ settings.load_profile("same")
 def writers_are_forked() -> None:
     """Those that this process starts."""
     interpreters.fork_writers(launch)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def moves_are_in_their_table() -> None:
+    """Training continues after another move of a loop's life, and a test does not."""
+
+    def refuse(move: str) -> None:
+        raise AssertionError(move)
+
+    phases.unexpected = refuse
 
 
 def pytest_collection_finish() -> None:

@@ -535,13 +535,9 @@ def is_parts(value: object) -> bool:
     return named and any(isinstance(one, kinds) or of_us(type(one)) for one in itertools.islice(rows, _MOST_PARTS))
 
 
-class KeptDraws:
-    """Stands for results that `functools` keeps and that were drawn at random: no snapshot can have them."""
-
-
 def is_no_value(value: object) -> bool:
     """Whether an attribute says nothing: what it refers to is looked at for itself, or is our own."""
-    ours = of_us(type(value)) and not isinstance(value, (*NAMESPACES, KeptDraws))
+    ours = of_us(type(value)) and not isinstance(value, NAMESPACES)
     return ours or isinstance(value, REFERENCES) or is_parts(value)
 
 

@@ -155,12 +155,16 @@ def is_more_than_a_record(functions: Iterable[Any], name: str) -> bool:
 
 @functools.cache
 def _ways_of(code: CodeType, name: str) -> tuple[frozenset[str], ...]:
-    """What a function names right after each place where it reads a variable or attribute, such as a method of it."""
+    """What a function names right after each place where it reads a variable or attribute, such as a method of it.
+
+    To ask only how long it is counts as no use: loops over records do that.
+    """
     rows = [row for one in codes_in(code) for row in dis.get_instructions(one) if row.opname != "CACHE"]
     names = [row.argval if isinstance(row.argval, tuple) else (row.argval,) for row in rows]
     reads = [row.opname.startswith("LOAD") and row.opname != "LOAD_CONST" for row in rows]
-    places = (place for place, is_read in enumerate(reads) if is_read and name in names[place])
-    return tuple(frozenset(str(row.argval) for row in rows[one + 1 : one + 4]) for one in places)
+    places = [place for place, is_read in enumerate(reads) if is_read and name in names[place]]
+    used = [place for place in places if ("len",) not in names[max(place - 2, 0) : place]]
+    return tuple(frozenset(str(row.argval) for row in rows[one + 1 : one + 4]) for one in used)
 
 
 @functools.cache

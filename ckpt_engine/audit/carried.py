@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import dis
+import itertools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
 from ckpt_engine.audit.values import (
@@ -35,11 +36,14 @@ from ckpt_engine.audit.values import (
     freeze,
     is_drawn,
     is_used,
+    items_of,
     reached,
 )
-from ckpt_engine.whose_code import is_library_file
+from ckpt_engine.data.position import followed_by
+from ckpt_engine.whose_code import is_library_file, of_framework
 
 _MOST_FRAMES = 16
+_ITER = "iter("
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAME", "DELETE_DEREF")
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
@@ -58,9 +62,6 @@ class Carry(SimpleNamespace):
         >>> tracker = ckpt.track(model=model, optimizer=optimizer, loader=loader, carry=carry)
         >>> carry.best_loss = min(carry.best_loss, loss)
     """
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
 
     def state_dict(self) -> dict[str, Any]:
         """The values by name."""
@@ -115,6 +116,7 @@ class CarriedLocals:
                     is_new = name not in self.names and not self._clocks.are_read(value)
                     self.names += [name] if is_new else []
         self._clocks.look()
+        self.names += sorted(loaders_beside().difference(self.names))
         return self.names[count:]
 
 
@@ -196,6 +198,29 @@ def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
     return found
 
 
+def loaders_beside() -> set[str]:
+    """Loaders that the loops on the stack use, that have a state between two passes, and that are not followed."""
+    found = set()
+    for frame in frames_of_users(sys._getframe(1)):
+        for loop in loops_around(frame.f_code, instruction_at(frame))[-1:]:
+            values = {**frame.f_globals, **frame.f_locals}
+            read = dict(reached(loop.reads, values)) | {name: values.get(name) for name in loop.reads}
+            for name, one in itertools.chain.from_iterable(_loaders_of(*row) for row in read.items()):
+                if (one.persistent_workers or one.generator is not None) and followed_by(one) is None:
+                    found.add(f"{_ITER}{name})")
+    return found
+
+
+def _loaders_of(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """A loader, or those that something iterable has, as a prefetcher does, by how the script reaches them."""
+    if isinstance(value, DataLoader):
+        yield name, value
+    elif depth and hasattr(type(value), "__iter__") and not of_framework(type(value)):
+        rows = [(f"{name}[{key!r}]", one) for key, one in items_of(value)]
+        rows += [(f"{name}.{key}", one) for key, one in (attributes_of(value) or {}).items()]
+        yield from itertools.chain.from_iterable(_loaders_of(*row, depth - 1) for row in rows)
+
+
 def _variable(code: CodeType, name: str) -> Any:
     """The value of a variable of a function that is running."""
     frame = next((one for one in frames_of_users(sys._getframe(1)) if one.f_code is code), None)
@@ -212,12 +237,19 @@ def _reference(value: Any) -> Any:
 
 def sentence(names: Sequence[str]) -> str:
     """What users read of such variables."""
-    return _CARRIED.format(", ".join(names), "is" if len(names) == 1 else "are", names[0])
+    plain = [name for name in names if not name.startswith(_ITER)]
+    beside = [name.removeprefix(_ITER)[:-1] for name in names if name.startswith(_ITER)]
+    said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
+    return "; ".join([*said, *(_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside)])
 
 
 _CARRIED = (
     "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
     "track(…, carry=carry), and use carry.{2}"
+)
+_BESIDE = (
+    "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
+    "another one: track(…, {1}={0})"
 )
 
 
@@ -433,10 +465,3 @@ def _targets_of(rows: list[dis.Instruction]) -> frozenset[str]:
         if pending <= 0:
             break
     return frozenset(found)
-
-
-def only_shows_its_count(frame: FrameType) -> bool:
-    """Whether this frame is at a `for i, … in enumerate(…)` whose `i` is only printed or logged."""
-    here = instruction_at(frame)
-    loops = loops_around(frame.f_code, here)
-    return bool(loops) and loops[0].head == here and source.only_shows_its_count(frame)

@@ -55,37 +55,6 @@ _FOREIGN: set[str] = set()
 OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleCode:
-    """What the functions of a module can do to its variables, read once: large programs have thousands.
-
-    Args:
-        values: ids of the module's variables then; others mean that it is read again.
-        functions: of the module and its classes.
-        assigned: variables that they set.
-        near: names of variables and attributes in those that change something within.
-    """
-
-    values: tuple[int, ...]
-    functions: tuple[FunctionType, ...]
-    assigned: frozenset[str]
-    near: frozenset[str]
-
-
-_CODE: dict[str, _ModuleCode] = {}
-
-
-def _code_of(name: str, module: Any, body: CodeType | None) -> _ModuleCode:
-    """Args: body: of the module itself, if it runs: the functions in it may be made in any step."""
-    ids = tuple(map(id, (body, *vars(module).values())))
-    if (known := _CODE.get(name)) is None or known.values != ids:
-        functions = tuple(_functions(module))
-        codes = [one.__code__ for one in functions] + ([] if body is None else [body])
-        assigned, near = (frozenset[str]().union(*map(used, codes)) for used in (_assigned, _near_changes))
-        known = _CODE[name] = _ModuleCode(ids, functions, assigned, near.intersection(vars(module)))
-    return known
-
-
 def of_modules() -> dict[str, Any]:
     """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
     functions set or may change within, and what functions keep."""
@@ -96,15 +65,17 @@ def of_modules() -> dict[str, Any]:
             bodies[id(frame.f_globals)] = frame.f_code
         frame = frame.f_back
     for name, module in _modules_of_user():
-        code, values = _code_of(name, module, bodies.get(id(vars(module)))), vars(module)
-        own = frozenset(key for key in code.near if changes_in_place(values.get(key)))
-        assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
+        values, functions = vars(module), tuple(_functions(module))
+        codes = [one.__code__ for one in functions]
+        codes += [bodies[id(values)]] if id(values) in bodies else []  # functions in it may be made in any step
+        assigned, near = (frozenset[str]().union(*map(used, codes)) for used in (_assigned, _near_changes))
+        assigned |= {key for key, one in values.items() if issubclass(type(one), GENERATORS)}
         iterators = [key for key, one in values.items() if is_iterator(one)]
-        assigned |= {key for key in iterators if any(key in names_in(one) for one in code.functions)}
-        within = own - assigned
+        assigned |= {key for key in iterators if any(key in names_in(one) for one in functions)}
+        within = frozenset(key for key in near - assigned if changes_in_place(values.get(key)))
         if assigned or within:
-            found[name] = Variables(partial(_global, module), assigned, within, module, functions=code.functions)
-        for one in code.functions:
+            found[name] = Variables(partial(_global, module), assigned, within, module, functions=functions)
+        for one in functions:
             if vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
                 found[f"{name}.{one.__qualname__}"] = one
     return found

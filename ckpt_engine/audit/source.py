@@ -42,7 +42,7 @@ _VALUES = (
 _METRICS = "torchmetrics"
 _WITH_STATEMENTS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.ExceptHandler)
 _OF_OUTER = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF"})
-_WRITES = frozenset({"append", "appendleft", "extend", "insert", "add"})
+_GROWTH = frozenset({"append", "appendleft", "extend", "insert", "add", "STORE"})
 _CUTS = frozenset({"pop", "popleft"})
 _KEEPER = type(functools.lru_cache(abs))
 GROWS = frozenset(
@@ -80,11 +80,10 @@ def _tree_of(text: str) -> ast.Module | None:
 
 def _counter(loop: ast.For) -> str | None:
     """The variable that counts, of a loop over an `enumerate` or over a bar around one."""
-    calls = [one for one in ast.walk(loop.iter) if isinstance(one, ast.Call) and _name_of(one) == "enumerate"]
-    if len(calls) != 1 or not isinstance(loop.target, ast.Tuple) or len(loop.target.elts) != 2:
-        return None
-    counter = loop.target.elts[0]
-    return counter.id if isinstance(counter, ast.Name) else None
+    calls = [one for one in ast.walk(loop.iter) if isinstance(one, ast.Call)]
+    counts = sum(getattr(one.func, "id", "") == "enumerate" for one in calls) == 1
+    target = loop.target.elts if counts and isinstance(loop.target, ast.Tuple) else []
+    return target[0].id if len(target) == 2 and isinstance(target[0], ast.Name) else None
 
 
 def _is_used_inside(code: CodeType, name: str) -> bool:
@@ -133,21 +132,17 @@ def _is_value(node: ast.AST) -> bool:
     return isinstance(node, _VALUES) and all(map(_is_value, ast.iter_child_nodes(node)))
 
 
-def _name_of(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
 # ---- what is in code and classes
 
 
 def is_more_than_a_record(functions: Iterable[Any], name: str) -> bool:
-    """Whether one of these functions cuts a container, or makes it grow and also uses it otherwise.
+    """Whether one of these functions cuts a container, or makes it grow and also reads it.
 
     Else it is taken for a record of what has happened, which training does not follow from.
     """
     for one in functions:
         ways = _ways_of(one.__code__, name) if isinstance(one, FunctionType) else ()
-        grows = [not way.isdisjoint(_WRITES) for way in ways]
+        grows = [not way.isdisjoint(_GROWTH) for way in ways]
         if (any(grows) and not all(grows)) or any(not way.isdisjoint(_CUTS) for way in ways):
             return True
     return False
@@ -155,16 +150,16 @@ def is_more_than_a_record(functions: Iterable[Any], name: str) -> bool:
 
 @functools.cache
 def _ways_of(code: CodeType, name: str) -> tuple[frozenset[str], ...]:
-    """What a function names right after each place where it reads a variable or attribute, such as a method of it.
+    """What a function names right after each place with a variable or attribute, such as a method, or an assignment.
 
     To ask only how long it is counts as no use: loops over records do that.
     """
     rows = [row for one in codes_in(code) for row in dis.get_instructions(one) if row.opname != "CACHE"]
     names = [row.argval if isinstance(row.argval, tuple) else (row.argval,) for row in rows]
-    reads = [row.opname.startswith("LOAD") and row.opname != "LOAD_CONST" for row in rows]
-    places = [place for place, is_read in enumerate(reads) if is_read and name in names[place]]
+    places = [place for place, row in enumerate(rows) if name in names[place] and row.opname != "LOAD_CONST"]
     used = [place for place in places if ("len",) not in names[max(place - 2, 0) : place]]
-    return tuple(frozenset(str(row.argval) for row in rows[one + 1 : one + 4]) for one in used)
+    following = {place: [str(row.argval) for row in rows[place + 1 : place + 4]] for place in used}
+    return tuple(frozenset([rows[place].opname.partition("_")[0], *texts]) for place, texts in following.items())
 
 
 @functools.cache
@@ -199,8 +194,6 @@ def methods_of(kind: type) -> tuple[FunctionType, ...]:
 def defaults_of(function: FunctionType) -> dict[str, Any]:
     """The defaults of a function's parameters."""
     code, defaults = function.__code__, function.__defaults__ or ()
-    if not defaults and not function.__kwdefaults__:
-        return {}
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
 
@@ -216,13 +209,7 @@ def names_of(kind: type) -> frozenset[str]:
 
 def is_metric(value: object) -> bool:
     """Whether it is a metric, a collection of some, or a tracker, of torchmetrics or of a class derived from it."""
-    kind: Any = type(value)
-    return _METRICS in sys.modules and _is_metric_class(kind)
-
-
-@functools.cache
-def _is_metric_class(kind: type) -> bool:
-    return any(base.__module__.partition(".")[0] == _METRICS for base in kind.__mro__)
+    return _METRICS in sys.modules and any(one.__module__.split(".")[0] == _METRICS for one in type(value).__mro__)
 
 
 def hooks_of_user(value: Any) -> list[Any]:

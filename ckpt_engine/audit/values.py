@@ -91,8 +91,8 @@ def freeze(
         return _freeze_tensor(value, saved)
     if isinstance(value, np.ndarray | np.generic):
         return _freeze_array(np.asarray(value))
-    if isinstance(value, GENERATORS):
-        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
+    if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
+        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(streams.encode(value)).encode()))
     if isinstance(value, (*TEXTUAL, itertools.count)):
         return ("text", type_of(value), text_of(value))
     if depth > 0 and isinstance(value, _SETS):
@@ -289,16 +289,6 @@ class MemoryOfSaved:
     def __contains__(self, where: object) -> bool:
         there = (ref() for ref in self._by_address.get(where, ()))
         return any(one is not None and address(one) == where for one in there)
-
-
-def _stream_state(stream: Any) -> Any:
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    if isinstance(stream, np.random.Generator):
-        return stream.bit_generator.state
-    if isinstance(stream, np.random.RandomState):
-        return stream.get_state(legacy=False)
-    return bytes(stream.get_state().numpy())
 
 
 def fill(now: Any, saved: Any, *, within: bool) -> bool:

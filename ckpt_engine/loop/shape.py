@@ -32,8 +32,8 @@ from ckpt_engine.audit.carried import (
     local_values,
     loops_around,
     made_before,
-    only_shows_its_count,
 )
+from ckpt_engine.audit.source import only_shows_its_count
 from ckpt_engine.whose_code import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]

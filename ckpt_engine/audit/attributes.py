@@ -124,14 +124,12 @@ class AttributeHolder:
 
     def may_record(self, name: str) -> bool:
         """Whether a container of this name that grows only writes down what happens."""
-        return self.users is not None and not is_more_than_a_record(self.users, name)
+        return self.users is not None and not is_more_than_a_record(self.users, name, of_variable=self.in_place)
 
     def assign(self, name: str, value: Any) -> None:
         """Put a value back."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
-        elif isinstance(self.owner, nn.Module) and name in self.owner._buffers:
-            self.owner._buffers[name] = value
         elif isinstance(self.owner, dict):
             self.owner[name] = value
         elif isinstance(self.owner, list):

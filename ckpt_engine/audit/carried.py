@@ -82,9 +82,8 @@ class CarriedLocals:
 
     def __init__(self) -> None:
         self._before: dict[tuple[CodeType, str], _Compared] = {}
-        self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._clocks = Clocks()
-        self.modules: dict[str, Any] = {}
+        self.modules: dict[str, Any] | None = None
         """What `of_modules` has found."""
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
@@ -96,23 +95,21 @@ class CarriedLocals:
             known: values that the loop takes from the tracker, such as counters.
             carries: a variable whose value one of them has by the same name is in the snapshot.
         """
-        if self._seen_otherwise is None:
-            roots = (self.modules or of_modules()).items()
-            self._seen_otherwise = {path: root.assigned for path, root in roots if isinstance(root, Variables)}
+        self.modules = of_modules() if self.modules is None else self.modules
         saved = {name: value for carry in carries for name, value in vars(carry).items()}
         count = len(self.names)
         for frame in frames_of_users(sys._getframe(1)):
             code, values = frame.f_code, frame.f_locals
-            of_module = self._seen_otherwise.get(frame.f_globals.get("__name__", ""), ())
+            root = self.modules.get(frame.f_globals.get("__name__", "")) if values is frame.f_globals else None
             for name in _carried(code, frame.f_lasti):
                 value, before = values.get(name), self._before.get((code, name))
-                now = None if values is frame.f_globals and name in of_module else _compared(value, known)
-                if now is None:
+                is_known = isinstance(root, Variables) and name in root.assigned
+                if is_known or (now := _compared(value, known)) is None:
                     continue
                 self._before[code, name] = now
                 if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == now.frozen):
                     continue
-                if before is not None and now.frozen != before.frozen and before.of() is not value:
+                if before is not None and now.frozen != before.frozen and before.live() is not value:
                     is_new = name not in self.names and not self._clocks.are_read(value)
                     self.names += [name] if is_new else []
         self._clocks.look()
@@ -125,11 +122,11 @@ class _Compared:
     """A variable at one look.
 
     Args:
-        of: returns its value, if that changes within: what changes there is saved, or named with its object.
+        live: returns its value, if that changes within: what changes there is saved, or named with its object.
         frozen: what compares.
     """
 
-    of: Callable[[], Any]
+    live: Callable[[], Any]
     frozen: Frozen
 
 

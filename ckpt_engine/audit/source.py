@@ -44,6 +44,8 @@ _WITH_STATEMENTS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.ExceptHan
 _OF_OUTER = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF"})
 _GROWTH = frozenset({"append", "appendleft", "extend", "insert", "add", "STORE"})
 _CUTS = frozenset({"pop", "popleft"})
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+_VARIABLES = tuple(f"{way}_{kind}" for way in ("LOAD", "STORE") for kind in ("FAST", "DEREF", "GLOBAL", "NAME"))
 _KEEPER = type(functools.lru_cache(abs))
 GROWS = frozenset(
     {
@@ -114,34 +116,38 @@ def _names(node: ast.AST) -> set[str]:
 def _shows(node: ast.AST) -> bool:
     if isinstance(node, ast.If) and _is_value(node.test):
         return all(map(_shows, (*node.body, *node.orelse)))
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return False
-    call = node.value
-    shown = isinstance(call.func, ast.Name) and call.func.id in _SHOW
-    method = isinstance(call.func, ast.Attribute) and call.func.attr in _SHOW_METHODS and _is_value(call.func.value)
-    return (shown or method) and all(map(_is_value, (*call.args, *call.keywords)))
+    return isinstance(node, ast.Expr) and _only_calls(node.value, _SHOW, _SHOW_METHODS)
 
 
 def _is_value(node: ast.AST) -> bool:
     """Whether an expression only makes something of values: it changes nothing and asks for nothing."""
     if isinstance(node, ast.Call):
-        function = node.func
-        pure = isinstance(function, ast.Name) and function.id in _PURE
-        pure |= isinstance(function, ast.Attribute) and function.attr in _PURE_METHODS and _is_value(function.value)
-        return pure and all(map(_is_value, (*node.args, *node.keywords)))
+        return _only_calls(node, _PURE, _PURE_METHODS)
     return isinstance(node, _VALUES) and all(map(_is_value, ast.iter_child_nodes(node)))
+
+
+def _only_calls(node: ast.AST, names: frozenset[str], methods: frozenset[str]) -> bool:
+    """Whether an expression calls one of these functions or methods, with values."""
+    function = node.func if isinstance(node, ast.Call) else None
+    known = isinstance(function, ast.Name) and function.id in names
+    known |= isinstance(function, ast.Attribute) and function.attr in methods and _is_value(function.value)
+    return known and isinstance(node, ast.Call) and all(map(_is_value, (*node.args, *node.keywords)))
 
 
 # ---- what is in code and classes
 
 
-def is_more_than_a_record(functions: Iterable[Any], name: str) -> bool:
+def is_more_than_a_record(functions: Iterable[Any], name: str, *, of_variable: bool) -> bool:
     """Whether one of these functions cuts a container, or makes it grow and also reads it.
 
     Else it is taken for a record of what has happened, which training does not follow from.
+
+    Args:
+        of_variable: it is a variable of them, and no attribute.
     """
+    kinds = _VARIABLES if of_variable else _ATTRIBUTES
     for one in functions:
-        ways = _ways_of(one.__code__, name) if isinstance(one, FunctionType) else ()
+        ways = _ways_of(one.__code__, name, kinds) if isinstance(one, FunctionType) else ()
         grows = [not way.isdisjoint(_GROWTH) for way in ways]
         if (any(grows) and not all(grows)) or any(not way.isdisjoint(_CUTS) for way in ways):
             return True
@@ -149,14 +155,14 @@ def is_more_than_a_record(functions: Iterable[Any], name: str) -> bool:
 
 
 @functools.cache
-def _ways_of(code: CodeType, name: str) -> tuple[frozenset[str], ...]:
+def _ways_of(code: CodeType, name: str, kinds: tuple[str, ...]) -> tuple[frozenset[str], ...]:
     """What a function names right after each place with a variable or attribute, such as a method, or an assignment.
 
     To ask only how long it is counts as no use: loops over records do that.
     """
     rows = [row for one in codes_in(code) for row in dis.get_instructions(one) if row.opname != "CACHE"]
     names = [row.argval if isinstance(row.argval, tuple) else (row.argval,) for row in rows]
-    places = [place for place, row in enumerate(rows) if name in names[place] and row.opname != "LOAD_CONST"]
+    places = [place for place, row in enumerate(rows) if name in names[place] and row.opname.startswith(kinds)]
     used = [place for place in places if ("len",) not in names[max(place - 2, 0) : place]]
     following = {place: [str(row.argval) for row in rows[place + 1 : place + 4]] for place in used}
     return tuple(frozenset([rows[place].opname.partition("_")[0], *texts]) for place, texts in following.items())
@@ -201,9 +207,8 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
 @functools.cache
 def names_of(kind: type) -> frozenset[str]:
     """Names that a class has, and those that its code, or that of its bases, assigns to attributes of anything."""
-    members = itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__)
-    found = (getattr(inspect.unwrap(getattr(one, "fget", None) or one), "__code__", None) for one in members)
-    rows = (row for code in found if code is not None for one in codes_in(code) for row in dis.get_instructions(one))
+    codes = (code for one in methods_of(kind) for code in codes_in(one.__code__))
+    rows = (row for code in codes for row in dis.get_instructions(code))
     return frozenset(dir(kind)).union(row.argval for row in rows if row.opname == "STORE_ATTR")
 
 

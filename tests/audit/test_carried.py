@@ -292,8 +292,8 @@ def test_a_container_of_a_used_object_that_grows_is_a_record() -> None:
 class Kept:
     """A list that grows, and what each step does with it."""
 
-    def __init__(self) -> None:
-        self.rows: list[float] = []
+    def __init__(self, rows: list[float]) -> None:
+        self.rows = rows
 
     def write_down(self) -> None:
         self.rows.append(1.0)

@@ -324,10 +324,8 @@ class Kept:
 )
 def test_a_list_that_grows_is_state_where_the_function_that_makes_it_grow_reads_it(step: str, is_state: bool) -> None:
     """To ask for its length is no reading. Other functions may read a record, as to plot it."""
-    kind = type(
-        "OneStep", (), {"__init__": Kept.__init__, "step": vars(Kept)[step], "plot": lambda self: list(self.rows)}
-    )
-    kept: Any = kind()
+    functions = {"__init__": Kept.__init__, "step": vars(Kept)[step], "plot": lambda self: list(self.rows)}
+    kept: Any = type("OneStep", (), functions)([])
     hidden = HiddenState("auto")
     hidden.note("batch", {"kept": UsedObject(kept)})
     for _ in range(2):

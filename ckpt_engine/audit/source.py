@@ -1,9 +1,9 @@
-"""What the user's code does with a variable, read from its source and bytecode.
+"""What the user's code does with a variable, read from its source.
 
 A counter of an `enumerate` that is only shown to people decides nothing of the run. In doubt it does: every use of it
 has to be in a call that prints or logs, or in the condition of an `if` with nothing but such calls in it.
 
-A list that grows is most often a record. It is none where the function that makes it grow reads it, too.
+A list that grows is most often a record. It is none where the bytecode of a function makes it grow and reads it, too.
 """
 
 from __future__ import annotations

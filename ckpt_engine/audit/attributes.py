@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch.utils.data import Dataset, Sampler
 from ckpt_engine.audit.source import (
     chosen_class,
     defaults_of,
-    function_decides,
     hooks_of_user,
     is_metric,
+    is_more_than_a_record,
+    methods_of,
     names_of,
-    variable_decides,
 )
 from ckpt_engine.audit.values import (
     CONTAINERS,
@@ -89,7 +89,7 @@ class AttributeHolder:
         plain_only: leave out what is no number, text, None, container, stream, or tensor without a gradient.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
         in_place: only what changes within: streams, tensors and containers of plain values, as nothing can be assigned.
-        records: containers that grow are taken for records, which training does not follow from.
+        users: functions that show whether a container that grows is more than a record; None: it counts anyway.
         kept_only: leave out tensors that were replaced by others: what they share memory with is not known.
         inputs_only: only what is compared with the first process, and never changes.
     """
@@ -104,7 +104,7 @@ class AttributeHolder:
     plain_only: bool = False
     states: bool = False
     in_place: bool = False
-    records: bool = False
+    users: Sequence[Any] | None = None
     kept_only: bool = False
     inputs_only: bool = False
 
@@ -122,12 +122,14 @@ class AttributeHolder:
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
                 yield name
 
+    def may_record(self, name: str) -> bool:
+        """Whether a container of this name that grows only writes down what happens."""
+        return self.users is not None and not is_more_than_a_record(self.users, name, of_variable=self.in_place)
+
     def assign(self, name: str, value: Any) -> None:
         """Put a value back."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
-        elif isinstance(self.owner, nn.Module) and name in self.owner._buffers:
-            self.owner._buffers[name] = value
         elif isinstance(self.owner, dict):
             self.owner[name] = value
         elif isinstance(self.owner, list):
@@ -165,6 +167,7 @@ class Variables:
         within: names of variables whose values change within.
         module: or another object, that new values are assigned to.
         inputs: names of variables that are only compared with the first process.
+        functions: those that may use the variables whose values change within.
     """
 
     read: Callable[[str], Any]
@@ -172,6 +175,7 @@ class Variables:
     within: frozenset[str] = frozenset()
     module: Any = None
     inputs: frozenset[str] = frozenset()
+    functions: Sequence[types.FunctionType] = ()
 
 
 class Walk:
@@ -212,11 +216,8 @@ class Walk:
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, 2 * DEPTH)  # environments are wrapped many times
         elif isinstance(value, Variables):
-            decide = frozenset(name for name in value.within if variable_decides(value.module, name))
-            local = value.module is None
-            rest = LiveView(value.within - decide, value.read)
-            self._hold(path, None, LiveView(decide, value.read), in_place=True, kept_only=local)
-            self._hold(path, None, rest, in_place=True, records=True, kept_only=local)
+            within, local = LiveView(value.within, value.read), value.module is None
+            self._hold(path, None, within, in_place=True, users=value.functions, kept_only=local)
             self._hold(path, value.module, LiveView(value.assigned, value.read))
             self._hold(path, None, LiveView(value.inputs, value.read), inputs_only=True)
         elif isinstance(value, DerivedObject):
@@ -239,14 +240,14 @@ class Walk:
             self._visit_attributes(value, path, depth)
 
     def _hold(
-        self, path: str, owner: Any, values: Mapping[str, Any], skipped: frozenset[str] = frozenset(), **how: bool
+        self, path: str, owner: Any, values: Mapping[str, Any], skipped: frozenset[str] = frozenset(), **how: Any
     ) -> AttributeHolder:
         self.found.append(AttributeHolder(path, owner, values, skipped, **how))
         return self.found[-1]
 
     def _visit_used(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, type) and is_used(value):
-            self._visit_class(value, records=True)
+            self._visit_class(value, is_used=True)
         if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -264,22 +265,22 @@ class Walk:
             if self._library and is_opaque(value):
                 self.opaque.append((self._library, path, value))
             return
-        outer, self._library = self._library, self._library or (path if is_library(type(value)) else "")
+        kind: Any = type(value)
+        outer, self._library = self._library, self._library or (path if is_library(kind) else "")
         self.of_libraries += [path] * bool(self._library)
         if len(self.of_libraries) <= _MOST_OF_LIBRARIES:
-            self._hold(path, value, values, plain_only=True, records=True)
-            self._visit_class(type(value), records=True)
+            self._hold(path, value, values, plain_only=True, users=methods_of(kind))
+            self._visit_class(kind, is_used=True)
             for name, one in tuple(values.items()):
                 self._visit_used(one, f"{path}.{name}", depth - 1)
         self._library = outer
 
     def _visit_hook(self, hook: Any, path: str, depth: int) -> None:
-        """Hooks often only record: their containers that grow are no state, as those of other objects that are used."""
+        """Hooks often only record: their containers that grow count as those of other objects that are used."""
         if isinstance(hook, functools.partial):
             names = getattr(getattr(hook.func, "__code__", None), "co_varnames", ())
             values = {**dict(zip(names, hook.args, strict=False)), **hook.keywords}
-            records = not any(function_decides(hook.func, name) for name in values)
-            self._hold(path, hook, values, in_place=True, records=records)
+            self._hold(path, hook, values, in_place=True, users=(hook.func,))
             for one in (*hook.args, *hook.keywords.values()):
                 self._visit_used(one, path, depth)
             self._visit_hook(hook.func, path, depth)
@@ -295,17 +296,18 @@ class Walk:
             if values:
                 self._hold(path, module, values, states=True)
 
-    def _visit_class(self, kind: type, *, records: bool) -> None:
+    def _visit_class(self, kind: type, *, is_used: bool) -> None:
         """Numbers, texts and containers that all objects of a class of the user's share."""
         for base in kind.__mro__:
             if id(base) not in self._seen and not (is_library(base) or is_standard(base) or of_framework(base)):
                 self._seen.add(id(base))
-                self._hold(base.__qualname__, base, vars(base), plain_only=True, records=records)
+                users = methods_of(base) if is_used else None
+                self._hold(base.__qualname__, base, vars(base), plain_only=True, users=users)
 
     def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
         values = vars(value.owner)
         holder = self._hold(path, value.owner, values, names_of(value.framework) | _SET_BY_SCHEDULERS)
-        self._visit_class(type(value.owner), records=False)
+        self._visit_class(type(value.owner), is_used=False)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
 
@@ -337,7 +339,7 @@ class Walk:
             states = {name for name, one in values.items() if public_only and isinstance(one, torch.Tensor | list)}
             skipped |= _IN_METRICS | states
         holder = self._hold(path, value, values, skipped, shares=metric, public_only=public_only, plain_private=library)
-        self._visit_class(kind, records=False)
+        self._visit_class(kind, is_used=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
                 self.visit(child, f"{path}.{name}", DEPTH)
@@ -363,13 +365,12 @@ class Walk:
             if isinstance(content, (*PLAIN, torch.Tensor, np.ndarray)):
                 self._hold(path, cell, view)
             elif is_own(content):
-                records = visit == self._visit_used and not function_decides(function, name)
-                self._hold(path, cell, view, in_place=True, records=records)
+                users = (function,) if visit == self._visit_used else None
+                self._hold(path, cell, view, in_place=True, users=users)
             else:
                 visit(content, f"{path}.{name}", depth - 1)
-        self._hold(path, function, vars(function), plain_only=True, records=True)
-        records = not any(function_decides(function, name) for name in defaults_of(function))
-        self._hold(path, function, defaults_of(function), in_place=True, records=records)
+        self._hold(path, function, vars(function), plain_only=True, users=(function,))
+        self._hold(path, function, defaults_of(function), in_place=True, users=(function,))
 
 
 def _saved(value: Any) -> frozenset[str]:

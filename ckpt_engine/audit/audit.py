@@ -22,7 +22,6 @@ from ckpt_engine.audit.values import (
     MISSING,
     PLAIN,
     Frozen,
-    KeptDraws,
     changes_within,
     digest,
     exchanged,
@@ -171,14 +170,6 @@ class HiddenState:
             for moment, one in self._moments.items()
         }
 
-    def ids(self) -> set[int]:
-        """Of the objects that a snapshot has, or does not need, as each process begins with what they are now."""
-        if self._latest is None:
-            return set()
-        moved = dict(self._latest.moved())
-        rows = itertools.chain(moved.items(), self._latest.unmoved(moved))
-        return {id(value) for path, value in rows if not self._why_not(path, value)}
-
     def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
         """What has moved, as values that compare.
 
@@ -234,8 +225,6 @@ class HiddenState:
             return "hidden: report only names it"
         if self._latest is not None and self._latest.is_saved(value):
             return "it shares the memory of a weight or buffer, which a copy of it would not follow"
-        if isinstance(value, KeptDraws):
-            return "its results were drawn at random, and functools keeps them"
         if is_iterator(value):
             return "it is a running iterator, whose position cannot be seen"
         return problems(self._by_name(value)["value"], (path,), self._flattener) or ""
@@ -308,7 +297,7 @@ class Audit(HiddenState):
         self._looks += 1
         self.looks_early = self._looks < _FIRST_LOOKS
         carries = [one for one in self.roots().values() if isinstance(one, Carry)]
-        if new := self._locals.look(known, carries, self.ids()):
+        if new := self._locals.look(known, carries):
             self._log.warning("%s", sentence(new))
 
     def for_snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -416,8 +405,6 @@ def remedy(path: str, kind: str) -> str:
     owner, _, name = path.rpartition(".")
     if owner.endswith("()"):
         return f"to make it exact: carry = Carry({name}=…), track(…, carry=carry), and use carry.{name}"
-    if kind.endswith(KeptDraws.__name__):
-        return "to make it exact, draw from torch.Generator().manual_seed(…) of its arguments"
     if kind.endswith("Tensor"):
         return f"to make it exact: {owner}.register_buffer({name!r}, …)"
     return f"to make it exact, give {owner} a state_dict() and load_state_dict() with {name!r}, or set it at each start"

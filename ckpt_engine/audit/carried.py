@@ -1,34 +1,29 @@
-"""Local and global variables that a training loop carries from step to step, containers that grow among them: named, as
-no snapshot can have them.
+"""Local and global variables that a training loop carries from step to step: named, as no snapshot can have them.
 
 A variable is carried if its value of one step is read in a later one: it is *live* where the loop's body begins
 (backward liveness analysis over the function's bytecode; Aho, Sethi, Ullman, "Compilers", section 10.6). Of those only
-numbers, tensors and tuples that differ from look to look count: lists and the like are most often records.
-Of those, lists and the like count that grow and that the source of the loop uses for more than a record.
+numbers, tensors, tuples and objects that differ from look to look count: lists and the like are most often records.
 """
 
 from __future__ import annotations
 
 import bisect
 import dis
-import gc
 import itertools
 import re
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import UsedObject, Variables
 from ckpt_engine.audit.roots import OURS, of_modules, roots_of_loader
 from ckpt_engine.audit.values import (
@@ -40,7 +35,6 @@ from ckpt_engine.audit.values import (
     digest,
     freeze,
     is_drawn,
-    is_iterator,
     is_used,
     items_of,
     reached,
@@ -49,9 +43,7 @@ from ckpt_engine.data.position import followed_by
 from ckpt_engine.whose_code import is_library_file, of_framework
 
 _MOST_FRAMES = 16
-_NEXT, _ITER = "next(", "iter("
-_MOST_PARTS = 200
-_NO_PARTS = (type, ModuleType, FunctionType, CodeType, FrameType)
+_ITER = "iter("
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAME", "DELETE_DEREF")
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
@@ -92,68 +84,68 @@ class CarriedLocals:
     """Looks at the frames of the loop, at boundaries, and names what they carry."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[CodeType | str, str], Frozen] = {}
-        self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
+        self._before: dict[tuple[CodeType, str], _Compared] = {}
         self._clocks = Clocks()
-        self.modules: dict[str, Any] = {}
+        self.modules: dict[str, Any] | None = None
         """What `of_modules` has found."""
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
 
-    def look(
-        self,
-        known: Collection[Any] = (),
-        carries: Iterable[Carry] = (),
-        hidden: Collection[int] = frozenset(),
-    ) -> list[str]:
+    def look(self, known: Collection[Any] = (), carries: Iterable[Carry] = ()) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
 
         Args:
             known: values that the loop takes from the tracker, such as counters.
             carries: a variable whose value one of them has by the same name is in the snapshot.
-            hidden: ids of containers that the snapshot has as hidden state.
         """
-        if self._seen_otherwise is None:
-            roots = (self.modules or of_modules()).items()
-            self._seen_otherwise = {path: root.assigned for path, root in roots if isinstance(root, Variables)}
+        self.modules = of_modules() if self.modules is None else self.modules
         saved = {name: value for carry in carries for name, value in vars(carry).items()}
-        found: dict[tuple[CodeType | str, str], Frozen] = {}
-        new = []
+        count = len(self.names)
         for frame in frames_of_users(sys._getframe(1)):
-            live = _carried(frame.f_code, frame.f_lasti)
-            if not live:
-                continue
-            values = frame.f_locals
-            seen = self._seen_otherwise.get(frame.f_globals.get("__name__", ""), ())
-            seen = seen if values is frame.f_globals else ()
-            for name in live:
-                value = values.get(name)
-                if _is_iterated(value):
-                    key = (frame.f_code, f"next({name})")
-                    found[key] = ()
-                    new += [key[1]] if key in self._before and key[1] not in self.names else []
+            code, values = frame.f_code, frame.f_locals
+            root = self.modules.get(frame.f_globals.get("__name__", "")) if values is frame.f_globals else None
+            for name in _carried(code, frame.f_lasti):
+                value, before = values.get(name), self._before.get((code, name))
+                is_known = isinstance(root, Variables) and name in root.assigned
+                if is_known or (now := _compared(value, known)) is None:
                     continue
-                key = (frame.f_code, name)
-                if is_used(value) and not isinstance(value, nn.Module | FunctionType | type):
-                    found[key] = (_reference(value), freeze(attributes_of(value), depth=2))
-                    before = self._before.get(key, ())
-                    new += [name] if _is_replaced(value, before, found[key]) and name not in self.names else []
+                self._before[code, name] = now
+                if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == now.frozen):
                     continue
-                if not isinstance(value, _KINDS) or isinstance(value, bool) or name in seen:
-                    continue
-                if isinstance(value, int) and value in known:
-                    continue
-                found[key] = ("module", id(value)) if isinstance(value, nn.Module) else freeze(value, depth=2)
-                if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
-                    continue
-                if key in self._before and self._before[key] != found[key] and name not in self.names:
-                    is_state = not self._clocks.are_read(value) and id(value) not in hidden
-                    new += [name] if is_state else []
+                if before is not None and now.frozen != before.frozen and before.live() is not value:
+                    is_new = name not in self.names and not self._clocks.are_read(value)
+                    self.names += [name] if is_new else []
         self._clocks.look()
-        self._before.update(found)
-        new += [name for name in loaders_beside() if name not in self.names]
-        self.names += new
-        return new
+        self.names += sorted(loaders_beside().difference(self.names))
+        return self.names[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A variable at one look.
+
+    Args:
+        live: returns its value, if that changes within: what changes there is saved, or named with its object.
+        frozen: what compares.
+    """
+
+    live: Callable[[], Any]
+    frozen: Frozen
+
+
+def _compared(value: Any, known: Collection[Any]) -> _Compared | None:
+    """What of a variable may be state; None: nothing."""
+    if isinstance(value, nn.Module):
+        return _Compared(_nothing, ("module", id(value)))
+    if is_used(value) and not isinstance(value, FunctionType | type):
+        return _Compared(_reference(value), freeze(attributes_of(value), depth=2))
+    if not isinstance(value, _KINDS) or isinstance(value, bool) or (isinstance(value, int) and value in known):
+        return None
+    return _Compared(_reference(value) if changes_in_place(value) else _nothing, freeze(value, depth=2))
+
+
+def _nothing() -> Any:
+    return MISSING
 
 
 Calls = frozenset[tuple[CodeType, int]]
@@ -235,25 +227,6 @@ def _variable(code: CodeType, name: str) -> Any:
     return MISSING if frame is None else frame.f_locals.get(name, MISSING)
 
 
-def _is_iterated(value: Any) -> bool:
-    """Whether it is an iterator of the script, and over no loader that is followed: those have a position."""
-    if not isinstance(value, GeneratorType | _BaseDataLoaderIter) and not is_iterator(value):
-        return False
-    waiting, seen = [value], {id(value)}
-    for one in waiting:  # it grows meanwhile
-        if isinstance(one, Iterator) and type(one).__module__.startswith("ckpt_engine."):
-            return False
-        if isinstance(one, DataLoader) and followed_by(one) is not None:
-            return False
-        parts = gc.get_referents(one)
-        if isinstance(one, GeneratorType) and one.gi_frame is not None:
-            parts += [one.gi_frame.f_globals.get(name) for name in one.gi_code.co_names]
-        inner = [each for each in parts if id(each) not in seen and not isinstance(each, _NO_PARTS)]
-        seen.update(map(id, inner))
-        waiting += inner[: _MOST_PARTS - len(waiting)]
-    return True
-
-
 def _reference(value: Any) -> Any:
     """Without keeping the object alive, where its class allows that."""
     try:
@@ -262,29 +235,17 @@ def _reference(value: Any) -> Any:
         return lambda: value
 
 
-def _is_replaced(value: Any, before: Frozen, now: Frozen) -> bool:
-    """Whether a variable has another object than at the last look, with other attributes."""
-    return bool(before) and before[0]() is not value and before[1] != now[1]
-
-
-def sentence(names: Iterable[str]) -> str:
+def sentence(names: Sequence[str]) -> str:
     """What users read of such variables."""
-    listed = list(names)
-    plain = [name for name in listed if not name.startswith((_NEXT, _ITER))]
+    plain = [name for name in names if not name.startswith(_ITER)]
+    beside = [name.removeprefix(_ITER)[:-1] for name in names if name.startswith(_ITER)]
     said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
-    said += [_BEGUN_AGAIN.format(name) for name in listed if name.startswith(_NEXT)]
-    beside = [name.removeprefix(_ITER)[:-1] for name in listed if name.startswith(_ITER)]
-    said += [_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside]
-    return "; ".join(said)
+    return "; ".join([*said, *(_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside)])
 
 
 _CARRIED = (
     "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
     "track(…, carry=carry), and use carry.{2}"
-)
-_BEGUN_AGAIN = (
-    "{0} begins again after a resume, as no snapshot says where an iterator of the script is: begin it at "
-    "run.global_step, or track the loader that it comes from"
 )
 _BESIDE = (
     "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
@@ -504,10 +465,3 @@ def _targets_of(rows: list[dis.Instruction]) -> frozenset[str]:
         if pending <= 0:
             break
     return frozenset(found)
-
-
-def only_shows_its_count(frame: FrameType) -> bool:
-    """Whether this frame is at a `for i, … in enumerate(…)` whose `i` is only printed or logged."""
-    here = instruction_at(frame)
-    loops = loops_around(frame.f_code, here)
-    return bool(loops) and loops[0].head == here and source.only_shows_its_count(frame)

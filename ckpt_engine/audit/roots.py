@@ -16,8 +16,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from itertools import chain
+from functools import cache, partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import AttributeHolder, Variables, Walk
-from ckpt_engine.audit.source import attribute_decides, names_in
+from ckpt_engine.audit.source import codes_in, function_of, names_in
 from ckpt_engine.audit.values import (
     CONTAINERS,
     GENERATORS,
@@ -35,7 +34,6 @@ from ckpt_engine.audit.values import (
     PLAIN,
     Clocks,
     Frozen,
-    KeptDraws,
     Looked,
     address,
     changes_in_place,
@@ -52,52 +50,14 @@ from ckpt_engine.whose_code import is_function_of_user, is_library, is_library_f
 
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
-_KEEPER = type(lru_cache(abs))
-_RANDOM = frozenset(
-    {
-        *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "gauss"),
-        *("choice", "choices", "shuffle", "sample", "bernoulli", "multinomial", "betavariate"),
-    }
-)
 _FOREIGN: set[str] = set()
 """Names of modules, and of whole packages, that are not the user's, as far as they have been looked at."""
 OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleCode:
-    """What the functions of a module can do to its variables, read once: large programs have thousands.
-
-    Args:
-        values: ids of the module's variables then; others mean that it is read again.
-        functions: of the module and its classes, and what it has them in.
-        assigned: variables that they set.
-        near: names of variables and attributes in those that change something within.
-    """
-
-    values: tuple[int, ...]
-    functions: Mapping[FunctionType, Any]
-    assigned: frozenset[str]
-    near: frozenset[str]
-
-
-_CODE: dict[str, _ModuleCode] = {}
-
-
-def _code_of(name: str, module: Any, body: CodeType | None) -> _ModuleCode:
-    """Args: body: of the module itself, if it runs: the functions in it may be made in any step."""
-    ids = tuple(map(id, (body, *vars(module).values())))
-    if (known := _CODE.get(name)) is None or known.values != ids:
-        functions = dict(_functions(module))
-        codes = [one.__code__ for one in functions] + ([] if body is None else [body])
-        assigned, near = (frozenset[str]().union(*map(used, codes)) for used in (_assigned, _near_changes))
-        known = _CODE[name] = _ModuleCode(ids, functions, assigned, near.intersection(vars(module)))
-    return known
-
-
 def of_modules() -> dict[str, Any]:
     """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
-    functions set or change within, what functions keep, and results that were drawn at random and are kept."""
+    functions set or may change within, and what functions keep."""
     found, bodies = dict[str, Any](), dict[int, CodeType]()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -105,19 +65,18 @@ def of_modules() -> dict[str, Any]:
             bodies[id(frame.f_globals)] = frame.f_code
         frame = frame.f_back
     for name, module in _modules_of_user():
-        code, values = _code_of(name, module, bodies.get(id(vars(module)))), vars(module)
-        own = frozenset(key for key in code.near if changes_in_place(values.get(key)))
-        assigned = code.assigned.union(key for key, one in values.items() if issubclass(type(one), GENERATORS))
+        values, functions = vars(module), tuple(_functions(module))
+        codes = [one.__code__ for one in functions]
+        codes += [bodies[id(values)]] if id(values) in bodies else []  # functions in it may be made in any step
+        assigned, near = (frozenset[str]().union(*map(used, codes)) for used in (_assigned, _near_changes))
+        assigned |= {key for key, one in values.items() if issubclass(type(one), GENERATORS)}
         iterators = [key for key, one in values.items() if is_iterator(one)]
-        assigned |= {key for key in iterators if any(key in names_in(one) for one in code.functions)}
-        changing = [one.__code__ for one in code.functions if own and not own.isdisjoint(_near_changes(one.__code__))]
-        within = own.intersection(chain.from_iterable(map(_changed_within, changing))) - assigned
+        assigned |= {key for key in iterators if any(key in names_in(one) for one in functions)}
+        within = frozenset(key for key in near - assigned if changes_in_place(values.get(key)))
         if assigned or within:
-            found[name] = Variables(partial(_global, module), assigned, within, module)
-        for one, member in code.functions.items():
-            if isinstance(member, _KEEPER) and not _RANDOM.isdisjoint(source.names_in(one)):
-                found[f"{name}.{one.__qualname__}"] = Variables(partial(_kept, member), frozenset({"cache"}))
-            elif vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
+            found[name] = Variables(partial(_global, module), assigned, within, module, functions=functions)
+        for one in functions:
+            if vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
                 found[f"{name}.{one.__qualname__}"] = one
     return found
 
@@ -156,54 +115,28 @@ def _global(module: Any, name: str) -> Any:
     return vars(module).get(name, MISSING)
 
 
-KEPT = KeptDraws()
-
-
-def _kept(keeper: Any, _: str) -> KeptDraws | None:
-    return KEPT if keeper.cache_info().currsize else None
-
-
-def _functions(module: Any) -> Iterator[tuple[FunctionType, Any]]:
-    """Those that a module defines, methods too, and what it has them in."""
+def _functions(module: Any) -> Iterator[FunctionType]:
+    """Those that a module defines, methods too."""
     values = list(vars(module).values())
     values += [one for kind in values if issubclass(type(kind), type) for one in tuple(vars(kind).values())]
     for one in values:
-        function = _function_of(one)
+        function = function_of(one)
         if issubclass(type(function), FunctionType) and function.__globals__ is vars(module):
-            yield function, one
-
-
-def _function_of(one: Any) -> Any:
-    """What is in a method, a property, or a wrapper of `functools`; nothing else is asked, as that may raise."""
-    kind = type(one)
-    if issubclass(kind, property):
-        one = one.fget
-    elif issubclass(kind, classmethod | staticmethod):
-        one = one.__func__
-    return vars(one).get("__wrapped__", one) if issubclass(type(one), FunctionType | _KEEPER) else one
+            yield function
 
 
 @cache
 def _assigned(code: CodeType) -> frozenset[str]:
     """Global variables that a function sets."""
-    stores = _STORE_GLOBAL in code.co_code[::2]
-    names = frozenset(one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL) if stores else ()
-    return frozenset(names).union(*map(_assigned, _inner(code)))
+    stores = [one for one in codes_in(code) if _STORE_GLOBAL in one.co_code[::2]]
+    rows = (row for one in stores for row in dis.get_instructions(one))
+    return frozenset(row.argval for row in rows if row.opcode == _STORE_GLOBAL)
 
 
 @cache
 def _near_changes(code: CodeType) -> frozenset[str]:
     """Names of globals and attributes in a function that changes something within; many functions take little time."""
-    return frozenset(code.co_names if _changes(code) else ()).union(*map(_near_changes, _inner(code)))
-
-
-@cache
-def _changed_within(code: CodeType) -> frozenset[str]:
-    """Global variables that a function may change within."""
-    found = [_changed_within(one) for one in _inner(code)]
-    if _changes(code):
-        found.append(frozenset(one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"))
-    return frozenset[str]().union(*found)
+    return frozenset(name for one in codes_in(code) if _changes(one) for name in one.co_names)
 
 
 def _changes(code: CodeType) -> bool:
@@ -211,10 +144,6 @@ def _changes(code: CodeType) -> bool:
     if not _CHANGE_ITEMS.isdisjoint(code.co_code[::2]) or not source.GROWS.isdisjoint(code.co_names):
         return True
     return any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
-
-
-def _inner(code: CodeType) -> list[CodeType]:
-    return [one for one in code.co_consts if isinstance(one, CodeType)]
 
 
 def roots_of_loader(name: str, loader: Any) -> dict[str, Any]:
@@ -403,17 +332,6 @@ class Beginning:
         """The attributes that are not what they were at that moment."""
         return ((path, value) for path, value, _ in self.changes())
 
-    def unmoved(self, moved: Collection[str]) -> Iterator[tuple[str, Any]]:
-        """The objects of that moment that change within, and are what they were.
-
-        Args:
-            moved: paths of the others.
-        """
-        for one in (each for each in self._watched if not each.holder.inputs_only):
-            for name, path, value in one.rows:
-                if path not in moved and value is one.before.get(name, MISSING):
-                    yield path, value
-
     def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
         """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
         self._looked.again()
@@ -432,11 +350,8 @@ class Beginning:
                     continue
                 if one.holder.kept_only and value is not was and isinstance(value, torch.Tensor | np.ndarray):
                     continue
-                if one.holder.records and _is_record(value, frozen, before, one.holder.in_place):
-                    owner = one.holder.owner
-                    kind = owner if isinstance(owner, type) else type(owner)
-                    if one.holder.in_place or kind.__module__ == "builtins" or not attribute_decides(kind, name):
-                        continue
+                if _is_record(value, frozen, before, one.holder.in_place) and one.holder.may_record(name):
+                    continue
                 yield path, value, frozen
         self._clocks.look()
 

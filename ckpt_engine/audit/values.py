@@ -91,8 +91,8 @@ def freeze(
         return _freeze_tensor(value, saved)
     if isinstance(value, np.ndarray | np.generic):
         return _freeze_array(np.asarray(value))
-    if isinstance(value, GENERATORS):
-        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
+    if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
+        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(streams.encode(value)).encode()))
     if isinstance(value, (*TEXTUAL, itertools.count)):
         return ("text", type_of(value), text_of(value))
     if depth > 0 and isinstance(value, _SETS):
@@ -292,16 +292,6 @@ class MemoryOfSaved:
     def __contains__(self, where: object) -> bool:
         there = (values.get(name) for values, name in self._by_address.get(where, ()))
         return any(one is not None and address(one) == where for one in there)
-
-
-def _stream_state(stream: Any) -> Any:
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    if isinstance(stream, np.random.Generator):
-        return stream.bit_generator.state
-    if isinstance(stream, np.random.RandomState):
-        return stream.get_state(legacy=False)
-    return bytes(stream.get_state().numpy())
 
 
 def fill(now: Any, saved: Any, *, within: bool) -> bool:
@@ -538,13 +528,9 @@ def is_parts(value: object) -> bool:
     return named and any(isinstance(one, kinds) or of_us(type(one)) for one in itertools.islice(rows, _MOST_PARTS))
 
 
-class KeptDraws:
-    """Stands for results that `functools` keeps and that were drawn at random: no snapshot can have them."""
-
-
 def is_no_value(value: object) -> bool:
     """Whether an attribute says nothing: what it refers to is looked at for itself, or is our own."""
-    ours = of_us(type(value)) and not isinstance(value, (*NAMESPACES, KeptDraws))
+    ours = of_us(type(value)) and not isinstance(value, NAMESPACES)
     return ours or isinstance(value, REFERENCES) or is_parts(value)
 
 

@@ -33,8 +33,8 @@ from ckpt_engine.audit.carried import (
     local_values,
     loops_around,
     made_before,
-    only_shows_its_count,
 )
+from ckpt_engine.audit.source import only_shows_its_count
 from ckpt_engine.whose_code import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]
@@ -101,21 +101,18 @@ class Ask:
         return [value for live, _ in found for value in live], [value for _, dead in found for value in dead]
 
     def name_of(self, value: Any) -> str | None:
-        """What the user calls an object; None: only variables that each turn of a loop sets before it reads them."""
-        passing = False
+        """What the user calls an object; None: each turn of a loop makes it, and no later one reads it."""
+        live, dead = map(frozenset, (map(id, values) for values in self.local_values()))
+        if id(value) in dead - live:
+            return None
         for frame in filter(is_of_user, self.frames):
-            loops = loops_around(frame.f_code, instruction_at(frame))
-            of_one_turn = frozenset[str]().union(*(loop.writes for loop in loops))
-            if not any(one is value for one in local_values(frame)[1]):
-                of_one_turn = frozenset()
             for name, one in frame.f_locals.items():
-                if one is value and name not in of_one_turn:
+                if one is value:
                     return name
-                passing = passing or one is value
                 for inner, other in getattr(one, "__dict__", {}).items():
                     if other is value:
                         return f"{name}.{inner}"
-        return None if passing else type(value).__name__
+        return type(value).__name__
 
     def only_shows_its_count(self) -> bool:
         """Whether the counter of the `enumerate` that the loop is over is only printed or logged."""

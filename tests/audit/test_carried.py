@@ -289,6 +289,50 @@ def test_a_container_of_a_used_object_that_grows_is_a_record() -> None:
     assert list(hidden.state()) == ["patience.count"]
 
 
+class Kept:
+    """A list that grows, and what each step does with it."""
+
+    def __init__(self, rows: list[float]) -> None:
+        self.rows = rows
+
+    def write_down(self) -> None:
+        self.rows.append(1.0)
+        if len(self.rows) > 100:
+            print("a hundred")
+
+    def read_the_last(self) -> None:
+        self.rows.append(1.0 + sum(self.rows[-3:]))
+
+    def take_the_first(self) -> None:
+        self.rows += [1.0, 2.0]
+        self.rows.pop(0)
+
+    def make_it_anew(self) -> None:
+        self.rows = [*self.rows[-2:], 1.0]
+
+    def give_it_on(self) -> None:
+        self.rows.append(1.0)
+        sorted(self.rows)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_state"),
+    [
+        *(("write_down", False), ("read_the_last", True), ("take_the_first", True), ("make_it_anew", True)),
+        ("give_it_on", True),
+    ],
+)
+def test_a_list_that_grows_is_state_where_the_function_that_makes_it_grow_reads_it(step: str, is_state: bool) -> None:
+    """To ask for its length is no reading. Other functions may read a record, as to plot it."""
+    functions = {"__init__": Kept.__init__, "step": vars(Kept)[step], "plot": lambda self: list(self.rows)}
+    kept: Any = type("OneStep", (), functions)([])
+    hidden = HiddenState("auto")
+    hidden.note("batch", {"kept": UsedObject(kept)})
+    for _ in range(2):
+        kept.step()
+    assert list(hidden.state()) == ["kept.rows"] * is_state
+
+
 class Meters:
     """A script's logger with its running averages."""
 

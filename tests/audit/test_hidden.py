@@ -166,6 +166,15 @@ def test_what_has_no_text_stops_no_look() -> None:
     assert "net.huge" in missing.name
 
 
+def test_a_stream_without_a_state_stops_no_look() -> None:
+    """The system's own source of chance has none, wherever an object keeps it."""
+    net = Net()
+    net.dice, net.dices, net.meter.total = random.SystemRandom(), [random.SystemRandom()], random.SystemRandom()  # type: ignore[assignment]
+    hidden = begun(net)
+    net.count += 1
+    assert list(hidden.state()) == ["net.count"]
+
+
 def test_a_value_without_a_text_that_a_process_begins_with_is_named() -> None:
     """In hexadecimal."""
     net = Net()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.audit.carried import only_shows_its_count
+from ckpt_engine.audit.source import only_shows_its_count
 
 log = logging.getLogger(__name__)
 

@@ -280,10 +280,20 @@ def ramps(script: Script) -> None:
 
 
 def trains_on_a_loader_that_nothing_tracks(script: Script) -> None:
-    others = iter(DataLoader(Rows(), batch_size=1, shuffle=True))
+    others = itertools.chain.from_iterable(DataLoader(Rows(), batch_size=1, shuffle=True) for _ in range(3))
     script.track()
-    for x in script.loader:
-        script.step(x, 1 + next(others).mean().item())
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, 1 + next(others).mean().item())
+
+
+def shrinks_by_a_list_of_its_own(script: Script) -> None:
+    weights = [1.0]
+    script.track()
+    for _ in script.epochs():
+        for x in script.loader:
+            script.step(x, weights[-1])
+            weights.append(0.9 * weights[-1])
 
 
 def evaluates_with_workers_that_stay(script: Script) -> None:
@@ -425,12 +435,9 @@ EXACT: tuple[Callable[[Script], None], ...] = (
     draws_in_the_collate_function_of_workers,
 )
 NAMED: dict[Callable[[Script], None], str] = {
-    ramps: "next(weights) begins again",
-    trains_on_a_loader_that_nothing_tracks: "next(others) begins again",
     evaluates_with_workers_that_stay: "track(…, evaluation=evaluation)",
     evaluates_with_workers_within_an_object: "track(…, evaluation=evaluation.loader)",
     evaluates_with_a_stream_within_two: "track(…, evaluation=evaluation.loader.loader)",
-    keeps_noise_in_a_cache: "functools keeps them",
     sets_the_rate_from_a_list: "optimizer.param_groups[0]['lr'] was 0.02",
     keeps_the_iterator_that_it_asks_before: "the batch of 'other' that is asked for before the loop over 'loader'",
     numbers_its_batches: "tests.tracking.test_scripts.NUMBERS",
@@ -456,6 +463,29 @@ def test_it_says_what_is_not_as_it_was(loop: Callable[[Script], None], tmp_path:
     live(tmp_path, loop, 3)
     said = [f"{row['name']}: {row['why']}" for row in report(tmp_path)["not_restored"]]
     assert [one for one in said if NAMED[loop] in one], said
+
+
+PROVED: dict[Callable[[Script], None], str] = {
+    ramps: "weights",
+    trains_on_a_loader_that_nothing_tracks: "random",  # a pass draws the seed of its workers
+    keeps_noise_in_a_cache: "batch",
+    shrinks_by_a_list_of_its_own: "weights",
+}
+
+
+@pytest.mark.parametrize("loop", PROVED, ids=lambda loop: loop.__name__)
+def test_what_nothing_names_shows_in_the_steps_that_are_repeated(
+    loop: Callable[[Script], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iterator or a list of the script, or a cache of random results: a step after the snapshot differs."""
+    options = {"every_n_steps": 6, "at_end": False, "writer": "thread"}
+    monkeypatch.setattr(f"{__name__}.for_a_death_at", lambda _: options)
+    live(tmp_path, loop, 1, 11)
+    live(tmp_path, loop, 2)
+    replay = report(tmp_path)["replay"]
+    assert replay["result"] == "different"
+    assert replay["first"]["what"] == PROVED[loop]
+    assert replay["first"]["step"] <= 8
 
 
 @pytest.mark.parametrize("loop", IN_THE_FIRST_EPOCH, ids=lambda loop: loop.__name__)

@@ -33,7 +33,6 @@ _PURE_METHODS = frozenset(
         *("format", "time", "perf_counter", "get_last_lr"),
     }
 )
-_WAITS = frozenset({"wait", "sleep", "synchronize", "barrier"})
 _SEES_ALL = frozenset({"locals", "globals", "vars", "eval", "exec"})
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 _WITH_THEIR_OWN = (
@@ -49,7 +48,6 @@ _VALUES = (
 
 _METRICS = "torchmetrics"
 _WITH_STATEMENTS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
-_Loop = ast.For | ast.AsyncFor | ast.While
 GROWS = frozenset(
     {
         *("append", "appendleft", "extend", "add", "insert", "pop", "popleft", "clear", "discard", "remove"),

@@ -256,6 +256,29 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
 
 
 @pytest.mark.parametrize(
+    ("path", "area", "measured"),
+    [
+        ("ckpt_engine/rng/numpy/key", Area.STREAM, False),
+        ("ckpt_engine/feeds/loader/position/made/rng/python/words", Area.STREAM, False),
+        ("ckpt_engine/feeds/loader/position/order/digest", Area.POSITION, False),
+        ("rng/torch", Area.STREAM, False),
+        ("ckpt_engine/cadence/interval", Area.WEIGHTS, True),
+        ("ckpt_engine/gradient_order", Area.WEIGHTS, True),
+    ],
+)
+@pytest.mark.parametrize("own", ["", "ranks/0/", "ranks/12/"])
+def test_what_each_rank_has_of_its_own_is_as_that_of_one_process(
+    own: str, path: str, area: Area, measured: bool
+) -> None:
+    """Streams that nothing seeds are no weights of a rank, and what a process finds out about itself is no state."""
+    found = LeafDifference(own + path, DifferenceKind.TENSOR, "1", "2", 1, 4, (0,), 1.0)
+    assert (area_of(found), found.measured) == (area, measured)
+    verdict = judge(1, [found], fresh=True)
+    assert verdict is not None
+    assert verdict.streams_only == (area is Area.STREAM)
+
+
+@pytest.mark.parametrize(
     ("what", "step", "area"),
     [
         ("batch", 4, Area.BATCH),

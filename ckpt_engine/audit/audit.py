@@ -34,6 +34,7 @@ from ckpt_engine.audit.values import (
     type_of,
 )
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.observe.units import first
 from ckpt_engine.state.flatten import Flattener, problems
 
 Roots = Callable[[], Mapping[str, Any]]
@@ -387,10 +388,9 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any, kept: str)
 
 def differing(paths: Sequence[str]) -> str:
     """What users read of values that another process made otherwise."""
-    more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
     is_one = len(paths) == 1
     words = ("is", "it is", "it") if is_one else ("are", "they are", "them")
-    return _DIFFER.format(", ".join(paths[:_MOST_NAMED]) + more, *words)
+    return _DIFFER.format(first(paths, _MOST_NAMED), *words)
 
 
 def _shown(value: Any) -> str:

@@ -83,8 +83,16 @@ def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool)
     proof, fresh = runs.rehearse(steps, at, (lambda _: None) if as_json else partial(print_text, err=True))
     seeded = fresh is None or fresh.streams_only
     if as_json:
-        answer = {"exact": proof.resumed is None, "seeded": seeded, "steps": steps, **fields_of(proof)}
-        print_json({**answer, "fresh": fresh, "scratch": kept and str(kept)})
+        print_json(
+            {
+                "exact": proof.resumed is None,
+                "seeded": seeded,
+                "steps": steps,
+                **fields_of(proof),
+                "fresh": fresh,
+                "scratch": kept and str(kept),
+            }
+        )
     else:
         if fresh is not None and not seeded:
             print_text(f"not seeded: two runs from the start differ at step {fresh.step}, before anything is resumed")

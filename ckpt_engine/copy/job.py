@@ -86,12 +86,12 @@ class GroupMark(NamedTuple):
     """How a parameter group of an optimizer is at one instant. What differs at two instants has changed between them.
 
     Args:
-        trains: its learning rate is above 0.
+        trains: its learning rate is above 0; False: it is 0 and no scheduler raises it; None: neither is known.
         used: changes where a step has used it.
         moved: changes where a step has changed its moments.
     """
 
-    trains: bool
+    trains: bool | None
     used: int
     moved: int
 

@@ -169,7 +169,7 @@ class FlightRecorder:
         self._batch = self._saved_batch
         self.boundary(step)
         if saved["world"] != self.about["world"]:
-            self._why = f"{self.about['world']} processes go on where {saved['world']} were"
+            self._why = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
             return
         earlier = [life for life in earlier if life.about.get("version") == VERSION]
         self._why = "no step was repeated" if earlier else "no earlier process has left a record"

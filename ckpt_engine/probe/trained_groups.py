@@ -128,7 +128,11 @@ def _mark_of(optimizer: Optimizer, followed: _Followed) -> GroupMark:
                 moments += _look(one)
             elif isinstance(one, torch.Tensor | int | float):
                 counts.append(float(one))
-    return GroupMark(_is_positive(group.get("lr")), hash(repr((weights, counts, moments))), hash(repr(moments)))
+    return GroupMark(
+        _trains(group.get("lr"), group.get("initial_lr", 0.0)),
+        hash(repr((weights, counts, moments))),
+        hash(repr(moments)),
+    )
 
 
 def _look(tensor: torch.Tensor) -> Iterator[tuple[int, bytes | None]]:
@@ -136,6 +140,11 @@ def _look(tensor: torch.Tensor) -> Iterator[tuple[int, bytes | None]]:
     return ((0 if one.is_inference() else one._version, chunk_of(one, 0)) for one in parts_of(tensor))
 
 
-def _is_positive(rate: Any) -> bool:
-    """Whether a learning rate is above 0, as far as that is known without a wait for a device."""
-    return (rate.is_cpu if isinstance(rate, torch.Tensor) else isinstance(rate, int | float)) and bool(rate > 0)
+def _trains(rate: Any, at_first: Any) -> bool | None:
+    """See `GroupMark`. Nothing waits for a device.
+
+    Args:
+        at_first: what a scheduler multiplies; nothing can be made of 0.
+    """
+    known = (one.is_cpu if isinstance(one, torch.Tensor) else isinstance(one, int | float) for one in (rate, at_first))
+    return (bool(rate > 0) or (None if at_first > 0 else False)) if all(known) else None

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import CorruptError, MismatchError
+from ckpt_engine.observe.units import first
 from ckpt_engine.state.wrapped import duplicate, kinds_of, mapped, require_made, with_made
 
 _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
@@ -269,22 +270,19 @@ def require_same(key: str, saved: Groups, now: Groups) -> None:
     before, after = Counter(chain.from_iterable(saved)), Counter(chain.from_iterable(now))
     gone, new = sorted((before - after).elements()), sorted((after - before).elements())
     if gone or new:
-        rows = [f"{what}: {_listed(names)}" for what, names in (("only saved", gone), ("only here", new)) if names]
+        rows = [
+            f"{what}: {first(names, _SHOWN)}" for what, names in (("only saved", gone), ("only here", new)) if names
+        ]
         raise MismatchError(f"{key!r} trains other parameters than in the snapshot ({'; '.join(rows)})", hint=_HINT)
     if sorted(map(sorted, saved)) != sorted(map(sorted, now)):
         mates = {name: group for group in map(sorted, now) for name in group}
         other = [name for group in map(sorted, saved) for name in group if mates[name] != group]
         raise MismatchError(
-            f"{key!r} has these parameters in another group than in the snapshot: {_listed(other)}", hint=_HINT
+            f"{key!r} has these parameters in another group than in the snapshot: {first(other, _SHOWN)}", hint=_HINT
         )
     if several := [name for name, count in after.items() if count > 1]:
         raise MismatchError(
             f"{key!r} has its parameters in another order than in the snapshot, and several have no name: "
-            f"they are in no tracked model, and their shape is {_listed(several)}",
+            f"they are in no tracked model, and their shape is {first(several, _SHOWN)}",
             hint="track the module that has them, or give them in the same order in each process",
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
+from ckpt_engine.observe.units import first
 from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import OWN_KEY, RANKS, Entry, Manifest
 from ckpt_engine.store.storage.base import Storage
@@ -61,12 +62,10 @@ def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:
     apart = [(name, row) for name, row in zip(names, rows, strict=True) if len(set(row.values())) > 1]
     usual = Counter(apart[0][1].values()).most_common(1)[0][0]
     groups = [listed(rank for rank, data in apart[0][1].items() if (data == usual) is same) for same in (False, True)]
-    others = f" and {len(apart) - 1:,} more" if len(apart) > 1 else ""
-    return f"{apart[0][0]}{others} is not the same on {groups[0]} as on {groups[1]}"
+    return f"{first([name for name, _ in apart], 1)} is not the same on {groups[0]} as on {groups[1]}"
 
 
 def listed(ranks: Iterable[int]) -> str:
     """Ranks, for people."""
     found = sorted(ranks)
-    shown = ", ".join(map(str, found[:8]))
-    return f"rank{'s' if len(found) > 1 else ''} {shown}{f' and {len(found) - 8} more' if len(found) > 8 else ''}"
+    return f"rank{'s' if len(found) > 1 else ''} {first(list(map(str, found)), 8)}"

@@ -82,8 +82,11 @@ class LeafDifference:
 
     @property
     def measured(self) -> bool:
-        """Whether it is among what adapters or transformers measure: times, which no two runs share."""
-        return "/ckpt_engine/cadence/" in f"/{self.path}" or _LOGGED_TIME.search(self.path) is not None
+        """Whether it is what a process measures: times, which no two runs share, and the order in which DDP sums, which
+        it finds out after its first steps."""
+        return _LOGGED_TIME.search(self.path) is not None or any(
+            f"/ckpt_engine/{name}/" in f"/{self.path}/" for name in ("cadence", "gradient_order")
+        )
 
     def __str__(self) -> str:
         if self.kind is DifferenceKind.TENSOR:

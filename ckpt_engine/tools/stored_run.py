@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import ForeignError, StorageMissingError
+from ckpt_engine.observe.units import first
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.names import RECORD, ParsedId
@@ -159,8 +160,7 @@ def _where_else(root: str) -> str:
         return f"only `ckpt diff` takes ROOT#SNAPSHOT; for others they are two arguments: {folder} {snapshot}"
     if not (below := runs_below(root)):
         return "check the path; a run starts with its first snapshot"
-    more = f" and {len(below) - 1} more" if len(below) > 1 else ""
-    return f"name a run below it: {below[0]}{more} (`ckpt ls {root}` lists them)"
+    return f"name a run below it: {first([*map(str, below)], 1)} (`ckpt ls {root}` lists them)"
 
 
 def _nearest(ids: Sequence[ParsedId], step: re.Match[str] | None) -> str:

@@ -7,12 +7,14 @@ Snapshots that both runs took at the same place of the training are compared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ckpt_engine.observe.resume_report import Replay
 from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.tools.compare import Comparison, DifferenceKind, LeafDifference
 from ckpt_engine.tools.stored_run import Run
 
@@ -109,7 +111,7 @@ def judge(step: int, differences: Sequence[LeafDifference], *, fresh: bool) -> F
     if not differences:
         return None
     # The most telling first, and one of each random stream: its state before its copies in data positions.
-    ranked = sorted(differences, key=lambda one: (list(Area).index(area_of(one)), "rng" not in one.path.split("/")[:2]))
+    ranked = sorted(differences, key=lambda one: (list(Area).index(area_of(one)), "rng" not in _parts(one.path)[:2]))
     named: dict[str, LeafDifference] = {}
     for one in ranked:
         named.setdefault(_stream(one.path) if area_of(one) is Area.STREAM else one.path, one)
@@ -122,7 +124,7 @@ def judge(step: int, differences: Sequence[LeafDifference], *, fresh: bool) -> F
 
 def area_of(difference: LeafDifference) -> Area:
     """What a difference is about."""
-    parts = difference.path.split("/")
+    parts = _parts(difference.path)
     if "rng" in parts[:2] or (parts[0] == "ckpt_engine" and "rng" in parts):
         return Area.STREAM  # positions have copies of the global streams
     if parts[0] == "ckpt_engine" and len(parts) > 1 and parts[1] in ("loaders", "validation", "feeds"):
@@ -132,8 +134,13 @@ def area_of(difference: LeafDifference) -> Area:
 
 def _stream(path: str) -> str:
     """Which random stream a place is about."""
-    parts = path.split("/")
+    parts = _parts(path)
     return parts[parts.index("rng") + 1] if "rng" in parts[:-1] else path
+
+
+def _parts(path: str) -> list[str]:
+    """Without the rank whose own it is."""
+    return re.sub(f"^{RANKS}/[0-9]+/", "", path).split("/")
 
 
 def _text(difference: LeafDifference) -> str:

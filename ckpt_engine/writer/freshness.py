@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckpt_engine.copy.job import GroupMark, TrainedGroup
-from ckpt_engine.observe.events import StaleSnapshot
+from ckpt_engine.observe.events import Event, Notice, StaleSnapshot
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import Manifest
 
 _SHOWN = 3
 """Tensors that an event names."""
+_IDLE = 3
+"""So many snapshots after another one are at a learning rate of 0 before that is reported: a warm-up may begin so."""
 
 
 class Freshness:
@@ -29,11 +31,10 @@ class Freshness:
         self._tier = tier
         self._before: tuple[Sequence[TrainedGroup], Sequence[GroupMark], Manifest] | None = None
         self._said: set[tuple[str, str]] = set()
+        self._idle = 0
 
-    def compare(
-        self, groups: Sequence[TrainedGroup], marks: Sequence[GroupMark], new: Manifest
-    ) -> Iterator[StaleSnapshot]:
-        """What is stale in the next one, of each group once until that changes again.
+    def compare(self, groups: Sequence[TrainedGroup], marks: Sequence[GroupMark], new: Manifest) -> Iterator[Event]:
+        """What is stale in the next one, of each group once until that changes again; and a run that trains nothing.
 
         Args:
             groups: that are trained.
@@ -44,6 +45,15 @@ class Freshness:
         if before is None or before[0] != groups:
             return
         old = before[2]
+        stepped = any(was.used != one.used for was, one in zip(before[1], marks, strict=True))
+        at_rest = {mark.trains for mark in (*before[1], *marks)} == {False}
+        self._idle = self._idle + stepped if at_rest else 0
+        if stepped and self._idle == _IDLE:
+            yield Notice(
+                "WARNING",
+                f"step {new.info.step:,}: nothing is trained: the learning rate of every group is 0, in {_IDLE + 1} "
+                "snapshots in a row, although optimizers step → set a learning rate, if this is no warm-up",
+            )
         for group, was, one in zip(groups, before[1], marks, strict=True):
             if not (was.trains and one.trains) or was.used == one.used:
                 continue

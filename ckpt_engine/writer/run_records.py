@@ -21,7 +21,7 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     TierRecovered,
 )
-from ckpt_engine.observe.units import size
+from ckpt_engine.observe.units import first, size
 from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.sealed_json import parsed, seal
@@ -125,7 +125,7 @@ class Unfinished:
 
     def text(self) -> str:
         """For people."""
-        named = ", ".join(self.lacks[:_NAMED]) + (f" and {len(self.lacks) - _NAMED} more" * (len(self.lacks) > _NAMED))
+        named = first(self.lacks, _NAMED)
         said = [f"lacks {named}" if named else "", self.why or ""]
         about = "; ".join(part for part in said if part)
         return f"{self.url} ({about})" if about else self.url

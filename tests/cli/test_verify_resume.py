@@ -108,7 +108,7 @@ def test_draws_at_every_start_are_found(verify: Callable[..., Any]) -> None:
     """The stream is named before the weights that it changes."""
     result = verify("draws at start")
     assert result.code == 1, result.err
-    assert "NOT EXACT: resumed at step 2, step 4 differs" in result.out
+    assert "NOT EXACT: resumed at step 3, step 4 differs" in result.out
     assert "first: the random stream of torch (rng/torch)" in result.out
     assert "draws from this stream a different number of times after a restart" in result.out
     assert "also: model/0.weight" in result.out
@@ -121,7 +121,7 @@ def test_code_that_reads_the_clock_is_found_from_the_start_and_after_the_restart
     assert result.code == 3, result.err
     first, _, rest = result.out.partition("the restart differs as well, which may have the same cause")
     assert first.startswith("not seeded: two runs from the start differ at step 1, before anything is resumed")
-    assert ": resumed at step 2, step 4 differs" in rest
+    assert ": resumed at step 3, step 4 differs" in rest
     assert "code that reads the clock" in rest
     assert "NOT EXACT" not in result.out
 
@@ -198,7 +198,7 @@ def test_what_explains_it_is_named(verify: Callable[..., Any], script: str, mist
     """What the resume report says of it, with the line that makes it exact, or else the usual cause."""
     result = verify(mistake, script=script)
     assert result.code == 1, result.out + result.err
-    assert result.out.startswith("NOT EXACT: resumed at step 2, step 4 differs")
+    assert result.out.startswith("NOT EXACT: resumed at step 3, step 4 differs")
     for line in lines:
         assert line in result.out
 
@@ -253,6 +253,29 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
     assert many is not None
     assert (len(many.others), many.hidden) == (5, 24)
     assert area_of(difference("rng/python/words")) is Area.STREAM
+
+
+@pytest.mark.parametrize(
+    ("path", "area", "measured"),
+    [
+        ("ckpt_engine/rng/numpy/key", Area.STREAM, False),
+        ("ckpt_engine/feeds/loader/position/made/rng/python/words", Area.STREAM, False),
+        ("ckpt_engine/feeds/loader/position/order/digest", Area.POSITION, False),
+        ("rng/torch", Area.STREAM, False),
+        ("ckpt_engine/cadence/interval", Area.WEIGHTS, True),
+        ("ckpt_engine/gradient_order", Area.WEIGHTS, True),
+    ],
+)
+@pytest.mark.parametrize("own", ["", "ranks/0/", "ranks/12/"])
+def test_what_each_rank_has_of_its_own_is_as_that_of_one_process(
+    own: str, path: str, area: Area, measured: bool
+) -> None:
+    """Streams that nothing seeds are no weights of a rank, and what a process finds out about itself is no state."""
+    found = LeafDifference(own + path, DifferenceKind.TENSOR, "1", "2", 1, 4, (0,), 1.0)
+    assert (area_of(found), found.measured) == (area, measured)
+    verdict = judge(1, [found], fresh=True)
+    assert verdict is not None
+    assert verdict.streams_only == (area is Area.STREAM)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from ckpt_engine.observe.events import Event, StaleSnapshot
 from ckpt_engine.snapshot import pipeline
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.accelerate.runs import make_accelerator
+from tests.probe.old_bytes import is_moment, is_weight, staging_of_old
 from tests.tracking.runs import Case
 
 STEPS = 6
@@ -101,7 +101,7 @@ def transformers_trainer(make: Make, root: Path) -> None:
         str(root / "hf"), per_device_train_batch_size=2, num_train_epochs=1, dataloader_pin_memory=False, **quiet
     )
     optimizer = make(model)
-    still = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    still = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     transformers.Trainer(
         model, arguments, train_dataset=rows, optimizers=(optimizer, still), callbacks=[ckpt, Settled()]
     ).train()
@@ -180,33 +180,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[StaleSnapshot]:
 @pytest.fixture
 def hand_over_old(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]], None]:
     """Has the stager copy what the chosen entries had in the second snapshot, from the third one on."""
-
-    def begin(chosen: Callable[[str], bool]) -> None:
-        staging, taken, old = pipeline.Staging, [0], dict[str, torch.Tensor]()
-
-        def staged(capture: Any, *args: Any, **more: Any) -> Any:
-            taken[0] += 1
-            arrays, addresses = list(capture.arrays), list(capture.addresses)
-            for source in capture.plan.sources:
-                if not chosen(source.name):
-                    continue
-                if taken[0] <= FRESH:
-                    old[source.name] = arrays[source.array].detach().clone()
-                arrays[source.array] = old[source.name]
-                addresses[source.array] = old[source.name].data_ptr()
-            return staging(dataclasses.replace(capture, arrays=arrays, addresses=addresses), *args, **more)
-
-        monkeypatch.setattr(pipeline, "Staging", staged)
-
-    return begin
-
-
-def is_moment(name: str) -> bool:
-    return any(kind in name for kind in ("exp_avg", "momentum_buffer"))
-
-
-def is_weight(name: str) -> bool:
-    return name.endswith((".weight", ".bias")) and not is_moment(name)
+    return lambda chosen: monkeypatch.setattr(pipeline, "Staging", staging_of_old(chosen, FRESH))
 
 
 @pytest.mark.parametrize("train", TRAINERS)
@@ -419,6 +393,42 @@ def test_each_kind_of_optimizer_is_followed(
         hand_over_old((lambda _: True) if kind == "whole" else is_weight)
     train(makes[kind], tmp_path)
     assert [one.what for one in heard] == (["weights", "moments"] if kind == "whole" else ["weights"])
+
+
+IDLE = "nothing is trained: the learning rate of every group is 0"
+
+
+def by_a_scheduler(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adam(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
+    return optimizer
+
+
+NO_RATE: dict[str, tuple[Make, bool]] = {
+    "adam": (lambda model: torch.optim.AdamW(model.parameters(), lr=0.0), True),
+    "sgd": (lambda model: torch.optim.SGD(model.parameters(), lr=0.0), True),
+    "groups": (lambda model: torch.optim.Adam([{"params": [p]} for p in model.last.parameters()], lr=0.0), True),  # type: ignore[union-attr]
+    "tensor": (lambda model: torch.optim.Adam(model.parameters(), lr=torch.zeros(()), foreach=False), True),
+    "another group trains": (at_no_rate, False),
+    "warm-up by a scheduler": (by_a_scheduler, False),
+    "warm-up by hand": (lambda model: warmed_up(adam(model), 3), False),
+}
+
+
+@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize(("make", "said"), NO_RATE.values(), ids=NO_RATE.keys())
+def test_a_run_in_which_every_learning_rate_stays_0_is_reported(
+    train: Callable[[Make, Path], None],
+    make: Make,
+    said: bool,
+    tmp_path: Path,
+    heard: list[StaleSnapshot],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, at the fourth snapshot. A warm-up that begins at 0, and a group of several, give no alarm."""
+    train(make, tmp_path)
+    assert heard == []
+    assert [record.message.split(": ")[0] for record in caplog.records if IDLE in record.message] == ["step 4"] * said
 
 
 class Data(torch.optim.SGD):

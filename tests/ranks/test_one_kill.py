@@ -41,11 +41,24 @@ def test_two_ranks_go_on_exactly_after_one_is_killed(launcher: Launcher, tmp_pat
         assert lives.lines(1, rank) == whole.lines(0, rank)[lives.start(1) :]
 
 
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=FSDP2)])
-def test_another_number_of_ranks_goes_on_with_what_was_saved(layout: str, lives: Lives) -> None:
-    """Two ranks with a whole or a divided model are killed; one alone has their state, and each sample comes once."""
-    lives.run(2, layout=layout, kill_after=STEPS, pace=0.03)
-    assert lives.run(1) == [0], lives.logs()
+@pytest.mark.parametrize(
+    ("before", "now", "layout"),
+    [
+        (2, 1, "ddp"),
+        pytest.param(2, 1, "fsdp2", marks=FSDP2),
+        pytest.param(1, 2, "ddp", marks=pytest.mark.slow),
+        pytest.param(2, 3, "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_another_number_of_ranks_goes_on_with_what_was_saved(before: int, now: int, layout: str, lives: Lives) -> None:
+    """Ranks with a whole or a divided model are killed; others have their state, and each sample comes once.
+
+    Their steps are others, so that none is compared.
+    """
+    lives.run(before, layout=layout, kill_after=STEPS, pace=0.03)
+    assert lives.run(now) == [0] * now, lives.logs()
+    why = f"another number of processes: the snapshot is of {before}, now {now}"
+    assert lives.report()["replay"] == {"result": "not compared", "steps": 0, "why": why, "first": None}
     assert lives.start(1) >= STEPS
     lives.require_saved_state(1)
-    lives.require_whole_epochs()
+    lives.require_whole_epochs(now - 1)

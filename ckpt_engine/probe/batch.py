@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -34,14 +33,11 @@ def digest_of(batch: Any, before: int = 0) -> int:
 
 
 def _add(parts: list[Any], value: Any, depth: int) -> None:
-    kind = type(value)
-    if kind is torch.Tensor or isinstance(value, torch.Tensor):
-        if value.is_nested:  # it has no shape
-            value = value.unbind()
-        else:
-            parts.append(_form(value.dtype, value.shape))
-            _add_tensor(parts, value if kind is torch.Tensor else here(value))
+    if isinstance(value, torch.Tensor):
+        if not value.is_nested:
+            _add_tensor(parts, value)
             return
+        value = value.unbind()  # it has no shape
     if isinstance(value, np.ndarray):
         parts.append(_form(value.dtype, value.shape))
         if value.dtype.kind not in "OV":
@@ -49,10 +45,15 @@ def _add(parts: list[Any], value: Any, depth: int) -> None:
     elif isinstance(value, _VALUES):
         parts.append(repr(value).encode("utf-8", "surrogatepass"))
     elif depth < _DEEPEST:
-        parts.append(kind.__qualname__.encode())
-        for name, one in _items_of(value):
-            parts.append(repr(name).encode("utf-8", "surrogatepass"))
-            _add(parts, one, depth + 1)
+        parts.append(type(value).__qualname__.encode())
+        if isinstance(value, _SEQUENCES):
+            for one in islice(value, _MOST_ITEMS):
+                _add(parts, one, depth + 1)
+        else:
+            for name, one in _items_of(value):
+                parts.append(repr(name).encode("utf-8", "surrogatepass"))
+                _add(parts, one, depth + 1)
+        parts.append(b";")
 
 
 @lru_cache(256)
@@ -61,7 +62,8 @@ def _form(dtype: object, shape: tuple[int, ...]) -> bytes:
 
 
 def _add_tensor(parts: list[Any], tensor: torch.Tensor) -> None:
-    if type(tensor) not in PLAIN and is_wrapper(tensor):
+    parts.append(_form(tensor.dtype, tensor.shape))
+    if type(tensor) not in PLAIN and is_wrapper(tensor := here(tensor)):
         return
     if tensor.is_cpu and tensor.layout is _STRIDED and (address := tensor.data_ptr()):
         nbytes = tensor.nbytes
@@ -76,9 +78,7 @@ def _some(array: np.ndarray[Any, Any]) -> bytes:
     return array.flat[:: apart or 1].tobytes()
 
 
-def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, _SEQUENCES):
-        return enumerate(islice(value, _MOST_ITEMS))
+def _items_of(value: Any) -> list[tuple[Any, Any]]:
     # A mapping that is no dict has one within, such as the batch of a tokenizer.
     items = dict.items(value if isinstance(value, dict) else getattr(value, "__dict__", {}))
     return [(name if isinstance(name, _NAMES) else type(name), one) for name, one in islice(items, _MOST_ITEMS)]

@@ -37,7 +37,7 @@ NOTE = "replay"
 """The note of a snapshot that says how many steps were recorded."""
 _OTHER_STREAMS_EACH = 16
 """Python's stream takes longer to read than torch's."""
-VERSION = 2
+VERSION = 3
 """What a row has: rows of another version cannot be compared."""
 
 
@@ -240,7 +240,7 @@ def _number(rate: Any) -> float:
 
 
 def _torch_stream() -> int:
-    state = torch.get_rng_state()
+    state = torch.default_generator.get_state()
     address = state.data_ptr()
     return xxhash.xxh3_64_intdigest(MEMORY[address : address + state.nbytes])
 

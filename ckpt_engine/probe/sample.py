@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,11 @@ from ckpt_engine.store.rows import CHUNK_BYTES
 
 EACH_WAY = 2
 """So many parameters are looked at in turn, and as many by size."""
+_SHARES = 4096
+"""All parameters are divided into so many shares of the same size."""
 _APART = 32
 """A chunk begins at a multiple of so many bytes."""
+_STRIDED = torch.strided
 
 
 class Sampler:
@@ -41,9 +44,13 @@ class Sampler:
         self.plan = 0
         """A digest of the sizes of all parameters: with another one the same step looks at other words."""
         self._counts: list[int] = []
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._keys: list[tuple[int, Sequence[Any]]] = []
+        self._places: list[tuple[int, int]] = []
+        """Of each parameter its group, and its place there."""
+        self._known: tuple[Any, ...] = ()
+        self._keys: list[Any] = [None]
+        """None, and the names of what an optimizer knows of a parameter, in order: a resume may change theirs."""
+        self._by_size: list[tuple[int, int]] = []
+        """A large parameter is in several of these places."""
 
     def look(self, calls: int) -> bytes:
         """The words of this step, in chunks of `CHUNK_BYTES`.
@@ -51,8 +58,7 @@ class Sampler:
         Args:
             calls: optimizer steps of the run so far.
         """
-        found = (chunk_of(tensor, draw) for _, _, tensor, draw in self._tensors(calls))
-        return b"".join(filter(None, found))
+        return b"".join([chunk for *_, chunk in self._chunks(calls)])
 
     def names(self, calls: int, named: Mapping[int, str]) -> list[tuple[str, str]]:
         """Of the chunks of that step the tensor and its dtype.
@@ -61,54 +67,49 @@ class Sampler:
             named: names of parameters by their ids.
         """
         found = []
-        for parameter, key, tensor, draw in self._tensors(calls):
+        for parameter, key, tensor, _ in self._chunks(calls):
             name = named.get(id(parameter), "a parameter")
-            if chunk_of(tensor, draw) is not None:
-                called = name if key is None else f"{key} of {name}"
-                found.append((called, str(tensor.dtype).removeprefix("torch.")))
+            called = name if tensor is parameter else f"{key} of {name}"
+            found.append((called, str(tensor.dtype).removeprefix("torch.")))
         return found
 
-    def _tensors(self, calls: int) -> Iterator[tuple[Any, Any, Any, int]]:
-        """Those of this step: each with its parameter, its name in what is known of that, and a draw for its words."""
+    def _chunks(self, calls: int) -> list[tuple[Any, Any, Any, bytes]]:
+        """Those of this step: each with its parameter, its name in what is known of that, and its tensor."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         if [len(group["params"]) for group in groups] != self._counts:
             self._make_plan()
-        ends, begin, count = self._ends, calls * EACH_WAY, len(self._ends)
-        for slot in range(begin, begin + EACH_WAY) if ends else ():
-            draw = xxhash.xxh3_64_intdigest(slot.to_bytes(8, "little"))
-            by_size = bisect.bisect_right(ends, draw % ends[-1])
-            for number, turn in ((slot % count, slot // count), (by_size, draw >> 40)):
-                group = bisect.bisect_right(self._begins, number) - 1
-                parameter = groups[group]["params"][number - self._begins[group]]
-                known = state.get(parameter)
-                if not isinstance(known, dict):
-                    known = {}
-                many, keys = self._keys[number]
-                if many != len(known):
-                    keys = _moments(parameter, known)
-                    self._keys[number] = len(known), keys
-                key = keys[turn % len(keys)]
-                yield parameter, key, parameter if key is None else known.get(key), draw >> 16
+        found: list[tuple[Any, Any, Any, bytes]] = []
+        places, draw = self._places, xxhash.xxh3_64_intdigest(calls.to_bytes(8, "little"))
+        for slot in range(calls * EACH_WAY, (calls + 1) * EACH_WAY) if places else ():
+            turn, number = divmod(slot, len(places))
+            for (group, place), way in ((places[number], turn), (self._by_size[draw % _SHARES], draw >> 40)):
+                parameter = tensor = groups[group]["params"][place]
+                known, key = state.get(parameter), None
+                if isinstance(known, dict):
+                    if (names := tuple(known)) != self._known:
+                        self._known, self._keys = names, [None, *sorted(names, key=str)]
+                    key = self._keys[way % len(self._keys)]
+                    one = known.get(key)
+                    if isinstance(one, torch.Tensor) and one.dim():  # else a step counter, say
+                        tensor = one
+                if (chunk := chunk_of(tensor, draw >> 12)) is not None:
+                    found.append((parameter, key, tensor, chunk))
+            draw //= _SHARES
+        return found
 
     def _make_plan(self) -> None:
         groups = self.optimizer.param_groups
         self._counts = [len(group["params"]) for group in groups]
-        self._begins = [0, *itertools.accumulate(self._counts)]
+        self._places = [(number, place) for number, count in enumerate(self._counts) for place in range(count)]
         sizes = [_size_of(here(one)) for group in groups for one in group["params"]]
-        self._ends, self._keys = list(itertools.accumulate(sizes)), [(0, [None])] * len(sizes)
+        ends = list(itertools.accumulate(sizes))
+        self._by_size = [self._places[bisect.bisect(ends, ends[-1] * at // _SHARES)] for at in range(_SHARES) if ends]
         self.plan = xxhash.xxh3_64_intdigest(repr((self.name, self._counts, sizes)).encode())
 
 
 def _size_of(parameter: Any) -> int:
     """Its elements; of one that is not initialised yet 1."""
     return 1 if is_lazy(parameter) else max(1, parameter.numel())
-
-
-def _moments(parameter: Any, known: Mapping[Any, Any]) -> Sequence[Any]:
-    """None, and the names of what an optimizer has for each element, in order: a resume may change theirs."""
-    size = parameter.numel()
-    found = [key for key, one in known.items() if isinstance(one, torch.Tensor) and one.numel() == size]
-    return [None, *sorted(found, key=str)]
 
 
 def chunk_of(tensor: Any, draw: int) -> bytes | None:
@@ -119,9 +120,9 @@ def chunk_of(tensor: Any, draw: int) -> bytes | None:
     Args:
         draw: which ones, any number.
     """
-    if type(tensor) not in PLAIN:
-        tensor = here(tensor)
-    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN and type(tensor := here(tensor)) not in PLAIN:
+        return None
+    if not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     start = draw % ((nbytes - CHUNK_BYTES) // _APART + 1) * _APART if nbytes > CHUNK_BYTES else 0

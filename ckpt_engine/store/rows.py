@@ -24,7 +24,7 @@ KEPT_FILES = 4
 """Of each rank, those of the newest processes."""
 PUT_ROWS = 512
 """Of each process, the newest rows at a place where objects are written as a whole."""
-_HEAD = struct.Struct("<QQQIQQQQQdI")
+_ROW = struct.Struct(f"<QQQI4xQQQQQdI{MOST_CHUNKS * CHUNK_BYTES}s36x")
 _CHECK = struct.Struct("<Q")
 
 
@@ -59,20 +59,18 @@ class Row(NamedTuple):
 
     def encode(self) -> bytes:
         """Its bytes, with a checksum."""
-        words = self.words
-        body = _HEAD.pack(*self[:-1], len(words)) + words
-        return body.ljust(ROW_BYTES - _CHECK.size, b"\0") + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+        body = _ROW.pack(*self[:-1], len(self.words), self.words)
+        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def decode(data: bytes) -> Row | None:
     """The inverse of `Row.encode`; None: a row that is not whole."""
     if len(data) < ROW_BYTES:
         return None
-    *values, nbytes = _HEAD.unpack_from(data)
-    body = data[: _HEAD.size + min(nbytes, MOST_CHUNKS * CHUNK_BYTES)]
-    if _CHECK.unpack_from(data, ROW_BYTES - _CHECK.size)[0] != xxhash.xxh3_64_intdigest(body):
+    *values, nbytes, words = _ROW.unpack_from(data)
+    if _CHECK.unpack_from(data, _ROW.size)[0] != xxhash.xxh3_64_intdigest(data[: _ROW.size]):
         return None
-    return Row._make([*values, body[_HEAD.size :]])
+    return Row._make([*values, words[:nbytes]])
 
 
 class Ring:

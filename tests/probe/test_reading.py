@@ -58,6 +58,24 @@ def test_values_in_any_layout_count(name: str) -> None:
     assert digest_of({"x": batch}) != digest_of({"x": same * 1.5})
 
 
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_where_a_batch_lies_in_memory_does_not_count(offset: int) -> None:
+    """The same values give the same digest at any address, also where words are read that begin at odd ones."""
+    rows = torch.randint(0, 256, (10_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    moved = torch.empty(10_008, dtype=torch.uint8)[offset : offset + 10_000].copy_(rows)
+    assert moved.data_ptr() % 8 == (rows.data_ptr() + offset) % 8
+    assert digest_of(moved) == digest_of(rows) != digest_of(rows + 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [([[1], 2], [[1, 2]]), ([[], 1], [[1]]), ([(1,), 2], [[1], 2]), ({"x": [1], "y": 2}, {"x": [1, {"y": 2}]})],
+)
+def test_how_values_are_nested_counts(one: Any, other: Any) -> None:
+    """The same values in other containers are another batch."""
+    assert digest_of(one) == digest_of(one) != digest_of(other)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_looked_at_one_by_one() -> None:
     """They have no shape."""

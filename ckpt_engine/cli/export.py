@@ -53,7 +53,7 @@ def command(
     torch         the whole state, for `torch.load`
     dcp           the whole state, for `torch.distributed.checkpoint`
     accelerate    the training state, for `accelerator.load_state(OUT)`
-    transformers  of a transformers model: for `Trainer.train(resume_from_checkpoint=OUT)` and `from_pretrained`
+    transformers  of its models: `Trainer.train(resume_from_checkpoint=OUT)`
 
     Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out. The
     shares of several ranks are merged; what each had of its own is exported for one of them.

@@ -53,8 +53,7 @@ def command(root: str, as_json: bool) -> None:
 
 
 def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
-    print_text(headline(spent), bold=True, nl=False)
-    print_text(f" at {url}", "")
+    print_text(f"{headline(spent)} at {url}", "", bold=True)
     cells = []
     for name, seconds in spent.parts.items():
         if seconds <= 0.0 and name != "productive":
@@ -69,6 +68,6 @@ def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
         print_text("", f"ranks waited for each other for {units.percent(spent.idle_share)} of it because of snapshots")
     failures = Counter(one.failure for one in (*rows[:-1], *(one for one in rows[-1:] if one.end)) if one.failure)
     classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
-    print_text("", f"{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
-    print_text(f" ({classes})" if classes else "")
+    of = f" ({classes})" if classes else ""
+    print_text("", f"{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}{of}")
     print_text(f"the last attempt {failure_of(rows[-1])}")

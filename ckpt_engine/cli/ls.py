@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
         return
     table = [
         (
-            row["root"],
+            os.path.relpath(row["root"], root),
             f"{row['snapshots']:,}" if "snapshots" in row else "",
             f"{row['step']:,}" if row.get("step") is not None else "",
             age(row["created"]) if row.get("created") else row.get("error", ""),
@@ -137,10 +138,12 @@ def _print(root: str, tiers: Sequence[TierListing], away: Sequence[UnreachableTi
                 for info, holders in rows
             ],
             numbers=("step", "epoch", "size"),
+            ids="snapshot",
         )
     for tier in tiers:
         for bad in tier.listing.damaged:
-            print_text(f"{bad.id}  damaged{f' on tier {tier.number}' if is_tiered else ''}: {bad.error}", fg="red")
+            where = f" on tier {tier.number}" if is_tiered else ""
+            print_text(f"{bad.id}  damaged{where}: {bad.error}", fg="red")
     for tier in tiers:
         damaged = len(tier.listing.damaged)
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"

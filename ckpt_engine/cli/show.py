@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import json_option, metrics, print_away, print_json, print_table, print_text
+from ckpt_engine.cli.output import json_option, metrics, print_away, print_beside, print_json, print_table, print_text
 from ckpt_engine.cli.root import open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
@@ -30,6 +30,8 @@ SHOWN_IDS = 3
 SHOWN_FILES = 8
 MAX_DEPTH = 2
 MAX_CHILDREN = 8
+FACT_COLUMN = 14
+"""Where facts begin."""
 
 
 @click.command("show", short_help="Show what is inside one snapshot.")
@@ -143,7 +145,8 @@ def _print(
     rows += _files(manifest.files)
     if run.is_tiered:
         rows += [("copy", f"{url}, damaged: {why}" if why else url) for url, why in copies.items()]
-    print_table(("", ""), rows)
+    for name, text in rows:
+        print_beside(f"{name:<{FACT_COLUMN}}", text)
     print_away(run.away)
     _print_components(manifest)
     print_text("", "state", bold=True)

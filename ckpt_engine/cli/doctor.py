@@ -11,9 +11,6 @@ from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.tools.try_storage import Finding, Mark, examine
 
-TEXT_COLUMN = 30
-"""Where the texts begin."""
-
 
 @click.command("doctor", short_help="Try out a storage and say what is safe there.")
 @click.argument("url", metavar="ROOT")
@@ -36,7 +33,7 @@ def command(url: str, size: str, as_json: bool) -> None:
         for one in examine(tier.url, dict(tier.storage_options), nbytes):
             findings.append(one)
             if not as_json:
-                print_beside(f"{f'  {one.check}':<{TEXT_COLUMN - 6}}{one.mark:<6}", one.text)
+                print_beside(f"  {one.check:<22}{one.mark:<6}", one.text)
         bad = any(one.mark is Mark.BAD for one in findings)
         say(f"  {'no run should be put' if bad else 'a run is safe'} here", fg="red" if bad else "green")
     if as_json:

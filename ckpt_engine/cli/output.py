@@ -44,7 +44,6 @@ _LEAST_CELL = 8
 """Columns of a cell that is cut, and digits of an id."""
 HEADLINE = 80
 """Characters of the first line of an error, whatever the terminal."""
-_LEAST_HEADLINE = 20
 _FOLDER_URL = re.compile(r"file://(/\S+)")
 _PLACE = re.compile(r"[^\s'\"(]*/[^\s'\")]*[^\s'\"),;:.]")
 _LONG_PLACE = 24
@@ -54,13 +53,13 @@ _LONG_PLACE = 24
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a verb the options that say how it prints its answer."""
     wide = click.option(
-        "-w", "--wide", is_flag=True, expose_value=False, callback=_keep_wide, help="Cut nothing to fit the terminal."
+        *("-w", "--wide"),
+        is_flag=True,
+        expose_value=False,
+        callback=lambda ctx, _, value: ctx.meta.update({_WIDE: value}),
+        help="Cut nothing to fit the terminal.",
     )
     return wide(click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command))
-
-
-def _keep_wide(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    ctx.meta[_WIDE] = value
 
 
 def line_width(*, err: bool = False) -> int | None:
@@ -94,12 +93,10 @@ def print_text(*lines: str, err: bool = False, **style: Any) -> None:
 def print_beside(head: str, text: str) -> None:
     """Writes `text` on the right of `head`, in a column of its own; a longer path below it."""
     width, blank = line_width(), " " * len(head)
-    for row in _wrapped(_for_people(text), width and width - len(head), ""):
-        if width is not None and len(head + row) > width and head != blank:
-            click.echo(head.rstrip())
-            head = blank
-        click.echo(head + row)
-        head = blank
+    first, *rest = _wrapped(_for_people(text), width and width - len(head), "")
+    is_long = width is not None and len(head + first) > width
+    click.echo(f"{head.rstrip()}\n{blank}{first}" if is_long else f"{head}{first}")
+    click.echo("".join(f"{blank}{row}\n" for row in rest), nl=False)
 
 
 def print_error(error: CkptError) -> None:
@@ -121,7 +118,7 @@ def _headline(text: str, most: int) -> list[str]:
     if len(text) <= most:
         return [text, *places]
     clauses = (text[:most].rpartition(mark)[0] for mark in ("; ", ": "))
-    if head := next((one for one in clauses if len(one) >= _LEAST_HEADLINE), ""):
+    if head := next((one for one in clauses if len(one) >= _LONG_PLACE), ""):
         return [head, *places, f"why: {text[len(head) + 2 :]}"]
     head, *_ = _wrapped(text, most)
     return [head, text[len(head) :].lstrip(), *places]

@@ -30,8 +30,6 @@ SHOWN_IDS = 3
 SHOWN_FILES = 8
 MAX_DEPTH = 2
 MAX_CHILDREN = 8
-FACT_COLUMN = 14
-"""Where facts begin."""
 
 
 @click.command("show", short_help="Show what is inside one snapshot.")
@@ -146,7 +144,7 @@ def _print(
     if run.is_tiered:
         rows += [("copy", f"{url}, damaged: {why}" if why else url) for url, why in copies.items()]
     for name, text in rows:
-        print_beside(f"{name:<{FACT_COLUMN}}", text)
+        print_beside(f"{name:<14}", text)
     print_away(run.away)
     _print_components(manifest)
     print_text("", "state", bold=True)
@@ -187,8 +185,7 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
     ]
     print_text("")
     print_table(("entry", "dtype", "shape", "size"), rows, numbers=("size",))
-    hidden = len(manifest.entries) - len(sized)
-    if hidden:
+    if hidden := len(manifest.entries) - len(sized):
         print_text(f"... {count(hidden, 'entry')} more; --all lists them")
 
 

@@ -7,6 +7,7 @@ source, line, full key path, bad value, allowed keys and the nearest match.
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import difflib
 import fractions
@@ -92,6 +93,37 @@ for _tag, _pattern, _first in _RULES:
 
 
 _ELSEWHERE = {
+    # What people write first
+    "interval": "every_n_steps or every_seconds, or overhead",
+    "save_interval": "every_n_steps or every_seconds, or overhead",
+    "save_every": "every_n_steps or every_seconds, or overhead",
+    "save_freq": "every_n_steps or every_seconds, or overhead",
+    "checkpoint_interval": "every_n_steps or every_seconds, or overhead",
+    "save_interval_steps": "every_n_steps",
+    "every": "every_n_steps or every_seconds",
+    "every_steps": "every_n_steps",
+    "budget": "overhead",
+    "rpo": "max_lost_work",
+    "max_to_keep": "keep: {last: ...}",
+    "num_to_keep": "keep: {last: ...}",
+    "keep_last": "keep: {last: ...}",
+    "keep_last_n": "keep: {last: ...}",
+    "max_checkpoints": "keep: {last: ...}",
+    "keep_best": "keep: {best: {monitor: ...}}",
+    "best": "keep: {best: {monitor: ...}}",
+    "compression": "tiers: [{url: ..., codec: zstd}]",
+    "compress": "tiers: [{url: ..., codec: zstd}]",
+    "dir": "tiers",
+    "ckpt_dir": "tiers",
+    "checkpoint_dir": "tiers",
+    "save_dir": "tiers",
+    "root": "tiers",
+    "endpoint": "storage_options: {endpoint_url: ...}",
+    "endpoint_url": "storage_options: {endpoint_url: ...}",
+    "region": "storage_options: {client_kwargs: {region_name: ...}}",
+    "grace_period": "preemption: {grace: ...}",
+    "signals": "preemption: {signals: [...]}",
+    "async": "given: snapshots are written behind training",
     # ModelCheckpoint
     "dirpath": "the first argument, or tiers",
     "filename": "given: `ckpt ls` lists the snapshots by step",
@@ -117,12 +149,17 @@ _ELSEWHERE = {
     "resume_from_checkpoint": "resume",
     # torch.distributed.checkpoint
     "checkpoint_id": "the step that `save` is given",
+    "async_save": "given: snapshots are written behind training",
     "storage_writer": "ckpt_engine.dcp.CkptWriter",
     "storage_reader": "ckpt_engine.dcp.CkptReader",
     # Under keep
     "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
 }
 """What options of others are called here."""
+_EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
+"""What to write instead of a bare value of these sections."""
+_UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
+"""Options that need one in a file: nobody means ten seconds by `max_lost_work: 10`, or a rate of 200 bytes."""
 _PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
 """What `path`, `folder`, `directory` or `location` is in these sections."""
 
@@ -264,6 +301,8 @@ def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list
         return value.model_dump(mode="json", exclude_unset=True)
     try:
         value = _plain_number(value)
+        if origin.lines and path and path[-1] in _UNITS and re.fullmatch(r"[\d_.]+", str(value)):
+            problems.append(OptionProblem(origin, path, f"needs a unit, such as '{value} {_UNITS[path[-1]]}'"))
         if isinstance(value, os.PathLike):
             return os.fspath(value)
     except Exception as err:  # noqa: BLE001 - of a class of the user's
@@ -286,7 +325,9 @@ def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list
 
 
 def _plain_number(value: Any) -> Any:
-    """Numbers of numpy and torch, fractions and decimals as numbers of Python; all else as it is."""
+    """Numbers of numpy and torch, fractions, decimals and seconds as numbers of Python; all else as it is."""
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
     if isinstance(value, fractions.Fraction | decimal.Decimal):
         return int(value) if value == int(value) else float(value)
     if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
@@ -319,7 +360,8 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     if kind == "missing":
         return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        text = f"must be a mapping with keys among {_listed(_section(loc))}"
+        section = _section(loc)
+        text = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
     else:
         text = str(detail["msg"])
     hint = detail.get("ctx", {}).get("hint", "")
@@ -349,8 +391,8 @@ def _unknown_key(loc: KeyPath) -> str:
     elif elsewhere:
         hint = "; it belongs " + (f"under '{elsewhere[0]}'" if elsewhere[0] else "to the top level")
     else:
-        hint = ""
-    return f"unknown key{hint} (allowed: {_listed(section)})"
+        hint = f" (allowed: {_listed(section)})"
+    return f"unknown key{hint}"
 
 
 def _section(loc: KeyPath) -> type[Section]:

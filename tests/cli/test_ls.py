@@ -148,7 +148,8 @@ def test_a_folder_of_runs_is_a_list_of_them(ckpt: Ckpt, tmp_path: Path) -> None:
     assert [row.get("step") for row in rows] == [20, None, 7, None]
     for verb in ("verify", "prune"):
         assert (
-            f"do:  name a run below it: {tmp_path}/runs/lr1 and 3 more" in ckpt(verb, tmp_path / "runs", *KEEP[verb]).err
+            f"do:  name a run below it: {tmp_path}/runs/lr1 and 3 more"
+            in ckpt(verb, tmp_path / "runs", *KEEP[verb]).err
         )
 
 

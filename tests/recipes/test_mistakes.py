@@ -390,7 +390,12 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a page in no folder": (ckpt("report {run} --html x/y.html"), "does not exist", "x/y.html", "make it"),
     "a number as the folder": (lambda _: Checkpointer(5), "cannot be read as options", "5, of type int", "path"),
     "a share in words": (options(overhead="1 percent"), "must be a share such as '1%'", "overhead", SCHEMA),
-    "a metric as the rule": (options(keep={"best": "val_loss"}), "must be a mapping", "keep.best", "monitor, mode, k"),
+    "a metric as the rule": (
+        options(keep={"best": "val_loss"}),
+        "must be a mapping",
+        "keep.best",
+        "monitor: val_loss, mode: min",
+    ),
     "a mode that is none": (
         options(keep={"best": {"monitor": "l", "mode": "minimum"}}),
         "must be 'min' or 'max'",

@@ -135,8 +135,8 @@ def _print(root: str, tiers: Sequence[TierListing], away: Sequence[UnreachableTi
         )
     for tier in tiers:
         for bad in tier.listing.damaged:
-            where = f" on tier {tier.number}" if is_tiered else ""
-            print_text(f"{bad.id}  damaged{where}: {bad.error}", fg="red")
+            on_tier = f" on tier {tier.number}" if is_tiered else ""
+            print_text(f"{bad.id}  damaged{on_tier}: {bad.error}", fg="red")
     for tier in tiers:
         damaged = f"; {len(tier.listing.damaged)} damaged" if tier.listing.damaged else ""
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"

@@ -29,6 +29,7 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import Config, Tier
+from ckpt_engine.config.other_names import OTHER_NAMES
 from ckpt_engine.config.sections import Best, Keep, Log, Preemption, Section, Source, Status
 from ckpt_engine.errors import ConfigError
 
@@ -92,70 +93,6 @@ for _tag, _pattern, _first in _RULES:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first_characters)
 
 
-_ELSEWHERE = {
-    # What people write first
-    "interval": "every_n_steps or every_seconds, or overhead",
-    "save_interval": "every_n_steps or every_seconds, or overhead",
-    "save_every": "every_n_steps or every_seconds, or overhead",
-    "save_freq": "every_n_steps or every_seconds, or overhead",
-    "checkpoint_interval": "every_n_steps or every_seconds, or overhead",
-    "save_interval_steps": "every_n_steps",
-    "every": "every_n_steps or every_seconds",
-    "every_steps": "every_n_steps",
-    "budget": "overhead",
-    "rpo": "max_lost_work",
-    "max_to_keep": "keep: {last: ...}",
-    "num_to_keep": "keep: {last: ...}",
-    "keep_last": "keep: {last: ...}",
-    "keep_last_n": "keep: {last: ...}",
-    "max_checkpoints": "keep: {last: ...}",
-    "keep_best": "keep: {best: {monitor: ...}}",
-    "best": "keep: {best: {monitor: ...}}",
-    "compression": "tiers: [{url: ..., codec: zstd}]",
-    "compress": "tiers: [{url: ..., codec: zstd}]",
-    "dir": "tiers",
-    "ckpt_dir": "tiers",
-    "checkpoint_dir": "tiers",
-    "save_dir": "tiers",
-    "root": "tiers",
-    "endpoint": "storage_options: {endpoint_url: ...}",
-    "endpoint_url": "storage_options: {endpoint_url: ...}",
-    "region": "storage_options: {client_kwargs: {region_name: ...}}",
-    "grace_period": "preemption: {grace: ...}",
-    "signals": "preemption: {signals: [...]}",
-    "async": "given: snapshots are written behind training",
-    # ModelCheckpoint
-    "dirpath": "the first argument, or tiers",
-    "filename": "given: `ckpt ls` lists the snapshots by step",
-    "save_top_k": "keep: {best: {monitor: ..., k: ...}}",
-    "save_last": "keep: {last: ...}",
-    "every_n_train_steps": "every_n_steps",
-    "train_time_interval": "every_seconds",
-    "every_n_epochs": "on_validation_end, or every_n_steps",
-    "save_on_train_epoch_end": "on_validation_end, or every_n_steps",
-    "save_weights_only": "`ckpt export`",
-    # Accelerate
-    "output_dir": "the first option, or tiers",
-    "total_limit": "keep: {last: ...}",
-    "automatic_checkpoint_naming": "given: `ckpt ls` lists the snapshots by step",
-    "safe_serialization": "given: data files are safetensors",
-    # transformers
-    "save_steps": "every_n_steps",
-    "save_strategy": "every_n_steps, every_seconds or on_validation_end",
-    "save_total_limit": "keep: {last: ...}",
-    "save_only_model": "`ckpt export`",
-    "metric_for_best_model": "keep: {best: {monitor: ...}}",
-    "greater_is_better": "keep: {best: {mode: max}}",
-    "resume_from_checkpoint": "resume",
-    # torch.distributed.checkpoint
-    "checkpoint_id": "the step that `save` is given",
-    "async_save": "given: snapshots are written behind training",
-    "storage_writer": "ckpt_engine.dcp.CkptWriter",
-    "storage_reader": "ckpt_engine.dcp.CkptReader",
-    # Under keep
-    "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
-}
-"""What options of others are called here."""
 _EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
 """What to write instead of a bare value of these sections."""
 _UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
@@ -384,8 +321,8 @@ def _unknown_key(loc: KeyPath) -> str:
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
     if name in ("path", "folder", "directory", "location") and section in _PLACE:
         hint = f"; here it is {_PLACE[section]}"
-    elif name in _ELSEWHERE:
-        hint = f"; here it is {_ELSEWHERE[name]}" + ", see docs/migrate.md" * (section is Config)
+    elif name in OTHER_NAMES:
+        hint = f"; here it is {OTHER_NAMES[name]}" + ", see docs/migrate.md" * (section is Config)
     elif near:
         hint = f"; did you mean '{near[0]}'?"
     elif elsewhere:

@@ -29,7 +29,6 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import Config, Tier
-from ckpt_engine.config.other_names import OTHER_NAMES
 from ckpt_engine.config.sections import Best, Keep, Log, Preemption, Section, Source, Status
 from ckpt_engine.errors import ConfigError
 
@@ -96,7 +95,7 @@ for _tag, _pattern, _first in _RULES:
 _EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
 """What to write instead of a bare value of these sections."""
 _UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
-"""Options that need one in a file: nobody means ten seconds by `max_lost_work: 10`, or a rate of 200 bytes."""
+"""Options that need one in a file: `max_lost_work: 10` would be ten seconds, and a rate of 200 would be in bytes."""
 _PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
 """What `path`, `folder`, `directory` or `location` is in these sections."""
 
@@ -316,6 +315,8 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
 
 def _unknown_key(loc: KeyPath) -> str:
     """Known elsewhere, or a typing mistake. The value is not shown: it may be a secret."""
+    from ckpt_engine.config.other_names import OTHER_NAMES  # only a mistake needs it
+
     section, name = _section(loc[:-1]), str(loc[-1])
     near = difflib.get_close_matches(name, section.model_fields, 1)
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]

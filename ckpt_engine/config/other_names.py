@@ -1,4 +1,4 @@
-"""What options of other libraries, and names that people write first, are called here."""
+"""The names of our options by what other libraries call them."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool)
             done.append(_Compacted(snapshot, place.storage.url, manifest.info.nbytes, compacted, new))
     if as_json:
         print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
-        return
-    for one in done:
+    for one in () if as_json else done:
         print_text(f"{one.id} at {one.tier}: {_fate(one)}")
 
 

@@ -11,8 +11,7 @@ from ckpt_engine.cli.output import fields_of, json_option, print_away, print_jso
 from ckpt_engine.cli.root import open_run, options_of, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
-from ckpt_engine.tools.copy_run import CopiedRun, copy_run
-from ckpt_engine.tools.stored_run import Run
+from ckpt_engine.tools.copy_run import copy_run
 
 
 @click.command("cp", short_help="Copy a run, or some of its snapshots.")
@@ -36,20 +35,16 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
     run = open_run(source)
     counting = partial(progress, "copying", hidden=as_json)
     done = copy_run(run, options_of(target).tiers[0], wanted, say_waiting, counting)
-    _print(done, run, as_json=as_json)
-    if done.failed:
-        sys.exit(1)
-
-
-def _print(done: CopiedRun, run: Run, *, as_json: bool) -> None:
     if as_json:
         print_json({**fields_of(done), "away": run.away})
-        return
-    for one in done.failed:
-        print_text(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
-    for snapshot, shares in done.partial.items():
-        print_text(f"{snapshot}  has the shares of {shares} there: copy the folders of the other nodes, too")
-    before = f", {done.present:,} there already" if done.present else ""
-    copied = count(len(done.copied), "snapshot")
-    print_text(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
-    print_away(run.away)
+    else:
+        for one in done.failed:
+            print_text(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
+        for snapshot, shares in done.partial.items():
+            print_text(f"{snapshot}  has the shares of {shares} there: copy the folders of the other nodes, too")
+        before = f", {done.present:,} there already" if done.present else ""
+        copied = count(len(done.copied), "snapshot")
+        print_text(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
+        print_away(run.away)
+    if done.failed:
+        sys.exit(1)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 
 import click
 
-from ckpt_engine.cli.output import json_option, print_json, print_text
+from ckpt_engine.cli.output import json_option, print_beside, print_json, print_text
 from ckpt_engine.cli.root import options_of, quantity, storage_options
 from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.tools.try_storage import Finding, Mark, examine
-
-TEXT_COLUMN = 30
-"""Where the texts begin."""
 
 
 @click.command("doctor", short_help="Try out a storage and say what is safe there.")
@@ -37,18 +32,11 @@ def command(url: str, size: str, as_json: bool) -> None:
         # Each is shown when it is found: a storage may hang at the next.
         for one in examine(tier.url, dict(tier.storage_options), nbytes):
             findings.append(one)
-            say(*_lines(one))
+            if not as_json:
+                print_beside(f"  {one.check:<22}{one.mark:<6}", one.text)
         bad = any(one.mark is Mark.BAD for one in findings)
         say(f"  {'no run should be put' if bad else 'a run is safe'} here", fg="red" if bad else "green")
     if as_json:
         print_json([{"root": place, "findings": findings} for place, findings in reports.items()])
     if any(finding.mark is Mark.BAD for findings in reports.values() for finding in findings):
         sys.exit(1)
-
-
-def _lines(finding: Finding) -> list[str]:
-    """As many lines as the terminal needs."""
-    width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
-    lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
-    head = f"{f'  {finding.check}':<{TEXT_COLUMN - 6}}{finding.mark:<6}"
-    return [f"{head if number == 0 else '':<{TEXT_COLUMN}}{line}" for number, line in enumerate(lines)]

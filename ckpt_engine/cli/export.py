@@ -13,7 +13,7 @@ from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.ask_tiers import Sources
-from ckpt_engine.tools.export_snapshot import MODELS, Exported, choose, of_rank, plan_safetensors, plan_state
+from ckpt_engine.tools.export_snapshot import MODELS, choose, of_rank, plan_safetensors, plan_state
 from ckpt_engine.tools.float_formats import FLOAT_FORMATS
 from ckpt_engine.tools.new_files import check_free
 from ckpt_engine.tools.stored_run import LATEST
@@ -53,7 +53,7 @@ def command(
     torch         the whole state, for `torch.load`
     dcp           the whole state, for `torch.distributed.checkpoint`
     accelerate    the training state, for `accelerator.load_state(OUT)`
-    transformers  of a transformers model: for `Trainer.train(resume_from_checkpoint=OUT)` and `from_pretrained`
+    transformers  of its models: `Trainer.train(resume_from_checkpoint=OUT)`
 
     Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out. The
     shares of several ranks are merged; what each had of its own is exported for one of them.
@@ -85,12 +85,7 @@ def command(
     if as_json:
         print_json({"root": run.tiers[0], **fields_of(done), "away": run.away})
     else:
-        _print(done)
+        verb = "wrote" if done.written else "would write"
+        what = f"{count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}"
+        print_text(f"{verb} {done.out}: {what}", *(f"  {note}" for note in done.notes))
         print_away(run.away)
-
-
-def _print(done: Exported) -> None:
-    verb = "wrote" if done.written else "would write"
-    print_text(f"{verb} {done.out}: {count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}")
-    for note in done.notes:
-        print_text(f"  {note}")

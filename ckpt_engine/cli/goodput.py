@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import click
 
@@ -11,11 +10,9 @@ from ckpt_engine.cli.output import bar, fields_of, json_option, print_json, prin
 from ckpt_engine.cli.root import options_of, storage_options
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.observe.units import count
 from ckpt_engine.tools.recorded_attempts import MEANINGS, failure_of, headline, history_of
 from ckpt_engine.tools.stored_run import repository_of
-from ckpt_engine.writer.attempts import Attempt
 
 
 @click.command("goodput", short_help="Show what the time of a run went into.")
@@ -49,26 +46,24 @@ def command(root: str, as_json: bool) -> None:
             }
         )
     else:
-        _print_spent(storage.url, spent, history.rows)
-
-
-def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
-    print_text(headline(spent), bold=True, nl=False)
-    print_text(f" at {url}", "")
-    cells = []
-    for name, seconds in spent.parts.items():
-        if seconds <= 0.0 and name != "productive":
-            continue
-        share = seconds / spent.wall if spent.wall > 0.0 else 0.0
-        meaning = MEANINGS[name]
-        if name == "slowdown":
-            meaning += f", ± {units.duration(2.0 * spent.slowdown_error)}"
-        cells.append((name, units.percent(share), units.duration(seconds), bar(share), meaning))
-    print_table(("", "share", "time", "", ""), cells, numbers=("share", "time"))
-    if spent.idle > 0.0:
-        print_text("", f"ranks waited for each other for {units.percent(spent.idle_share)} of it because of snapshots")
-    failures = Counter(one.failure for one in (*rows[:-1], *(one for one in rows[-1:] if one.end)) if one.failure)
-    classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
-    print_text("", f"{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
-    print_text(f" ({classes})" if classes else "")
-    print_text(f"the last attempt {failure_of(rows[-1])}")
+        print_text(f"{headline(spent)} at {storage.url}", "", bold=True)
+        cells = []
+        shown = {name: seconds for name, seconds in spent.parts.items() if seconds > 0.0 or name == "productive"}
+        for name, seconds in shown.items():
+            share = seconds / spent.wall if spent.wall > 0.0 else 0.0
+            meaning = MEANINGS[name]
+            if name == "slowdown":
+                meaning += f", ± {units.duration(2.0 * spent.slowdown_error)}"
+            cells.append((name, units.percent(share), units.duration(seconds), bar(share), meaning))
+        print_table(("", "share", "time", "", ""), cells, numbers=("share", "time"))
+        if spent.idle > 0.0:
+            print_text(
+                "", f"ranks waited for each other for {units.percent(spent.idle_share)} of it because of snapshots"
+            )
+        failures = Counter(
+            one.failure for one in (*history.rows[:-1], *(one for one in history.rows[-1:] if one.end)) if one.failure
+        )
+        classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
+        of = f" ({classes})" if classes else ""
+        print_text("", f"{count(len(history.rows), 'attempt')}, {count(failures.total(), 'failure')}{of}")
+        print_text(f"the last attempt {failure_of(history.rows[-1])}")

@@ -13,7 +13,7 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
-from ckpt_engine.tools.import_checkpoint import ImportResult, config_of, plan_import, save_import
+from ckpt_engine.tools.import_checkpoint import config_of, plan_import, save_import
 from ckpt_engine.tools.stored_run import repository_of
 
 FORMATS = ("auto", *FILES, *FOLDERS)
@@ -49,7 +49,12 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
     if as_json:
         print_json(planned)
     else:
-        _print(planned)
+        what = f"{count(planned.arrays, 'tensor')}, {units.size(planned.nbytes)}, step {planned.step}"
+        verb, place = "would import", f"into {planned.root}"
+        if planned.snapshot is not None:
+            verb, place = "imported", f"as {planned.snapshot} at {planned.root}"
+        notes = (f"  {note}" for note in planned.notes)
+        print_text(f"{verb} {planned.source} ({planned.form}) {place}: {what}", *notes)
 
 
 def _local(given: str) -> Path:
@@ -65,13 +70,3 @@ def _local(given: str) -> Path:
             hint="copy it to this machine first, and import the copy; `ckpt cp` copies what is a run of ours already",
         )
     return Path(rest if there else given)
-
-
-def _print(done: ImportResult) -> None:
-    what = f"{count(done.arrays, 'tensor')}, {units.size(done.nbytes)}, step {done.step}"
-    if done.snapshot is None:
-        print_text(f"would import {done.source} ({done.form}) into {done.root}: {what}")
-    else:
-        print_text(f"imported {done.source} ({done.form}) as {done.snapshot} at {done.root}: {what}")
-    for note in done.notes:
-        print_text(f"  {note}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,38 +53,31 @@ def command(root: str, as_json: bool) -> None:
 
 def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
     """Of each run how far it is; one that cannot be read has its error instead."""
-    rows: list[dict[str, Any]] = []
+    rows, facts = list[dict[str, Any]](), dict[str, Any]()
     for folder in folders:
         try:
             place = Repository(open_storage(folder))
             place.record()
-            listing = place.scan()
+            found = place.scan().snapshots
+            newest = found[-1] if found else None
+            facts = {"snapshots": len(found), "step": newest and newest.step, "created": newest and newest.created}
         except CkptError as err:
-            rows.append({"root": str(folder), "error": str(err)})
-            continue
-        newest = listing.snapshots[-1] if listing.snapshots else None
-        rows.append(
-            {
-                "root": str(folder),
-                "snapshots": len(listing.snapshots),
-                "step": newest and newest.step,
-                "created": newest and newest.created,
-            }
-        )
+            facts = {"error": str(err)}
+        rows.append({"root": str(folder), **facts})
     if as_json:
         print_json({"runs": rows})
-        return
-    table = [
-        (
-            row["root"],
-            f"{row['snapshots']:,}" if "snapshots" in row else "",
-            f"{row['step']:,}" if row.get("step") is not None else "",
-            age(row["created"]) if row.get("created") else row.get("error", ""),
-        )
-        for row in rows
-    ]
-    print_table(("run", "snapshots", "step", "newest"), table, numbers=("snapshots", "step"))
-    print_text(f"{count(len(rows), 'run')} below {root}")
+    else:
+        table = [
+            (
+                os.path.relpath(row["root"], Path(os.path.expandvars(root)).expanduser()),
+                f"{row['snapshots']:,}" if "snapshots" in row else "",
+                f"{row['step']:,}" if row.get("step") is not None else "",
+                age(row["created"]) if row.get("created") else row.get("error", ""),
+            )
+            for row in rows
+        ]
+        print_table(("run", "snapshots", "step", "newest"), table, numbers=("snapshots", "step"))
+        print_text(f"{count(len(rows), 'run')} below {root}")
 
 
 def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:
@@ -137,15 +131,16 @@ def _print(root: str, tiers: Sequence[TierListing], away: Sequence[UnreachableTi
                 for info, holders in rows
             ],
             numbers=("step", "epoch", "size"),
+            ids="snapshot",
         )
     for tier in tiers:
         for bad in tier.listing.damaged:
-            print_text(f"{bad.id}  damaged{f' on tier {tier.number}' if is_tiered else ''}: {bad.error}", fg="red")
+            on_tier = f" on tier {tier.number}" if is_tiered else ""
+            print_text(f"{bad.id}  damaged{on_tier}: {bad.error}", fg="red")
     for tier in tiers:
-        damaged = len(tier.listing.damaged)
+        damaged = f"; {len(tier.listing.damaged)} damaged" if tier.listing.damaged else ""
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"
-        text = f"{total}; {damaged} damaged" if damaged else total
-        print_text(f"tier {tier.number}: {text}" if is_tiered else text)
+        print_text(f"{f'tier {tier.number}: ' if is_tiered else ''}{total}{damaged}")
     for number, branch in enumerate(found if len(found) > 1 else ()):
         many = f"branch {branch.id}: {count(len(branch.snapshots), 'snapshot')} up to step {branch.newest.step:,}"
         fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume goes on with this one"

@@ -12,8 +12,8 @@ from importlib import import_module
 
 import click
 
-from ckpt_engine.cli.output import at_work, print_text
-from ckpt_engine.errors import CkptError
+from ckpt_engine.cli.output import at_work, print_error, print_text
+from ckpt_engine.errors import CkptError, ConfigError
 
 VERBS = {
     "ls": "ls.command",
@@ -88,7 +88,7 @@ class _Verbs(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Verbs, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt-engine", prog_name="ckpt")
 @click.pass_context
 def commands(ctx: click.Context) -> None:
@@ -97,7 +97,9 @@ def commands(ctx: click.Context) -> None:
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.
     """
-    if ctx.invoked_subcommand not in SAY_THEMSELVES:
+    if ctx.invoked_subcommand is None:
+        print_text(*ctx.get_help().split("\n"))
+    elif ctx.invoked_subcommand not in SAY_THEMSELVES:
         ctx.with_resource(at_work(f"ckpt {ctx.invoked_subcommand}"))
 
 
@@ -108,10 +110,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: instead of those of the process.
     """
     try:
-        commands.main(None if arguments is None else list(arguments), prog_name="ckpt")
+        code = commands.main(arguments and list(arguments), prog_name="ckpt", standalone_mode=False) or 0
+    except click.Abort:
+        print_text("ckpt: stopped", err=True)
+        code = 1
     except CkptError as err:
-        print_text(*f"ckpt: {err}".split("\n"), err=True)
-        sys.exit(2)
+        print_error(err)
+        code = 2
+    except click.ClickException as err:
+        print_error(_of_click(err))
+        code = err.exit_code
+    sys.exit(code)
+
+
+def _of_click(err: click.ClickException) -> ConfigError:
+    """What click says of arguments, as an error of ours."""
+    context = err.ctx if isinstance(err, click.UsageError) else None
+    hint = f"`{context.command_path if context else 'ckpt'} --help` shows its arguments"
+    return ConfigError(" ".join(err.format_message().split()).rstrip("."), hint=hint)
 
 
 if __name__ == "__main__":

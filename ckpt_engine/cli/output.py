@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import click
 
-from ckpt_engine.errors import visible
+from ckpt_engine.errors import CkptError, visible
 from ckpt_engine.observe import units
 
 if TYPE_CHECKING:
@@ -32,42 +37,142 @@ _CLEARED = "\r\033[K"
 
 BAR_WIDTH = 14
 
-json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON instead of text."
-)
+_WIDE = "ckpt_engine.wide"
+"""Where click's context keeps that --wide was given."""
+_NARROWEST = 40
+_LEAST_CELL = 8
+"""Columns of a cell that is cut, and digits of an id."""
+HEADLINE = 80
+"""Characters of the first line of an error, whatever the terminal."""
+_FOLDER_URL = re.compile(r"file://(/\S+)")
+_PLACE = re.compile(r"[^\s'\"(]*/[^\s'\")]*[^\s'\"),;:.]")
+_LONG_PLACE = 24
+"""Characters from which a place stands on a line of its own below a headline that would be too long."""
 
 
-def print_text(*lines: str, nl: bool = True, err: bool = False, **style: Any) -> None:
-    """Writes lines, in a style of `click.style`: the one way in which commands write text.
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a verb the options that say how it prints its answer."""
+    wide = click.option(
+        *("-w", "--wide"),
+        is_flag=True,
+        expose_value=False,
+        callback=lambda ctx, _, value: ctx.meta.update({_WIDE: value}),
+        help="Cut nothing to fit the terminal.",
+    )
+    return wide(click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command))
 
-    What is not printable in a line is shown as an escape: a store's names and reasons are others' texts.
+
+def line_width(*, err: bool = False) -> int | None:
+    """The columns of the terminal; None: nothing is cut or wrapped, as in files and with --wide."""
+    context = click.get_current_context(silent=True)
+    if not (sys.stderr if err else sys.stdout).isatty() or (context is not None and context.meta.get(_WIDE)):
+        return None
+    return max(_NARROWEST, shutil.get_terminal_size().columns)
+
+
+def _for_people(text: str) -> str:
+    """One line, in which folders are paths; what is not printable is an escape: names in a store are others' texts."""
+    return visible(_FOLDER_URL.sub(lambda found: unquote(found[1]), text))
+
+
+def _wrapped(text: str, width: int | None, hang: str = "  ") -> list[str]:
+    """`text` in lines of that width. A word that is longer, such as a path, is whole and alone on its line."""
+    if width is None or len(text) <= width:
+        return [text]
+    indent = text[: len(text) - len(text.lstrip())] + hang
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def print_text(*lines: str, err: bool = False, **style: Any) -> None:
+    """Writes lines, in a style of `click.style`: the one way in which commands write text."""
+    width = line_width(err=err)
+    text = "\n".join(row for line in lines for row in _wrapped(_for_people(line), width))
+    click.echo(click.style(text, **style) if style else text, err=err)
+
+
+def print_beside(head: str, text: str) -> None:
+    """Writes `text` on the right of `head`, in a column of its own; a longer path below it."""
+    width, blank = line_width(), " " * len(head)
+    first, *rest = _wrapped(_for_people(text), width and width - len(head), "")
+    is_long = width is not None and len(head + first) > width
+    click.echo(f"{head.rstrip()}\n{blank}{first}" if is_long else f"{head}{first}")
+    click.echo("".join(f"{blank}{row}\n" for row in rest), nl=False)
+
+
+def print_error(error: CkptError) -> None:
+    """Writes an error: what happened in at most 80 characters, then why, and what to do."""
+    prefix, indent, width = f"ckpt: [{error.code}] ", " " * 6, line_width(err=True)
+    message, *more = map(_for_people, error.message.split("\n"))
+    first, *why = _headline(message, HEADLINE - len(prefix) if width else sys.maxsize)
+    do = [f"do:  {_for_people(error.hint)}"] if error.hint else []
+    click.secho(prefix + first, err=True, fg="red")
+    for line in (*why, *more, *do):
+        click.echo("\n".join(_wrapped(indent + line, width, " " * 5)), err=True)
+
+
+def _headline(text: str, most: int) -> list[str]:
+    """The first part of a message, which is no longer than that, what is left of it, and long places in it."""
+    places = [one for one in dict.fromkeys(_PLACE.findall(text)) if len(one) > _LONG_PLACE] if len(text) > most else []
+    for one in places:
+        text = text.replace(one, f"…{one[-_LONG_PLACE:]}")
+    if len(text) <= most:
+        return [text, *places]
+    clauses = (text[:most].rpartition(mark)[0] for mark in ("; ", ": "))
+    if head := next((one for one in clauses if len(one) >= _LONG_PLACE), ""):
+        return [head, *places, f"why: {text[len(head) + 2 :]}"]
+    head, *_ = _wrapped(text, most)
+    return [head, text[len(head) :].lstrip(), *places]
+
+
+def print_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = (), ids: str | None = None
+) -> None:
+    """Prints aligned columns; those whose title is in `numbers` to the right. A listing may have 10,000 rows.
+
+    In a terminal the lines fit: ids become as short as they may be, then the last column is cut, then the widest.
+
+    Args:
+        ids: the title of the column of ids, of which verbs take the first characters too.
     """
-    text = "\n".join(map(visible, lines))
-    click.echo(click.style(text, **style) if style else text, nl=nl, err=err)
-
-
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
-    """Prints aligned columns; those whose title is in `numbers` to the right. No line is cut or wrapped.
-
-    A listing may have 10,000 rows.
-    """
-    rows = [list(map(visible, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    table = [list(map(_for_people, column)) for column in zip(titles, *rows, strict=True)]
+    room = line_width() or math.inf
+    if _width(table) > room and ids in titles:
+        table[titles.index(ids)][1:] = _shortest(table[titles.index(ids)][1:])
+    for column in (table[-1], *sorted(table[:-1], key=_width_of, reverse=True)):
+        if (over := _width(table) - room) > 0 and column[0] not in (ids, *numbers):
+            most = max(len(column[0]), _LEAST_CELL, _width_of(column) - int(over))
+            column[1:] = [_cut(cell, most) for cell in column[1:]]
     pads = [str.rjust if title in numbers else str.ljust for title in titles]
+    padded = [[pad(cell, _width_of(column)) for cell in column] for pad, column in zip(pads, table, strict=True)]
+    head, *lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+    if head:
+        click.secho(head, bold=True)
+    click.echo("".join(f"{line}\n" for line in lines), nl=False)
 
-    def line(cells: Sequence[str]) -> str:
-        padded = (pad(cell, width) for pad, cell, width in zip(pads, cells, widths, strict=True))
-        return "  ".join(padded).rstrip()
 
-    if any(titles):
-        print_text(line(titles), bold=True)
-    click.echo("".join(f"{line(row)}\n" for row in rows), nl=False)
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _width(table: Sequence[Sequence[str]]) -> int:
+    return sum(map(_width_of, table)) + 2 * (len(table) - 1)
+
+
+def _width_of(column: Sequence[str]) -> int:
+    return max(map(len, column))
+
+
+def _shortest(ids: Sequence[str]) -> list[str]:
+    """As many first characters of each as tell it from the others."""
+    known = set(ids)
+    most = next(n for n in itertools.count(_LEAST_CELL) if len({one[:n] for one in known}) == len(known))
+    return [one[:most] for one in ids]
 
 
 def print_away(away: Sequence[UnreachableTier]) -> None:
     """Says which tiers are left out of what was printed, and why."""
     for one in away:
-        print_text(f"{one.url} is left out: [{one.code}] {one.reason}", fg="red")
+        print_text(f"left out: {one.url}: [{one.code}] {one.reason}", fg="red")
 
 
 def say_waiting(line: str) -> None:
@@ -92,10 +197,12 @@ class _AtWork:
     def say(self, line: str) -> None:
         with self.lock:
             self._next = time.monotonic() + _LINES_SECONDS
-            click.echo(f"{_CLEARED if sys.stderr.isatty() else ''}{visible(line)}", err=True)
+            click.echo(_CLEARED if sys.stderr.isatty() else "", err=True, nl=False)
+            print_text(line, err=True)
 
     def draw(self) -> None:
-        click.echo(f"{_CLEARED}{visible(self.now())}", err=True, nl=False)
+        line = _cut(_for_people(self.now()), (line_width(err=True) or sys.maxsize) - 1)
+        click.echo(f"{_CLEARED}{line}", err=True, nl=False)
 
     def watch(self, ended: threading.Event) -> None:
         """Shows it, or says it after some seconds, and now and then after that, until the command has ended."""

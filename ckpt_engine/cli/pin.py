@@ -39,7 +39,9 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
             print_text(f"{pin.id}  {pin}")
     else:
         if shown:
-            print_table(("snapshot", "pinned", "note"), [(pin.id, age(pin.created), pin.note) for pin in shown])
+            print_table(
+                ("snapshot", "pinned", "note"), [(pin.id, age(pin.created), pin.note) for pin in shown], ids="snapshot"
+            )
         print_text(f"{count(len(shown), 'pin')} at {nearest.storage.url}")
 
 

@@ -114,7 +114,9 @@ def _print(outcome: PruneOutcome) -> None:
             (info.id, f"{info.step:,}", age(info.created), units.size(info.nbytes), *_fate(outcome, info.id))
             for info in outcome.infos
         ]
-        print_table(("snapshot", "step", "taken", "size", "plan", "why"), rows, numbers=("step", "size"))
+        print_table(
+            ("snapshot", "step", "taken", "size", "plan", "why"), rows, numbers=("step", "size"), ids="snapshot"
+        )
     kept, removed = count(len(outcome.plan.keep), "snapshot"), count(len(outcome.plan.remove), "snapshot")
     if outcome.done is None:
         slimmed = f" ({len(outcome.plan.slim):,} would lose components)" if outcome.plan.slim else ""

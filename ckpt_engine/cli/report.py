@@ -36,8 +36,8 @@ def command(root: str, file: Path, verify: bool, force: bool, as_json: bool) -> 
     found = read_report(open_run(root, config), config, say_waiting, counting)
     if as_json:
         print_json(found.to_json())
-        return
-    with new_file(file, replace=force) as out:
-        out.write(page(found).encode())
-    size = units.size(file.stat().st_size)
-    print_text(f"{file} ({size}): {count(len(found.snapshots), 'snapshot')}, {count(len(found.lives), 'attempt')}")
+    else:
+        with new_file(file, replace=force) as out:
+            out.write(page(found).encode())
+        size = units.size(file.stat().st_size)
+        print_text(f"{file} ({size}): {count(len(found.snapshots), 'snapshot')}, {count(len(found.lives), 'attempt')}")

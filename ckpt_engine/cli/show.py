@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import json_option, metrics, print_away, print_json, print_table, print_text
+from ckpt_engine.cli.output import json_option, metrics, print_away, print_beside, print_json, print_table, print_text
 from ckpt_engine.cli.root import open_run, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
@@ -143,7 +143,8 @@ def _print(
     rows += _files(manifest.files)
     if run.is_tiered:
         rows += [("copy", f"{url}, damaged: {why}" if why else url) for url, why in copies.items()]
-    print_table(("", ""), rows)
+    for name, text in rows:
+        print_beside(f"{name:<14}", text)
     print_away(run.away)
     _print_components(manifest)
     print_text("", "state", bold=True)
@@ -184,8 +185,7 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
     ]
     print_text("")
     print_table(("entry", "dtype", "shape", "size"), rows, numbers=("size",))
-    hidden = len(manifest.entries) - len(sized)
-    if hidden:
+    if hidden := len(manifest.entries) - len(sized):
         print_text(f"... {count(hidden, 'entry')} more; --all lists them")
 
 

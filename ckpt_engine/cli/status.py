@@ -131,14 +131,16 @@ def _spent(config: Config, near: Repository) -> RunSpent | None:
 
 def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_Row], why: str | None) -> None:
     titles = ("tier", "state", "snapshots", "newest", "taken", "waiting")
-    print_table(titles, [_cells(row) for row in rows], numbers=("snapshots",))
-    for row in rows:
+    cells = [(str(number), *_cells(row)) for number, row in enumerate(rows, 1)]
+    print_table(titles, cells, numbers=("snapshots",), ids="newest")
+    for number, row in enumerate(rows, 1):
+        encoding = f" ({row.writer.encoding})" if row.writer is not None and row.writer.encoding else ""
+        print_text(f"tier {number}: {row.url}{encoding}")
         if row.error:
-            print_text(f"{row.url} does not answer: {row.error}", fg="red")
+            print_text(f"tier {number} does not answer: {row.error}", fg="red")
         if row.writer is not None and row.writer.state != WORKING:
-            print_text(f"{row.url} failed {age(row.writer.since)}: [{row.writer.code}] {row.writer.message}", fg="red")
-        if row.writer is not None and row.writer.encoding:
-            print_text(f"{row.url}: {row.writer.encoding}")
+            said = f"[{row.writer.code}] {row.writer.message}"
+            print_text(f"tier {number} failed {age(row.writer.since)}: {said}", fg="red")
     if why:
         print_text(why, fg="red")
     if rows[0].error:
@@ -146,15 +148,14 @@ def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_
     else:
         print_text(f"written by {holder}" if holder else "no process writes it now")
     if status is not None:
-        what = "the writer ended" if status.ended else "the writer was heard of"
+        what = "the writer ended" if status.ended else "the writer was active"
         print_text(f"{what} {age(status.written)}")
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
     status, newest = row.writer or TierStatus(row.url, ""), row.newest
     return (
-        row.url,
-        "no answer" if row.error else status.state,
+        "no answer" if row.error else "not asked" if row.snapshots is None else status.state,
         "" if row.snapshots is None else f"{row.snapshots:,}",
         newest.id if newest else status.newest or "",
         age(newest.created) if newest else "",

@@ -36,7 +36,21 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json(_json(run, checked, away))
     else:
-        _print(checked, away, is_tiered=run.is_tiered)
+        for copies in checked:
+            if run.is_tiered:
+                print_text(copies.url, bold=True)
+            _print_verdicts(copies.verdicts)
+            for problem in copies.others:
+                print_text(f"{problem.file}  DAMAGED", fg="red")
+                print_text(f"  [{problem.code}] {problem.message}")
+        verdicts = [verdict for copies in checked for verdict in copies.verdicts]
+        whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
+        read_bytes = sum(verdict.read_bytes for verdict in verdicts)
+        total = count(len(verdicts), "copy" if run.is_tiered else "snapshot")
+        damaged = sum(len(copies.others) for copies in checked)
+        others = f", {count(damaged, 'other file')} damaged" if damaged else ""
+        print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
+        print_away(away)
     if not all_ok(checked):
         sys.exit(1)
 
@@ -61,24 +75,6 @@ def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[Unreachable
         for problem in copies.others
     ]
     return {"root": run.tiers[0], "ok": all_ok(checked), "snapshots": rows, "others": others, "away": away}
-
-
-def _print(checked: Sequence[CheckedCopies], away: Sequence[UnreachableTier], *, is_tiered: bool) -> None:
-    for copies in checked:
-        if is_tiered:
-            print_text(copies.url, bold=True)
-        _print_verdicts(copies.verdicts)
-        for problem in copies.others:
-            print_text(f"{problem.file}  DAMAGED", fg="red")
-            print_text(f"  [{problem.code}] {problem.message}")
-    verdicts = [verdict for copies in checked for verdict in copies.verdicts]
-    whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
-    read_bytes = sum(verdict.read_bytes for verdict in verdicts)
-    total = count(len(verdicts), "copy" if is_tiered else "snapshot")
-    damaged = sum(len(copies.others) for copies in checked)
-    others = f", {count(damaged, 'other file')} damaged" if damaged else ""
-    print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
-    print_away(away)
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal, Required, TypedDict
 
 from ckpt_engine.config.load_config import load_config
@@ -30,8 +31,8 @@ __all__ = [
     "parse_fraction",
 ]
 
-Duration = float | str
-"""Seconds, or a text with units: `10 min`."""
+Duration = float | str | timedelta
+"""Seconds, a text with units (`10 min`), or a `timedelta`."""
 Size = float | str
 """Bytes, or a text with units: `500 GB`."""
 Folder = str | os.PathLike[str]

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.config.load_config import load_config
+from ckpt_engine.config.load_config import load_config, shown
 from ckpt_engine.config.models import Config
 from ckpt_engine.errors import ConfigError
 
@@ -56,17 +56,13 @@ class Change:
 def change(now: Config, wanted: Config) -> Change | None:
     """What of `wanted` takes effect in a run with the options `now`; None where both are the same."""
     pairs = [(name, attrgetter(name)(now), attrgetter(name)(wanted)) for name in SAFE]
-    applied = tuple(f"{name}: {_shown(old)} -> {_shown(new)}" for name, old, new in pairs if old != new)
+    applied = tuple(f"{name}: {shown(old)} -> {shown(new)}" for name, old, new in pairs if old != new)
     merged = {name: value for name, value in now.options().items() if name not in SAFE}
     merged |= {name: value for name, value in wanted.options().items() if name in SAFE}
     merged["preemption"] = {**merged.get("preemption", {}), "grace": wanted.preemption.grace}
     config = load_config(merged)
     refused = tuple(name for name in type(now).model_fields if getattr(config, name) != getattr(wanted, name))
     return Change(config, applied, refused) if applied or refused else None
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class LiveFile:

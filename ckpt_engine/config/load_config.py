@@ -7,6 +7,7 @@ source, line, full key path, bad value, allowed keys and the nearest match.
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import difflib
 import fractions
@@ -91,38 +92,10 @@ for _tag, _pattern, _first in _RULES:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first_characters)
 
 
-_ELSEWHERE = {
-    # ModelCheckpoint
-    "dirpath": "the first argument, or tiers",
-    "filename": "given: `ckpt ls` lists the snapshots by step",
-    "save_top_k": "keep: {best: {monitor: ..., k: ...}}",
-    "save_last": "keep: {last: ...}",
-    "every_n_train_steps": "every_n_steps",
-    "train_time_interval": "every_seconds",
-    "every_n_epochs": "on_validation_end, or every_n_steps",
-    "save_on_train_epoch_end": "on_validation_end, or every_n_steps",
-    "save_weights_only": "`ckpt export`",
-    # Accelerate
-    "output_dir": "the first option, or tiers",
-    "total_limit": "keep: {last: ...}",
-    "automatic_checkpoint_naming": "given: `ckpt ls` lists the snapshots by step",
-    "safe_serialization": "given: data files are safetensors",
-    # transformers
-    "save_steps": "every_n_steps",
-    "save_strategy": "every_n_steps, every_seconds or on_validation_end",
-    "save_total_limit": "keep: {last: ...}",
-    "save_only_model": "`ckpt export`",
-    "metric_for_best_model": "keep: {best: {monitor: ...}}",
-    "greater_is_better": "keep: {best: {mode: max}}",
-    "resume_from_checkpoint": "resume",
-    # torch.distributed.checkpoint
-    "checkpoint_id": "the step that `save` is given",
-    "storage_writer": "ckpt_engine.dcp.CkptWriter",
-    "storage_reader": "ckpt_engine.dcp.CkptReader",
-    # Under keep
-    "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
-}
-"""What options of others are called here."""
+_EXAMPLES: Mapping[type[Section], str] = {Keep: "such as {last: 3}", Best: "such as {monitor: val_loss, mode: min}"}
+"""What to write instead of a bare value of these sections."""
+_UNITS: Mapping[str | int, str] = {"max_lost_work": "min", "bandwidth": "MB/s", "quota": "GB", "min_free": "GB"}
+"""Options that need one in a file: `max_lost_work: 10` would be ten seconds, and a rate of 200 would be in bytes."""
 _PLACE = {Config: "tiers", Tier: "url", Status: "file", Source: "file"}
 """What `path`, `folder`, `directory` or `location` is in these sections."""
 
@@ -264,6 +237,8 @@ def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list
         return value.model_dump(mode="json", exclude_unset=True)
     try:
         value = _plain_number(value)
+        if origin.lines and path and path[-1] in _UNITS and re.fullmatch(r"[\d_.]+", str(value)):
+            problems.append(OptionProblem(origin, path, f"needs a unit, such as '{value} {_UNITS[path[-1]]}'"))
         if isinstance(value, os.PathLike):
             return os.fspath(value)
     except Exception as err:  # noqa: BLE001 - of a class of the user's
@@ -286,7 +261,9 @@ def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list
 
 
 def _plain_number(value: Any) -> Any:
-    """Numbers of numpy and torch, fractions and decimals as numbers of Python; all else as it is."""
+    """Numbers of numpy and torch, fractions, decimals and seconds as numbers of Python; all else as it is."""
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
     if isinstance(value, fractions.Fraction | decimal.Decimal):
         return int(value) if value == int(value) else float(value)
     if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
@@ -319,7 +296,8 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     if kind == "missing":
         return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        text = f"must be a mapping with keys among {_listed(_section(loc))}"
+        section = _section(loc)
+        text = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
     else:
         text = str(detail["msg"])
     hint = detail.get("ctx", {}).get("hint", "")
@@ -337,20 +315,22 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
 
 def _unknown_key(loc: KeyPath) -> str:
     """Known elsewhere, or a typing mistake. The value is not shown: it may be a secret."""
+    from ckpt_engine.config.other_names import OTHER_NAMES  # only a mistake needs it
+
     section, name = _section(loc[:-1]), str(loc[-1])
     near = difflib.get_close_matches(name, section.model_fields, 1)
     elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
     if name in ("path", "folder", "directory", "location") and section in _PLACE:
         hint = f"; here it is {_PLACE[section]}"
-    elif name in _ELSEWHERE:
-        hint = f"; here it is {_ELSEWHERE[name]}" + ", see docs/migrate.md" * (section is Config)
+    elif name in OTHER_NAMES:
+        hint = f"; here it is {OTHER_NAMES[name]}" + ", see docs/migrate.md" * (section is Config)
     elif near:
         hint = f"; did you mean '{near[0]}'?"
     elif elsewhere:
         hint = "; it belongs " + (f"under '{elsewhere[0]}'" if elsewhere[0] else "to the top level")
     else:
-        hint = ""
-    return f"unknown key{hint} (allowed: {_listed(section)})"
+        hint = f" (allowed: {_listed(section)})"
+    return f"unknown key{hint}"
 
 
 def _section(loc: KeyPath) -> type[Section]:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
+import termios
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +52,60 @@ def ckpt(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         return Outcome(end.value.code if isinstance(end.value.code, int) else 1, out, err)
 
     return run
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs `ckpt` in this process, with standard output and error in a terminal of 80 × 24 or so many columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def run(*arguments: object, columns: int = 80) -> Screen:
+        controller, device = pty.openpty()
+        termios.tcsetwinsize(device, (24, columns))
+        read: list[bytes] = []
+        reader = threading.Thread(target=lambda: read.extend(iter(partial(_read, controller), b"")), daemon=True)
+        reader.start()
+        kept = {number: os.dup(number) for number in (1, 2)}
+        try:
+            with os.fdopen(os.dup(device), "w", buffering=1) as screen, contextlib.ExitStack() as stack:
+                for number in kept:
+                    os.dup2(device, number)
+                stack.enter_context(contextlib.redirect_stdout(screen))
+                stack.enter_context(contextlib.redirect_stderr(screen))
+                with pytest.raises(SystemExit) as end:
+                    main([str(argument) for argument in arguments])
+        finally:
+            for number, before in kept.items():
+                os.dup2(before, number)
+                os.close(before)
+            os.close(device)
+            reader.join(30.0)
+            os.close(controller)
+        code = 0 if end.value.code is None else end.value.code
+        return Screen(code if isinstance(code, int) else 1, b"".join(read).decode())
+
+    return run
+
+
+def _read(controller: int) -> bytes:
+    try:
+        return os.read(controller, 1 << 16)
+    except OSError:  # the other end is closed
+        return b""
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a command wrote to its terminal and how it ended."""
+
+    code: int
+    out: str
+
+    @property
+    def lines(self) -> list[str]:
+        """As they stand in the end: without colours, and of a line that changed the last form."""
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.out.replace("\r\n", "\n"))
+        return [line.rpartition("\r")[2] for line in plain.split("\n") if line]
 
 
 class RunFolder:

@@ -34,7 +34,7 @@ def test_a_run_is_copied_whole(ckpt: Ckpt, run_folder: Any, ids: list[str], tmp_
     pins.pin(run_folder.repository, ids[0], "thesis")
     done = ckpt("cp", run_folder.path, tmp_path / "copy")
     assert done.code == 0
-    assert done.out.startswith(f"3 snapshots copied to file://{tmp_path / 'copy'}, ")
+    assert done.out.startswith(f"3 snapshots copied to {tmp_path / 'copy'}, ")
     assert files(tmp_path / "copy") == files(run_folder.path)
     again = ckpt("cp", run_folder.path, tmp_path / "copy", "--json")
     assert again.code == 0

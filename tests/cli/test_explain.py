@@ -43,7 +43,10 @@ def test_codes_are_listed_and_found_without_their_letters(ckpt: Ckpt) -> None:
     assert [line.split()[0] for line in listing.splitlines()] == [error.code for error in ERRORS]
     assert ckpt("explain", "202").out == ckpt("explain", "ckpt202").out == ckpt("explain", "CKPT202").out
     assert ckpt("explain", "--json", "202").json[0]["name"] == "MismatchError"
-    assert ckpt("explain", "999").err == "ckpt: [CKPT100] there is no code '999' → `ckpt explain` lists all codes\n"
+    assert (
+        ckpt("explain", "999").err
+        == "ckpt: [CKPT100] there is no code '999'\n      do:  `ckpt explain` lists all codes\n"
+    )
 
 
 @pytest.mark.parametrize("preset", ["laptop", "slurm", "spot", "k8s"])

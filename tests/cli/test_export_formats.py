@@ -217,7 +217,7 @@ def test_a_folder_appears_whole_or_not_at_all(ckpt: Ckpt, tmp_path: Path, monkey
     out.mkdir(parents=True)
     (out / "mine").write_text("mine")
     common = ("export", tmp_path / "run", out, "--to", "accelerate")
-    assert "exists already → --force replaces it" in ckpt(*common).err
+    assert "exists already\n      do:  --force replaces it" in ckpt(*common).err
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", _full)
         patch.setattr("ckpt_engine.interop.weight_files.save_file", _full)

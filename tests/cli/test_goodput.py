@@ -46,7 +46,7 @@ def test_a_table_whose_sum_is_the_wall_time(ckpt: Ckpt, run_folder: Any) -> None
     """The rows add up to the time of all attempts and between them, within 80 columns."""
     done = ckpt("goodput", record(run_folder.path, *LIVES))
     lines = done.out.splitlines()
-    assert lines[0] == f"goodput 92.7 % of 14 h at file://{run_folder.path}"
+    assert lines[0] == f"goodput 92.7 % of 14 h at {run_folder.path}"
     assert [line.split()[0] for line in lines[3:-3]] == [
         "productive", "slowdown", "stall", "replay", "restore", "startup", "validation", "end", "down",
     ]  # fmt: skip
@@ -113,7 +113,7 @@ def test_without_a_record_the_message_says_what_to_look_at(ckpt: Ckpt, run_folde
     """A damaged record is named in the message as well."""
     done = ckpt("goodput", run_folder.path)
     assert (done.code, done.out) == (2, "")
-    assert f"no attempts are recorded at file://{run_folder.path}" in done.err
+    assert f"no attempts are recorded at {run_folder.path}" in done.err
     assert "ckpt ls" in done.err
     (run_folder.path / names.ATTEMPTS).write_bytes(b"{}")
     done = ckpt("goodput", run_folder.path)

@@ -90,7 +90,7 @@ def test_a_missing_step_is_asked_for(ckpt: Ckpt, tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "a.pt")
     result = ckpt("import", tmp_path / "a.pt", tmp_path / "run")
     assert (result.code, (tmp_path / "run").exists()) == (2, False)
-    assert "does not say at which step it was saved → give it with --step" in result.err
+    assert "does not say at which step it was saved\n      do:  give it with --step" in result.err
     assert ckpt("import", tmp_path / "a.pt", tmp_path / "run", "--step", "8").code == 0
 
 
@@ -111,7 +111,7 @@ def test_a_step_that_accelerate_does_not_count_is_asked_for(
     accelerator.save_state(str(tmp_path / "theirs"))
     result = ckpt("import", tmp_path / "theirs", tmp_path / "run")
     assert (result.code, (tmp_path / "run").exists()) == (2, False)
-    assert "does not say at which step it was saved → give it with --step" in result.err
+    assert "does not say at which step it was saved\n      do:  give it with --step" in result.err
     assert "step 3" in ckpt("import", tmp_path / "theirs", tmp_path / "run", "--step", "3").out
 
 
@@ -371,7 +371,7 @@ def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> 
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as other:
         other.writestr("a.txt", "hello")
     for name, answer in (
-        ("ours", "is a run of ckpt-engine already → `ckpt cp` copies it"),
+        ("ours", "is a run of ckpt-engine already\n      do:  `ckpt cp` copies it"),
         ("fsdp", f"ckpt import {tmp_path / 'fsdp/pytorch_model_fsdp_0'}"),
         ("zero", "zero_to_fp32.py"),
         ("out", f"for example {tmp_path / 'out/checkpoint-10'}"),
@@ -379,8 +379,8 @@ def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> 
         ("model.safetensors", "weights need no import"),
         ("text.txt", "is no file of torch.save: it begins with b'hello'"),
         ("zeros.bin", "is no file of torch.save: it begins with b'\\x00"),
-        ("empty.pt", "is empty → it is damaged or was not written to its end"),
-        ("cut.pt", "is cut off: it begins as a zip file of torch.save does → it is damaged"),
+        ("empty.pt", "is empty\n      do:  it is damaged or was not written to its end"),
+        ("cut.pt", "is cut off: it begins as a zip file of torch.save does\n      do:  it is damaged"),
         ("other.zip", "is a zip file, and no whole one of torch.save: "),
         ("nothing", "does not exist"),
     ):
@@ -397,7 +397,8 @@ def test_a_url_of_another_machine_is_not_taken_for_a_path(ckpt: Ckpt, tmp_path: 
     result = ckpt("import", "s3://bucket/checkpoint-5", tmp_path / "run")
     assert (result.code, (tmp_path / "run").exists()) == (2, False)
     assert (
-        "SRC is read from a local path, and s3://bucket/checkpoint-5 is a URL → copy it to this machine" in result.err
+        "SRC is read from a local path, and s3://bucket/checkpoint-5 is a URL\n      do:  copy it to this machine"
+        in result.err
     )
     torch.save({"step": 1, "w": torch.ones(1)}, tmp_path / "a.pt")
     assert ckpt("import", f"file://{tmp_path / 'a.pt'}", tmp_path / "run").code == 0

@@ -31,7 +31,7 @@ def test_ls_lists_oldest_first_with_what_people_need(ckpt: Ckpt, run_folder: Any
     assert "ago" in lines[1]
     for text in ("1,200", " 3 ", "4 MB", "validation", "val_loss=0.1235 acc=0.9"):
         assert text in lines[1]
-    assert lines[3] == f"2 snapshots, 8 MB on disk at file://{run_folder.path}"
+    assert lines[3] == f"2 snapshots, 8 MB on disk at {run_folder.path}"
 
 
 def test_ls_json_has_everything(ckpt: Ckpt, run_folder: Any) -> None:
@@ -116,7 +116,7 @@ def test_ls_shows_damaged_manifests_and_goes_on(ckpt: Ckpt, run_folder: Any) -> 
 def test_ls_of_a_run_without_snapshots(ckpt: Ckpt, run_folder: Any) -> None:
     """A run that has not saved yet is an empty listing, not an error."""
     result = ckpt("ls", run_folder.path)
-    assert (result.code, result.out) == (0, f"0 snapshots, 0 B on disk at file://{run_folder.path}\n")
+    assert (result.code, result.out) == (0, f"0 snapshots, 0 B on disk at {run_folder.path}\n")
 
 
 def test_root_may_be_a_url_or_a_yaml_file(ckpt: Ckpt, run_folder: Any, tmp_path: Path) -> None:
@@ -139,16 +139,17 @@ def test_a_folder_of_runs_is_a_list_of_them(ckpt: Ckpt, tmp_path: Path) -> None:
     result = ckpt("ls", tmp_path / "runs")
     assert result.code == 0
     lines = [line.split() for line in result.out.splitlines()]
-    assert lines[1][:3] == [f"{tmp_path}/runs/lr1", "2", "20"]
-    assert lines[2][0] == f"{tmp_path}/runs/lr4" and "[CKPT401]" in lines[2]
-    assert lines[3][:3] == [f"{tmp_path}/runs/sweep/lr2", "1", "7"]
-    assert lines[4][:2] == [f"{tmp_path}/runs/sweep/lr3", "0"]
+    assert lines[1][:3] == ["lr1", "2", "20"]
+    assert lines[2][0] == "lr4" and "[CKPT401]" in lines[2]
+    assert lines[3][:3] == ["sweep/lr2", "1", "7"]
+    assert lines[4][:2] == ["sweep/lr3", "0"]
     assert result.out.endswith(f"4 runs below {tmp_path}/runs\n")
     rows = ckpt("ls", tmp_path / "runs", "--json").json["runs"]
     assert [row.get("step") for row in rows] == [20, None, 7, None]
     for verb in ("verify", "prune"):
         assert (
-            f"→ name a run below it: {tmp_path}/runs/lr1 and 3 more" in ckpt(verb, tmp_path / "runs", *KEEP[verb]).err
+            f"do:  name a run below it: {tmp_path}/runs/lr1 and 3 more"
+            in ckpt(verb, tmp_path / "runs", *KEEP[verb]).err
         )
 
 
@@ -171,7 +172,7 @@ def test_what_is_no_run_is_an_error_without_traceback(ckpt: Ckpt, tmp_path: Path
         assert (result.code, result.out) == (2, ""), root
         assert text in result.err
         assert "Traceback" not in result.err
-        assert len(result.err.splitlines()) == 1
+        assert len(result.err.splitlines()) == 2
 
 
 KEEP = {"verify": (), "prune": ("--keep", "last=1", "--dry-run")}

@@ -38,7 +38,7 @@ def test_a_pin_survives_prune_until_it_is_removed(ckpt: Ckpt, run_folder: Any) -
 
 def test_the_pins_are_listed(ckpt: Ckpt, run_folder: Any) -> None:
     """For people and for programs; none is no error."""
-    assert ckpt("pin", run_folder.path).out == f"0 pins at file://{run_folder.path}\n"
+    assert ckpt("pin", run_folder.path).out == f"0 pins at {run_folder.path}\n"
     snapshot = run_folder.add(10, ARRAY)
     ckpt("pin", run_folder.path, "latest", "--note", "why")
     lines = ckpt("pin", run_folder.path).out.splitlines()

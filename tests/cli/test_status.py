@@ -47,9 +47,9 @@ def test_each_tier_is_asked_and_its_trouble_is_shown(ckpt: Ckpt, config: Path, t
     assert lines[1].split()[1:3] == ["working", "2"]
     assert lines[2].split()[1:3] == ["away", "1"]
     assert "s0000000010" in lines[2] and "1 snapshot, 1.5 MB" in lines[2]
-    assert "failed" in lines[3] and "[CKPT300] the cable is out" in lines[3]
-    assert f"file://{tmp_path / 'far'}: zstd: 9 MB → 6 MB" in done.out
-    assert "no process writes it now" in done.out and "the writer was heard of" in done.out
+    assert lines[4:6] == [f"tier 2: {tmp_path / 'far'} (zstd: 9 MB → 6 MB)", lines[5]]
+    assert lines[5].startswith("tier 2 failed") and "[CKPT300] the cable is out" in lines[5]
+    assert "no process writes it now" in done.out and "the writer was active" in done.out
     rows = ckpt("status", config, "--json").json
     assert [tier["snapshots"] for tier in rows["tiers"]] == [2, 1]
     assert rows["tiers"][1]["writer"]["message"] == "the cable is out"
@@ -70,7 +70,7 @@ def test_a_tier_that_does_not_answer_is_said(ckpt: Ckpt, config: Path, tmp_path:
     (tmp_path / "far").write_text("a file")
     done = ckpt("status", config)
     assert done.code == 0
-    assert f"file://{tmp_path / 'far'} does not answer: [CKPT305]" in done.out
+    assert "tier 2 does not answer: [CKPT305]" in done.out
 
 
 def test_a_run_on_one_tier_has_a_status_too(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_run_on_one_tier_has_a_status_too(ckpt: Ckpt, run_folder: Any, arrays:
     run_folder.add(10, arrays)
     done = ckpt("status", run_folder.path)
     assert done.code == 0
-    assert len(done.out.splitlines()) == 3
+    assert len(done.out.splitlines()) == 4
 
 
 def test_no_run_is_an_error(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_safe_options_are_taken_over_and_shown() -> None:
     made = change(now, load_config("/data/run1", overhead="2%", preemption={"grace": "2 min"}))
     assert made is not None and made.refused == ()
     assert made.text("ckpt.yaml") == (
-        "ckpt.yaml: overhead: 0.01 -> 0.02, every_seconds: 60.0 -> none, preemption.grace: 30.0 -> 120.0"
+        "ckpt.yaml: overhead: 0.01 -> 0.02, every_seconds: 60.0 -> null, preemption.grace: 30.0 -> 120.0"
     )
     assert (made.config.overhead, made.config.every_seconds, made.config.preemption.grace) == (0.02, None, 120.0)
 

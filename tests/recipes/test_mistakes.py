@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "no unit": (options(overhead="much"), "must be a share such as '1%'", "overhead", SCHEMA),
     "a misspelt section": (yaml("tiers: /d\nkep: {last: 3}\n"), "unknown key", "line 2: kep", "did you mean 'keep'"),
     "a misspelt rule": (options(keep={"lst": 1}), "unknown key", "keep.lst", "did you mean 'last'"),
-    "a folder with other files": (run_beside_others, "not of ckpt-engine", "such as data.csv", "such as file:.*/ckpt"),
+    "a folder with other files": (run_beside_others, "not of ckpt-engine", "such as data.csv", "such as .*/ckpt"),
     "a file as the folder": (run_in_a_file, "Not a directory", "place/text", "give the path of a folder"),
     "a place that takes no folder": (
         lambda place: place.new("/proc/run1").save(ONE, step=1).wait(30),
@@ -224,7 +224,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a step that was not saved": (
         lambda place: place.new(place.run).load(step=150),
         "no snapshot of step 150",
-        "file:.*/run",
+        "/run",
         "`ckpt ls",
     ),
     "everything is damaged": (damaged_everywhere, "none of the 2 snapshots", "data/.*safetensors", "`ckpt verify"),
@@ -336,21 +336,21 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a unit that is none": (options(max_lost_work="10 minuts"), "must be a duration", "max_lost_work", "'10 min'"),
     "a verb is misspelt": (ckpt("verfy {run}"), "No such command", "verfy", "Did you mean 'verify'"),
     "an option of a verb is misspelt": (ckpt("ls {run} --jsn"), "No such option", "--jsn", "Did you mean '?--json"),
-    "no root": (ckpt("ls"), "Missing argument", "ROOT", "'ckpt ls (--help|-h)'"),
+    "no root": (ckpt("ls"), "Missing argument", "ROOT", "`ckpt ls --help`"),
     "a root that is not there": (ckpt("ls {folder}/nowhere"), "no run", "place/nowhere", RUN),
     "the folder above, of several runs": (
         ckpt("show {run}/.."),
         "has files that are not",
-        "file:",
+        "/run",
         "name a run below it: .*/run",
     ),
-    "a snapshot that is not there": (ckpt("show {run} 999"), "no snapshot '999'", "file:.*/run", "nearest step is 200"),
-    "the start of several names": (ckpt("show {run} 0000"), "2 snapshots", "file:.*/run", "give more"),
+    "a snapshot that is not there": (ckpt("show {run} 999"), "no snapshot '999'", "/run", "nearest step is 200"),
+    "the start of several names": (ckpt("show {run} 0000"), "2 snapshots", "/run", "give more"),
     "a format is misspelt": (
         ckpt("export {run} out --to safetensor"),
         "not one of 'safetensors'",
         "'--to'",
-        "'ckpt export (--help|-h)'",
+        "`ckpt export --help`",
     ),
     "a part is misspelt": (
         ckpt("export {run} out --to safetensors --component modle"),
@@ -390,7 +390,12 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a page in no folder": (ckpt("report {run} --html x/y.html"), "does not exist", "x/y.html", "make it"),
     "a number as the folder": (lambda _: Checkpointer(5), "cannot be read as options", "5, of type int", "path"),
     "a share in words": (options(overhead="1 percent"), "must be a share such as '1%'", "overhead", SCHEMA),
-    "a metric as the rule": (options(keep={"best": "val_loss"}), "must be a mapping", "keep.best", "monitor, mode, k"),
+    "a metric as the rule": (
+        options(keep={"best": "val_loss"}),
+        "must be a mapping",
+        "keep.best",
+        "monitor: val_loss, mode: min",
+    ),
     "a mode that is none": (
         options(keep={"best": {"monitor": "l", "mode": "minimum"}}),
         "must be 'min' or 'max'",
@@ -431,7 +436,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a number of steps as text": (save(ONE, "1"), "whole number: a str is no number", "step", "whole number"),
     "a lock in the state": (save({"l": threading.Lock()}), "_thread.lock", "at l ", "opt in with pickle"),
     "to delete": (ckpt("delete {run} 100"), "No such command", "delete", "Did you mean 'prune'"),
-    "one of two runs": (ckpt("diff {run}"), "Missing argument", "'B'", "'ckpt diff (--help|-h)'"),
+    "one of two runs": (ckpt("diff {run}"), "Missing argument", "'B'", "`ckpt diff --help`"),
     "no format": (ckpt("export {run} out"), "Missing option", "'--to'", "safetensors"),
     "a folder as the page": (ckpt("report {run} --html ."), "is a folder", r"\. is", "name the file"),
     "a run that is not there to stop": (ckpt("stop {run}"), "no run", "/run is being trained", "`ckpt status"),
@@ -439,7 +444,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         ckpt("ls {run} --storage-option endpoint"),
         "not NAME=VALUE",
         "'endpoint'",
-        "'ckpt ls (--help|-h)'",
+        "`ckpt ls --help`",
     ),
 }
 

@@ -158,13 +158,14 @@ def is_more_than_a_record(functions: Iterable[Any], name: str, *, of_variable: b
 def _ways_of(code: CodeType, name: str, kinds: tuple[str, ...]) -> tuple[frozenset[str], ...]:
     """What a function names right after each place with a variable or attribute, such as a method, or an assignment.
 
-    To ask only how long it is counts as no use: loops over records do that.
+    To ask only how long a variable is counts as no use: loops over what a script collects do that.
     """
     rows = [row for one in codes_in(code) for row in dis.get_instructions(one) if row.opname != "CACHE"]
     names = [row.argval if isinstance(row.argval, tuple) else (row.argval,) for row in rows]
     places = [place for place, row in enumerate(rows) if name in names[place] and row.opname.startswith(kinds)]
-    used = [place for place in places if ("len",) not in names[max(place - 2, 0) : place]]
-    following = {place: [str(row.argval) for row in rows[place + 1 : place + 4]] for place in used}
+    if kinds == _VARIABLES:
+        places = [place for place in places if ("len",) not in names[max(place - 2, 0) : place]]
+    following = {place: [str(row.argval) for row in rows[place + 1 : place + 4]] for place in places}
     return tuple(frozenset([rows[place].opname.partition("_")[0], *texts]) for place, texts in following.items())
 
 

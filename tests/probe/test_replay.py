@@ -266,14 +266,17 @@ def test_a_draw_that_no_resume_can_repeat_is_found(tmp_path: Path, where: str) -
 
 
 def test_a_list_that_no_snapshot_has_is_found(tmp_path: Path) -> None:
-    """A buffer in a variable of the script that batches are drawn from: nothing names it but the repeated steps."""
+    """A buffer that one function fills and another one reads looks like a record: only the repeated steps name it."""
 
     def with_a_buffer() -> Job:
         job, buffer = make(), list[torch.Tensor]()
 
+        def older(step: int) -> torch.Tensor:
+            return buffer[step // 2 % len(buffer)]
+
         def at(_: Job, step: int, batch: list[torch.Tensor]) -> None:
             buffer.append(batch[0])
-            batch[0] = buffer[step // 2 % len(buffer)]
+            batch[0] = older(step)
 
         job.at = at
         return job

@@ -92,7 +92,7 @@ class Lives:
     def whole(self, **changes: Any) -> Life:
         """One that comes to its end."""
         life = self.run(**changes)
-        assert life.statuses == [0] * life.job["size"], life.log()
+        assert life.statuses == [0] * life.job["size"], f"{life.statuses}\n{life.log()}"
         return life
 
     def without(self, *leave: list[int], **changes: Any) -> dict[str, Any]:

@@ -115,7 +115,11 @@ class Lives:
         return found
 
     def logs(self) -> str:
-        return "\n".join(path.read_text()[-4000:] for path in sorted(self.folder.glob("log.*")))
+        """The ends of all logs, for the message of a failing test."""
+        return "\n".join(log[-4000:] for log in self.whole_logs().split("\0"))
+
+    def whole_logs(self) -> str:
+        return "\0".join(path.read_text() for path in sorted(self.folder.glob("log.*")))
 
     def _reached(self, life: int, steps: int) -> bool:
         done = self.lines(life, 0)

@@ -43,7 +43,7 @@ def test_generations_with_kills(trainer: str, launcher: Launcher, tmp_path: Path
     report = lives.report()
     assert any("another number of ranks: 2 go on where 4 were" in note for note in report["notes"]), report
     assert any(note.startswith("rng: derive") for note in report["notes"])
-    assert lives.logs().count("another number of ranks: 2 go on") == 1, "not said once"
+    assert lives.whole_logs().count("another number of ranks: 2 go on") == 1, "not said once"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

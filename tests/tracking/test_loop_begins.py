@@ -39,13 +39,17 @@ class Script:
     def learn(self, x: torch.Tensor) -> None:
         """The body of a loop from where it has its batch."""
         self.ckpt.wait(60)
-        if len(self.done) == self.die_at:
-            raise Killed
+        self.die_when_it_is_time()
         loss = self.net(x).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         self.done.append(loss.item().hex())
+
+    def die_when_it_is_time(self) -> None:
+        """Asked by a function of its own: a list whose length decides in the function that fills it is state."""
+        if len(self.done) == self.die_at:
+            raise Killed
 
     def step(self) -> None:
         """A whole body."""

@@ -199,7 +199,8 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
-    lazy = {key: ANY_SHAPE for key, value in module.state_dict().items() if nn.parameter.is_lazy(value)}
+    whole = {} if flat is not None else module.state_dict()  # FSDP1 would wait for the other ranks, which do not ask
+    lazy = {key: ANY_SHAPE for key, value in whole.items() if nn.parameter.is_lazy(value)}
     return _without_extra_state(without_metrics(module, shapes_of(state_of(module, flat)) | lazy))
 
 

@@ -198,9 +198,8 @@ def test_another_number_of_ranks_leaves_the_same_samples_out(size: int, lives: L
     assert any(note.endswith(said) for note in lives.notes()), lives.notes()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("divide", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("divide", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_sharded_models_too(divide: str, lives: Lives) -> None:
     """They have the same ranks. A loss that is lost on one is lost on all in the next step."""
     job: dict[str, Any] = {"divide": divide, "options": ROLLBACK, "sick": [SICK]}

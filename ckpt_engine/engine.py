@@ -273,17 +273,18 @@ class Engine:
         self._pipeline.record(FlightRecorder(optimizers, modules, self.ranks, stops=self.config.replay == "stop"))
         return self._pipeline.recorder
 
-    def expect_replay(self, found: restore.Loaded) -> None:
+    def expect_replay(self, found: restore.Loaded, other_way: str) -> None:
         """Training continues from what was loaded: the steps that it repeats are compared.
 
         Args:
             found: what was loaded.
+            other_way: why training is to go another way than before; "": it is not.
         """
         if (recorder := self.recorder) is None:
             return
         storages = (tier.storage for tier in self._restorer.places() if tier.storage.url not in self._restorer.away)
         earlier = read_lives(storages, recorder.rank, but=recorder.name)
-        recorder.expect(found.manifest.notes.get(NOTE), found.info.step, earlier)
+        recorder.expect(found.manifest.notes.get(NOTE), found.info.step, earlier, other_way=other_way)
 
     @property
     def memory(self) -> bool:

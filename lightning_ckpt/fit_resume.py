@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from ckpt_engine.adapter import Engine, Manifest, NotRestored, Restored, ResumeError, TrainerResume, TrainerRun
 from lightning_ckpt import restart, run_state, sharded
@@ -239,6 +240,12 @@ class FitResume(TrainerResume):
         """Batches to leave out from here on, because the run has diverged in them."""
         back = None if self._rollbacks is None else self._rollbacks.back
         return 0 if back is None or self._internals.user_fetches else back.skip_batches
+
+    @property
+    @override
+    def _other_way(self) -> str:
+        back = None if self._rollbacks is None else self._rollbacks.back
+        return "" if back is None or not self.skip_batches else back.text()
 
     @property
     def finished(self) -> bool:

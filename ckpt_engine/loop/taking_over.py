@@ -85,10 +85,15 @@ class Resume(ABC):
         self._notes += notes
         self._missing += differing
         own["parameters"] = stored.read_order(own.get("parameters"))
-        self._engine.expect_replay(loaded)
+        self._engine.expect_replay(loaded, self._other_way)
         if (recorder := self._engine.recorder) is not None:
             recorder.told = self._replayed
         return own
+
+    @property
+    def _other_way(self) -> str:
+        """Why training is to go another way from the snapshot than it did before; "": it is not."""
+        return ""
 
     @staticmethod
     def newest_notes(config: Config) -> Mapping[str, Any]:

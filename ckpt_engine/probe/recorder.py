@@ -146,22 +146,27 @@ class FlightRecorder:
         if self._resumed is not None:
             self._join(last=False)
 
-    def expect(self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows]) -> None:
+    def expect(
+        self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], *, other_way: str = ""
+    ) -> None:
         """The run continues from a snapshot.
 
         Args:
             saved: its `note`; None: it has none.
             step: its step.
             earlier: what earlier processes have recorded, oldest first.
+            other_way: why this process is to go another way than they did, and is not compared.
         """
         self._step, self._comparison, self._resumed = step, None, None
-        self._begin_comparison(saved, step, earlier)
+        self._begin_comparison(saved, step, earlier, other_way)
         if self._ranks is not None:
             self._resumed = step
             if self._comparison is None:
                 publish(self._ranks, step, self.replay)
 
-    def _begin_comparison(self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows]) -> None:
+    def _begin_comparison(
+        self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], other_way: str
+    ) -> None:
         if saved is None:
             self._why = "the snapshot has no record of its steps"
             return
@@ -169,7 +174,9 @@ class FlightRecorder:
         self._batch = self._saved_batch
         self.boundary(step)
         if saved["world"] != self.about["world"]:
-            self._why = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
+            other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
+        if other_way:
+            self._why = other_way
             return
         earlier = [life for life in earlier if life.about.get("version") == VERSION]
         self._why = "no step was repeated" if earlier else "no earlier process has left a record"

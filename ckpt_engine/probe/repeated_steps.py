@@ -71,7 +71,7 @@ class RepeatedSteps:
         self._expected, self._names = expected, names
         self._about, self._now = about, now
         self.replay = Replay("not compared", 0, f"{len(expected)} repeated steps are compared as they come")
-        self.over = self._blind = False
+        self.over, self._unseen = False, ""
 
     def compare(self, row: Row) -> bool:
         """Take one more step; whether `replay` is final."""
@@ -81,7 +81,10 @@ class RepeatedSteps:
         if what := what_differs(row, other):
             self._differs(row, other, what)
         else:
-            self._blind |= not row.words
+            if row.plan != other.plan:
+                self._unseen = "; their weights or moments are of other forms than before, and were not compared"
+            elif not row.words:
+                self._unseen = "; weights on a device are not looked at"
             self.replay = replace(self.replay, steps=self.replay.steps + 1)
             if self.replay.steps == len(self._expected):
                 self._equal()
@@ -97,8 +100,8 @@ class RepeatedSteps:
     def _equal(self) -> None:
         self.over = True
         why = f"{self.replay.steps} of {len(self._expected)} repeated steps gave the same batches"
-        ends = "; weights on a device are not looked at" if self._blind else " and weights"
-        self.replay = replace(self.replay, result="not compared" if self._blind else "exact", why=why + ends)
+        result = "not compared" if self._unseen else "exact"
+        self.replay = replace(self.replay, result=result, why=why + (self._unseen or " and weights"))
 
     def _differs(self, row: Row, other: Row, what: str) -> None:
         self.over = True

@@ -71,6 +71,8 @@ def test_the_next_start_goes_back_and_skips_what_made_it_sick(tmp_path: Path) ->
     assert next(entry[3] for entry in second.trace if entry[0] == "train") == at
     report = ResumeReport.from_json(json.loads((tmp_path / "resume-report.json").read_text()))
     assert f"rollback 1: the loss of step {at + 1} is nan; 2 batches are skipped" in report.notes
+    assert report.replay is not None  # the steps behind the snapshot are others on purpose
+    assert (report.replay.result, "2 batches are skipped" in report.replay.why) == ("not compared", True)
     # A kill after that goes on from the newest snapshot, which has the gap behind it already.
     later = [one for one in saved(tmp_path) if one.path.name not in known]
     assert later and later[-1].step == len(reference) - 2

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _of_click(err: click.ClickException) -> ConfigError:
-    """What click says of arguments, as an error of ours."""
+    """What click says of arguments, in the form of every other error."""
     context = err.ctx if isinstance(err, click.UsageError) else None
     hint = f"`{context.command_path if context else 'ckpt'} --help` shows its arguments"
     return ConfigError(" ".join(err.format_message().split()).rstrip("."), hint=hint)

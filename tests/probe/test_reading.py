@@ -12,6 +12,7 @@ import torch
 
 from ckpt_engine.probe.batch import digest_of
 from ckpt_engine.probe.recorder import VERSION, FlightRecorder
+from ckpt_engine.probe.repeated_steps import RepeatedSteps
 from ckpt_engine.probe.sample import Sampler
 from ckpt_engine.store.rows import ProcessRows, Row
 
@@ -189,3 +190,14 @@ def test_rows_of_another_version_are_not_compared(version: int | None) -> None:
         assert (recorder.replay.why == "no earlier process has left a record") is not compared
     finally:
         recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "words", "result"),
+    [(1, b"same", "exact"), (2, b"same", "not compared"), (2, b"else", "not compared"), (1, b"else", "different")],
+)
+def test_weights_that_are_read_by_another_plan_are_not_called_equal(plan: int, words: bytes, result: str) -> None:
+    """Their words are those of other tensors: neither equal nor different says anything."""
+    steps = RepeatedSteps({1: Row(1, 1, 1, 0, 1, 0, 0, 0, 0, 0.0, b"same")}, {}, {}, lambda _: [])
+    assert steps.compare(Row(1, 1, 1, 0, plan, 0, 0, 0, 0, 0.0, words))
+    assert steps.replay.result == result

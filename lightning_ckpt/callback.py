@@ -41,6 +41,7 @@ class AdaptiveCheckpoint(Callback):
         mtbf: mean time between failures, or "auto".
         every_n_steps: a snapshot at every multiple of N steps.
         every_seconds: a snapshot when the last one is that old.
+        at_steps: also a snapshot at each of these steps.
         on_validation_end: a snapshot after each validation.
         at_end: a snapshot of the final state.
         wait_at_end: how long the end waits for copies to further tiers ("10 min"); 0: not at all.
@@ -93,6 +94,7 @@ class AdaptiveCheckpoint(Callback):
             mtbf: float | str | None = None,
             every_n_steps: int | None = None,
             every_seconds: float | str | None = None,
+            at_steps: list[int] | None = None,
             on_validation_end: bool | None = None,
             at_end: bool | None = None,
             wait_at_end: float | str | None = None,

@@ -142,6 +142,7 @@ class Options(TypedDict, total=False):
     mtbf: Duration | None
     every_n_steps: int | None
     every_seconds: Duration | None
+    at_steps: Sequence[int] | None
     on_validation_end: bool | None
     at_end: bool | None
     wait_at_end: Duration | None

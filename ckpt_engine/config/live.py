@@ -23,6 +23,7 @@ SAFE = (
     "mtbf",
     "every_n_steps",
     "every_seconds",
+    "at_steps",
     "on_validation_end",
     "at_end",
     "preemption.grace",

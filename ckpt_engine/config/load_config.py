@@ -298,6 +298,8 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         section = _section(loc)
         text = f"must be a mapping {_EXAMPLES.get(section) or f'with keys among {_listed(section)}'}"
+    elif kind == "tuple_type":
+        text = "must be a list"
     else:
         text = str(detail["msg"])
     hint = detail.get("ctx", {}).get("hint", "")

@@ -299,6 +299,7 @@ class Config(Section):
         default=None,
         description="A snapshot when the last one is that old; without overhead or max_lost_work at no other interval.",
     )
+    at_steps: tuple[Count, ...] = Field(default=(), description="Also a snapshot at each of these steps.")
     on_validation_end: Flag = Field(default=False, description="Also a snapshot after each validation.")
     at_end: Flag = Field(default=True, description="A snapshot of the final state when training ends.")
     wait_at_end: Annotated[

@@ -391,6 +391,7 @@ class FrequencySettings:
         mtbf_seconds: mean time between failures. None: learned online (`mtbf: auto`).
         every_n_steps: fixed trigger at every step number divisible by it.
         every_seconds: fixed trigger at this wall-clock distance.
+        at_steps: fixed trigger at these step numbers.
         on_validation_end: fixed trigger at the first boundary after a validation.
         at_end: fixed trigger when training ends with work that is not in a snapshot.
         slots: arena slots, i.e. snapshots that can be in flight at the same time.
@@ -403,6 +404,7 @@ class FrequencySettings:
     mtbf_seconds: float | None = None
     every_n_steps: int | None = None
     every_seconds: float | None = None
+    at_steps: tuple[int, ...] = ()
     on_validation_end: bool = False
     at_end: bool = True
     slots: int = 1
@@ -447,6 +449,7 @@ class FrequencySettings:
             mtbf_seconds=None if config.mtbf == "auto" else config.mtbf,
             every_n_steps=config.every_n_steps,
             every_seconds=config.every_seconds,
+            at_steps=config.at_steps,
             on_validation_end=config.on_validation_end,
             at_end=config.at_end,
             # With a memory tier one slot is always complete, and one is there for the next one.

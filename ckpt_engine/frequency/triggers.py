@@ -21,6 +21,7 @@ from ckpt_engine.observe.units import duration
 # Values of `SnapshotInfo.reason`; the order is the order in which triggers due at the same boundary are asked.
 VALIDATION: Final = "validation"
 EVERY_N_STEPS: Final = "every_n_steps"
+AT_STEPS: Final = "at_steps"
 EVERY_SECONDS: Final = "every_seconds"
 INTERVAL: Final = "interval"
 RESUME: Final = "resume"
@@ -93,9 +94,10 @@ class FixedTriggers:
         self.wake_step, self.wake_time = self._next_step(step), self._next_time(now)
 
     def _next_step(self, step: int) -> float:
-        """The next multiple after `step`, so that a resumed run keeps the grid of the first one."""
+        """The next multiple or listed step after `step`, so that a resumed run keeps the grid of the first one."""
         steps = self._settings.every_n_steps
-        return (step // steps + 1) * steps if steps else math.inf
+        listed = [one for one in self._settings.at_steps if one > step]
+        return min([*listed, (step // steps + 1) * steps if steps else math.inf])
 
     def _next_time(self, fired: float) -> float:
         return fired + (self._settings.every_seconds or math.inf)
@@ -110,7 +112,8 @@ class FixedTriggers:
         if now >= self.wake_time:
             self.wake_time, reason = self._next_time(now), EVERY_SECONDS
         if step >= self.wake_step:
-            self.wake_step, reason = self._next_step(step), EVERY_N_STEPS
+            reason = AT_STEPS if self.wake_step in self._settings.at_steps else EVERY_N_STEPS
+            self.wake_step = self._next_step(step)
         if self.validation_due:
             self.validation_due, reason = False, VALIDATION
         return reason
@@ -126,6 +129,8 @@ class FixedTriggers:
             parts.append("every step" if steps == 1 else f"every {steps} steps")
         if settings.every_seconds is not None:
             parts.append(f"every {duration(settings.every_seconds)}")
+        if settings.at_steps:
+            parts.append(f"at steps {', '.join(map(str, settings.at_steps))}")
         if settings.on_validation_end:
             parts.append("after each validation")
         if settings.at_end:

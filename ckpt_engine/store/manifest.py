@@ -91,7 +91,7 @@ class SnapshotInfo:
         seq: monotone number within the run; "newest" means highest `seq`.
         step: optimizer/trainer step, as given to `save`.
         epoch: epoch number or None.
-        reason: why it was taken: interval, every_n_steps, every_seconds, validation, end, signal, manual, ...
+        reason: why it was taken: interval, every_n_steps, every_seconds, at_steps, validation, end, signal, manual, ...
         created: wall-clock seconds since the epoch (display only, never used for ordering).
         nbytes: logical bytes of all tensors.
         metrics: numbers the user may rank by.

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "mtbf": "6 h",
     "every_n_steps": 500,
     "every_seconds": "1 h",
+    "at_steps": (1, 40),
     "on_validation_end": True,
     "at_end": False,
     "keep": {"last": 3, "every_n_steps": 1000, "best": {"monitor": "val_loss", "mode": "max", "k": 2}},
@@ -39,6 +40,7 @@ max_lost_work: 10 min
 mtbf: 6 h
 every_n_steps: 5e2          # YAML 1.1 readers make a text of this
 every_seconds: 1 h
+at_steps: [1, 40]
 on_validation_end: yes      # and a boolean of this
 at_end: false
 keep: {last: 3, every_n_steps: 1000, best: {monitor: val_loss, mode: max, k: 2}}
@@ -68,6 +70,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "mtbf",
         "every_n_steps",
         "every_seconds",
+        "at_steps",
         "on_validation_end",
         "at_end",
         "wait_at_end",

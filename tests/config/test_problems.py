@@ -65,6 +65,9 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"mtbf": "never"}, "mtbf: must be a duration such as '10 min'"),
         ({"mtbf": "never"}, "or a number of seconds, or 'auto', got 'never'"),
         ({"every_n_steps": 1.5}, "every_n_steps: must be a whole number, got 1.5"),
+        ({"at_steps": 5}, "at_steps: must be a list, got 5"),
+        ({"at_steps": [0]}, "at_steps.0: must be a whole number of at least 1, got 0"),
+        ({"preemption": {"sources": "http"}}, "preemption.sources: must be a list"),
         ({"at_end": 1}, "at_end: must be true or false, got 1"),
         (
             {"on_error": "rais"},

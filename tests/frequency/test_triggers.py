@@ -27,6 +27,20 @@ def test_every_n_steps_fires_once_when_a_multiple_was_jumped_over() -> None:
     assert [step for step in (5, 9, 34, 35, 39, 40, 41) if fixed.fire(step, 0.0)] == [34, 40]
 
 
+def test_listed_steps_fire_once_each_beside_the_multiples() -> None:
+    """A listed step that is also a multiple is one snapshot, and one that no boundary had is taken at the next one."""
+    fixed = triggers(every_n_steps=10, at_steps=(1, 3, 20, 24))
+    fired = [(step, fixed.fire(step, 0.0)) for step in (1, 2, 4, 10, 20, 21, 24, 25)]
+    due = [(1, "at_steps"), (4, "at_steps"), (10, "every_n_steps"), (20, "at_steps"), (24, "at_steps")]
+    assert [(step, reason) for step, reason in fired if reason] == due
+
+
+def test_a_resumed_run_takes_the_listed_steps_behind_its_snapshot_only() -> None:
+    """What the earlier process has taken is not taken again."""
+    resumed = FixedTriggers(FrequencySettings(at_steps=(5, 12, 40)), step=12, now=0.0)
+    assert [step for step in range(13, 60) if resumed.fire(step, 0.0)] == [40]
+
+
 def test_validation_fires_once_and_only_where_asked() -> None:
     """The flag is consumed by firing."""
     asked, unasked = triggers(on_validation_end=True), triggers()
@@ -62,6 +76,6 @@ def test_nothing_fires_where_nothing_is_asked_for() -> None:
 
 def test_description_lists_what_is_on() -> None:
     """The line names each fixed trigger."""
-    text = triggers(every_n_steps=100, every_seconds=600.0, on_validation_end=True).describe()
-    assert text == "every 100 steps, every 10 min, after each validation, at the end: fixed"
+    text = triggers(every_n_steps=100, every_seconds=600.0, at_steps=(1, 7), on_validation_end=True).describe()
+    assert text == "every 100 steps, every 10 min, at steps 1, 7, after each validation, at the end: fixed"
     assert triggers(at_end=False).describe() == "never: fixed"

@@ -22,6 +22,7 @@ VERBS = {
     "diff": "diff.command",
     "status": "status.command",
     "top": "status.top",
+    "follow": "follow.command",
     "goodput": "goodput.command",
     "report": "report.command",
     "plan": "plan.command",
@@ -43,7 +44,7 @@ VERBS = {
     "completion": "completion.completion",
 }
 """Each verb's module and its command there, in the order of the help."""
-SAY_THEMSELVES = frozenset({"top", "init"})
+SAY_THEMSELVES = frozenset({"top", "follow", "init"})
 """Verbs that ask, or show each thing when it is found."""
 _ELSEWHERE = {
     "compare": "diff",

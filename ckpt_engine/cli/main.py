@@ -34,6 +34,7 @@ VERBS = {
     "prove": "prove.command",
     "compact": "compact.command",
     "cp": "cp.command",
+    "fork": "fork.command",
     "prune": "prune.command",
     "pin": "pin.pin",
     "unpin": "pin.unpin",
@@ -49,6 +50,7 @@ SAY_THEMSELVES = frozenset({"top", "follow", "init"})
 _ELSEWHERE = {
     "compare": "diff",
     "copy": "cp",
+    "branch": "fork",
     "delete": "prune",
     "info": "show",
     "inspect": "show",

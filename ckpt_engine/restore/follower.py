@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +20,6 @@ from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import (
     ArgumentError,
     CkptError,
-    CorruptError,
     FormatError,
     MismatchError,
     NotAFolderError,
@@ -35,6 +37,7 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.rebuild import Rebuilder, flat_bytes
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import OWN_KEY, Manifest, by_age
+from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.writer.attempts import Attempt, read_attempts
 
@@ -84,88 +87,84 @@ def follow(url: ConfigSource, component: str | None = None, every: float | str =
     return _Follower(places, component, seconds).changes()
 
 
+@dataclass
 class _Follower:
-    """What one process has of a run, and what there is.
+    """What one process has of a run, and how it gets what is new.
 
     Args:
-        places: of the run, nearest first.
+        _places: of the run, nearest first.
+        _at: the age of the snapshot that it has, and why that was taken.
+        _seen: the newest snapshot when it was looked for a usable one.
+        _had: by tensor, its content as the manifest says it, and its digest.
+        _fails_since: 0.0: it works; infinite: it does not, and that was said.
     """
 
-    def __init__(self, places: Sequence[Repository], component: str | None, every_seconds: float) -> None:
-        self._places = places
-        self._urls = ", ".join(place.storage.url for place in places)
-        self._component = component
-        self._every_seconds = every_seconds
-        self._at = (-1, "")
-        """The age of the snapshot that it has."""
-        self._reason = ""
-        self._contents: dict[str, tuple[Any, ...]] = {}
-        """By tensor, what it has of it as the manifest says it."""
-        self._digests: dict[str, str] = {}
-        self._refused: dict[str, CkptError] = {}
-        """Snapshots that are damaged."""
-        self._began = time.monotonic()
-        self._answered = self._said = False
-        self._failing_since = 0.0
-        self._broken: Attempt | None = None
-        """The attempt of which it was said that it has not ended the run."""
+    _places: Sequence[Repository]
+    _component: str | None
+    _every_seconds: float
+    _at: tuple[int, str] = (-1, "")
+    _reason: str = ""
+    _seen: ParsedId | None = None
+    _had: dict[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+    _fails_since: float = 0.0
+    _question: Callable[[Repository], tuple[ParsedId, ...]] = ask_tiers.ids_of_run
+
+    @property
+    def _urls(self) -> str:
+        return ", ".join(place.storage.url for place in self._places)
 
     def changes(self) -> Changes:
         """See `follow`."""
         idle = 0
         while True:
-            looked, found, ended = time.monotonic(), None, False
+            looked, found = time.monotonic(), None
             try:
                 found = self._look()
-                if found is None and idle % END_POLLS == 0 and (ended := self._has_ended()):
-                    found = self._look()  # what was committed before
-                if found is None and not ended and self._at[0] < 0 and not self._refused:
-                    raise StorageMissingError(f"no snapshot at {self._urls} yet")
+                # What was committed before the end is given before it.
+                if found is None and idle % END_POLLS == 0 and self._has_ended() and (found := self._look()) is None:
+                    return
                 self._worked()
             except CkptError as err:
                 self._failed(err)
+            idle += 1
             if found is not None:
                 idle = 0
                 yield found
-            elif ended:
-                return
-            else:
-                idle += 1
             time.sleep(max(0.0, looked + self._every_seconds - time.monotonic()))
 
     def _look(self) -> tuple[int, dict[str, torch.Tensor]] | None:
         """What is newer than what it has; None: nothing that can be used."""
-        question = Repository.ids if self._answered else ask_tiers.ids_of_run
-        answers = ask_tiers.ask(self._places, question, ask_tiers.at_most)
-        self._answered = True
-        there = [one for answer in answers for one in answer.value or () if one.id not in self._refused]
-        if max(map(attrgetter("seq", "id"), there), default=self._at) <= self._at:
+        answers = ask_tiers.ask(self._places, self._question, ask_tiers.at_most)
+        self._question = Repository.ids
+        there = [one for answer in answers for one in answer.value or ()]
+        newest = max(there, key=attrgetter("seq", "id"), default=None)
+        if newest is None:
+            raise StorageMissingError(f"no snapshot at {self._urls} yet")
+        if newest == self._seen:
             return None
-        search = SearchLog()
-        for candidate in candidates(self._places, search, refused=self._refused):
-            if by_age(candidate.info) <= self._at:
-                break
+        search, found = SearchLog(), None
+        for candidate in takewhile(lambda one: by_age(one.info) > self._at, candidates(self._places, search)):
             try:
-                changed = self._read(candidate)
+                found = candidate.info.step, self._read(candidate)
             except FormatError as err:
                 search.reject(candidate.info.id, err)
                 continue
             self._at, self._reason = by_age(candidate.info), candidate.info.reason
-            return candidate.info.step, changed
+            break
         for one in search.rejected:
-            if one.code.startswith(StorageError.code[:-2]):
+            if found is None and one.code.startswith(StorageError.code[:-2]):
                 raise StorageMissingError(f"{one.snapshot}: {one.reason}")
-            if one.snapshot not in self._refused:
-                self._refused[one.snapshot] = CorruptError(one.reason)
-                self._say(f"{one.snapshot} is left out: [{one.code}] {one.reason}")
-        return None
+            self._say(f"{one.snapshot} is left out: [{one.code}] {one.reason}")
+        self._seen = newest
+        return found
 
     def _read(self, candidate: Candidate) -> dict[str, torch.Tensor]:
         """The tensors that differ from those it has; afterwards it has these."""
         manifest = candidate.unpacked().manifest.as_rank(0)
         nodes = self._nodes(manifest)
         contents = {name: _content(manifest, node) for name, node in nodes.items()}
-        wanted = [name for name in nodes if contents[name] != self._contents.get(name)]
+        wanted = [name for name in nodes if name not in self._had or contents[name] != self._had[name][0]]
         sources = Sources([place.storage for place in candidate.sources])
         with said_if_slow(f"reading {candidate.info.id} from {candidate.sources[0].storage.url}"):
             entries = read_entries(sources, manifest, list(dict.fromkeys(nodes[name]["entry"] for name in wanted)))
@@ -174,9 +173,9 @@ class _Follower:
         found = {
             name: f"{one.dtype} {tuple(one.shape)} {digest(flat_bytes(one).data)}" for name, one in tensors.items()
         }
-        before, self._contents = self._digests, contents
-        self._digests = {name: found.get(name) or before[name] for name in nodes}
-        return {name: one for name, one in tensors.items() if found[name] != before.get(name)}
+        before = self._had
+        self._had = {name: (contents[name], found.get(name) or before[name][1]) for name in nodes}
+        return {name: one for name, one in tensors.items() if name not in before or found[name] != before[name][1]}
 
     def _nodes(self, manifest: Manifest) -> dict[str, Mapping[str, Any]]:
         """The tensors that are followed, by the names that they are given."""
@@ -198,39 +197,30 @@ class _Follower:
 
     def _has_ended(self) -> bool:
         """Whether the run's last process has closed it at its end."""
-        last: Attempt | None = None
+        rows: Sequence[Attempt] = ()
         for place in self._places:
             with suppress(CkptError):
-                last = last or next(reversed(read_attempts(place.storage).rows), None)
-        if last is None or last.end is None:
-            return False
-        if last.end == CLOSED and self._reason != _STOPPED:
-            return True
-        if last != self._broken:
-            self._broken = last
-            self._say("the run was stopped or has failed; waiting until it continues")
-        return False
+                rows = rows or read_attempts(place.storage).rows
+        return bool(rows) and rows[-1].end == CLOSED and self._reason != _STOPPED
 
     def _worked(self) -> None:
-        if self._said:
+        if self._fails_since == math.inf:
             self._say("it answers again")
-        self._said, self._failing_since = False, 0.0
+        self._fails_since = 0.0
 
     def _failed(self, error: CkptError) -> None:
         """Raise what waiting does not mend, and say once what it waits for."""
-        if not self._answered and isinstance(error, FormatError | NotAFolderError):
-            raise error
-        if not isinstance(error, FormatError | StorageError):
+        if not isinstance(error, StorageError) or isinstance(error, NotAFolderError):
             raise error
         now = time.monotonic()
-        if not self._answered and now - self._began > TRY_SECONDS:
+        if self._question is ask_tiers.ids_of_run and now - self._began > TRY_SECONDS:
             raise StorageError(
                 f"{self._urls} has not answered for {duration(TRY_SECONDS)}: {error.message}",
                 hint=error.hint or f"`ckpt doctor {self._urls}` tries it step by step",
             ) from error
-        self._failing_since = self._failing_since or now
-        if not self._said and now - self._failing_since >= TELL_SECONDS:
-            self._said = True
+        self._fails_since = self._fails_since or now
+        if now - self._fails_since >= TELL_SECONDS:
+            self._fails_since = math.inf
             self._say(f"[{error.code}] {error.message}; it is tried again every {duration(self._every_seconds)}")
 
     def _say(self, line: str) -> None:
@@ -241,5 +231,4 @@ def _content(manifest: Manifest, node: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells the content of a tensor from another one, without reading it. Data files never change."""
     entry = manifest.entries[node["entry"]]
     pieces = [piece.content_digest or (manifest.files[piece.file].name, piece.offset) for piece in entry.pieces]
-    form = [repr(node.get(key)) for key in ("view", "stride", "blocks")]
-    return entry.dtype, entry.shape, *form, *pieces
+    return entry.dtype, entry.shape, *(repr(node.get(key)) for key in ("view", "stride", "blocks")), *pieces

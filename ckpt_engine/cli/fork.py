@@ -30,13 +30,13 @@ def command(snapshot: str, new: str, dry_run: bool, as_json: bool) -> None:
     root, _, wanted = snapshot.partition("#")
     counting = partial(progress, "copying", hidden=as_json)
     tier = options_of(new).tiers[0]
-    info, done = fork_run(open_run(root), wanted or LATEST, tier, say_waiting, counting, dry_run=dry_run)
+    info, done, linked_bytes = fork_run(open_run(root), wanted or LATEST, tier, say_waiting, counting, dry_run=dry_run)
     if as_json:
-        print_json({"snapshot": info.id, "step": info.step, **fields_of(done)})
+        print_json({"snapshot": info.id, "step": info.step, "linked_bytes": linked_bytes, **fields_of(done)})
     else:
         for one in done.failed:
             print_text(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
         what = f"{'would fork' if dry_run else 'forked'} {info.id} (step {info.step:,}) to {done.target}"
         how = "linked" if tier.is_folder else "copied by the store"
-        print_text(f"{what}: {units.size(done.linked_bytes)} {how}, {units.size(done.sent_bytes)} sent")
+        print_text(f"{what}: {units.size(linked_bytes)} {how}, {units.size(done.sent_bytes)} sent")
     sys.exit(1 if done.failed else 0)

@@ -240,16 +240,6 @@ def run_of(place: Repository) -> str | None:
     return record.run if record is not None else None
 
 
-def ids_of_run(place: Repository) -> tuple[ParsedId, ...]:
-    """All snapshots of a place by name.
-
-    Raises:
-        FormatError: it is no place of a run.
-    """
-    place.record()
-    return place.ids()
-
-
 def ids(place: Repository) -> tuple[ParsedId, ...]:
     """All snapshots of a place by name."""
     with _run_looked_up(place):

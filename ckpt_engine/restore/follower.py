@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.errors import (
     ArgumentError,
     CkptError,
+    CorruptError,
     FormatError,
     MismatchError,
     NotAFolderError,
@@ -28,7 +27,6 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import CLOSED, LOGGER_NAME, TELL_SECONDS, announce, said_if_slow
 from ckpt_engine.observe.units import duration
-from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate, SearchLog, candidates
 from ckpt_engine.restore.far_storage import storage_of
@@ -37,7 +35,6 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.state.rebuild import Rebuilder, flat_bytes
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import OWN_KEY, Manifest, by_age
-from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.writer.attempts import Attempt, read_attempts
 
@@ -84,7 +81,7 @@ def follow(url: ConfigSource, component: str | None = None, every: float | str =
     except ValueError as err:
         raise ArgumentError(f"every {err}, got {every!r}") from err
     places = [Repository(storage_of(tier)) for tier in load_config(url).tiers]
-    return _Follower(places, component, seconds).changes()
+    return _Follower(places, component, seconds, time.monotonic() + TRY_SECONDS).changes()
 
 
 @dataclass
@@ -93,8 +90,9 @@ class _Follower:
 
     Args:
         _places: of the run, nearest first.
-        _at: the age of the snapshot that it has, and why that was taken.
-        _seen: the newest snapshot when it was looked for a usable one.
+        _gives_up_at: infinite: it has answered.
+        _at: the age of the snapshot that it has; `_reason`: why that was taken.
+        _refused: snapshots that cannot be used.
         _had: by tensor, its content as the manifest says it, and its digest.
         _fails_since: 0.0: it works; infinite: it does not, and that was said.
     """
@@ -102,13 +100,12 @@ class _Follower:
     _places: Sequence[Repository]
     _component: str | None
     _every_seconds: float
+    _gives_up_at: float
     _at: tuple[int, str] = (-1, "")
     _reason: str = ""
-    _seen: ParsedId | None = None
+    _refused: dict[str, CkptError] = field(default_factory=dict)
     _had: dict[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
-    _began: float = field(default_factory=time.monotonic)
     _fails_since: float = 0.0
-    _question: Callable[[Repository], tuple[ParsedId, ...]] = ask_tiers.ids_of_run
 
     @property
     def _urls(self) -> str:
@@ -124,7 +121,7 @@ class _Follower:
                 # What was committed before the end is given before it.
                 if found is None and idle % END_POLLS == 0 and self._has_ended() and (found := self._look()) is None:
                     return
-                self._worked()
+                self._fails_since = 0.0
             except CkptError as err:
                 self._failed(err)
             idle += 1
@@ -134,17 +131,9 @@ class _Follower:
             time.sleep(max(0.0, looked + self._every_seconds - time.monotonic()))
 
     def _look(self) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """What is newer than what it has; None: nothing that can be used."""
-        answers = ask_tiers.ask(self._places, self._question, ask_tiers.at_most)
-        self._question = Repository.ids
-        there = [one for answer in answers for one in answer.value or ()]
-        newest = max(there, key=attrgetter("seq", "id"), default=None)
-        if newest is None:
-            raise StorageMissingError(f"no snapshot at {self._urls} yet")
-        if newest == self._seen:
-            return None
+        """What is newer than what it has; None: nothing that can be used. One listing, if nothing is new."""
         search, found = SearchLog(), None
-        for candidate in takewhile(lambda one: by_age(one.info) > self._at, candidates(self._places, search)):
+        for candidate in candidates(self._places, search, after=self._at, refused=self._refused):
             try:
                 found = candidate.info.step, self._read(candidate)
             except FormatError as err:
@@ -152,11 +141,17 @@ class _Follower:
                 continue
             self._at, self._reason = by_age(candidate.info), candidate.info.reason
             break
+        self._gives_up_at = math.inf
+        if not search.newest_seq:
+            self._places[0].record()  # refuses what is not ours
+            raise StorageMissingError(f"no snapshot at {self._urls} yet")
         for one in search.rejected:
-            if found is None and one.code.startswith(StorageError.code[:-2]):
-                raise StorageMissingError(f"{one.snapshot}: {one.reason}")
-            self._say(f"{one.snapshot} is left out: [{one.code}] {one.reason}")
-        self._seen = newest
+            if one.code.startswith(StorageError.code[:-2]):
+                if found is None:
+                    raise StorageMissingError(f"{one.snapshot}: {one.reason}")
+            elif one.snapshot not in self._refused:
+                self._say(f"{one.snapshot} is left out: [{one.code}] {one.reason}")
+                self._refused[one.snapshot] = CorruptError(one.reason)
         return found
 
     def _read(self, candidate: Candidate) -> dict[str, torch.Tensor]:
@@ -203,17 +198,12 @@ class _Follower:
                 rows = rows or read_attempts(place.storage).rows
         return bool(rows) and rows[-1].end == CLOSED and self._reason != _STOPPED
 
-    def _worked(self) -> None:
-        if self._fails_since == math.inf:
-            self._say("it answers again")
-        self._fails_since = 0.0
-
     def _failed(self, error: CkptError) -> None:
         """Raise what waiting does not mend, and say once what it waits for."""
         if not isinstance(error, StorageError) or isinstance(error, NotAFolderError):
             raise error
         now = time.monotonic()
-        if self._question is ask_tiers.ids_of_run and now - self._began > TRY_SECONDS:
+        if now > self._gives_up_at:
             raise StorageError(
                 f"{self._urls} has not answered for {duration(TRY_SECONDS)}: {error.message}",
                 hint=error.hint or f"`ckpt doctor {self._urls}` tries it step by step",

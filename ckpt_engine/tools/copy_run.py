@@ -12,6 +12,7 @@ from ckpt_engine.copy.make_room import catalogue
 from ckpt_engine.copy.transfer import (
     Copied,
     CopySourceError,
+    Put,
     RunText,
     adopt_run,
     copy_data,
@@ -48,8 +49,7 @@ class FailedCopy:
 class CopiedRun:
     """What has been copied so far; `present` counts what TARGET had already.
 
-    `partial` are those of which it has the shares of some ranks by now, and which. `linked_bytes` are in files that the
-    storage has duplicated, without sending them.
+    `partial` are those of which it has the shares of some ranks by now, and which.
     """
 
     source: str
@@ -57,9 +57,16 @@ class CopiedRun:
     copied: list[str] = field(default_factory=list)
     present: int = 0
     sent_bytes: int = 0
-    linked_bytes: int = 0
     partial: dict[str, str] = field(default_factory=dict)
     failed: list[FailedCopy] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ForkedRun:
+    """The run that copies are of, and the bytes of those files that the storage has duplicated without sending them."""
+
+    record: RunText
+    linked_bytes: int = 0
 
 
 def copy_run(
@@ -68,7 +75,7 @@ def copy_run(
     wanted: Sequence[str],
     say: Callable[[str], object],
     counting: Counting,
-    fork: RunText | None = None,
+    fork: ForkedRun | None = None,
 ) -> CopiedRun:
     """Copy snapshots of a run to a place, newest first.
 
@@ -85,7 +92,7 @@ def copy_run(
     ask_tiers.ask([Repository(storage)], Repository.record, ask_tiers.at_most, say)
     ids = {run.find(one)[0] for one in wanted} or {parsed.id for parsed in run.holders}
     with acquire(storage):
-        far = adopt_run(fork or _record_of(run), storage)
+        far = adopt_run(_record_of(run) if fork is None else fork.record, storage)
         missing = dict.fromkeys(sorted(ids - {parsed.id for parsed in far.ids()}, reverse=True))
         done = CopiedRun(run.tiers[0], storage.url, present=len(ids) - len(missing))
         holders = {parsed.id: found for parsed, found in run.holders.items() if parsed.id in missing}
@@ -117,7 +124,7 @@ def _copy(
     snapshot: str,
     done: CopiedRun,
     advance: Callable[[int], object],
-    fork: RunText | None,
+    fork: ForkedRun | None,
 ) -> None:
     """Copy one snapshot from the nearest place that has it whole, and note in `done` how that went.
 
@@ -149,25 +156,28 @@ def _copy(
         done.failed.append(FailedCopy(snapshot, error.code, error.message))
 
 
-def _send(near: Repository, far: Repository, snapshot: str, done: CopiedRun, fork: RunText | None) -> Copied:
+def _send(near: Repository, far: Repository, snapshot: str, done: CopiedRun, fork: ForkedRun | None) -> Copied:
     put = partial(copy_data, near, far, scratch=scratch_of(near.storage) or scratch_of(far.storage))
 
-    def put_fork(manifest: Manifest) -> tuple[Manifest, Copied]:
-        duplicate = far.storage.capabilities.duplicate(near.storage)
-        for file in manifest.files:
-            with reading_source():
-                done.linked_bytes += file.nbytes if duplicate is not None and duplicate(file.name) else 0
-        stored, copied = put(manifest)
-        return replace(stored, run=fork.run if fork is not None else stored.run), copied
-
     try:
-        return copy_snapshot(near, far, snapshot, put if fork is None else put_fork)
+        return copy_snapshot(near, far, snapshot, put if fork is None else partial(_put_fork, near, far, fork, put))
     except CopySourceError as err:
         if not isinstance(err.error, PartialError):
             raise
     manifest, copied = give(near, far, snapshot, put)
     done.partial[snapshot] = str(manifest.info.partial)
     return copied
+
+
+def _put_fork(
+    near: Repository, far: Repository, fork: ForkedRun, put: Put, manifest: Manifest
+) -> tuple[Manifest, Copied]:
+    duplicate = far.storage.capabilities.duplicate(near.storage)
+    for file in manifest.files:
+        with reading_source():
+            fork.linked_bytes += file.nbytes if duplicate is not None and duplicate(file.name) else 0
+    stored, copied = put(manifest)
+    return replace(stored, run=fork.record.run), copied
 
 
 def _complete(far: Repository, done: CopiedRun) -> None:

@@ -20,14 +20,14 @@ from ckpt_engine.store.manifest import SnapshotInfo, require_whole
 from ckpt_engine.store.repository import ForkPoint, Repository, RunRecord, encode_record
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.tools.check_run import Counting
-from ckpt_engine.tools.copy_run import CopiedRun, copy_run
+from ckpt_engine.tools.copy_run import CopiedRun, ForkedRun, copy_run
 from ckpt_engine.tools.stored_run import Run
 
 
 def fork_run(
     run: Run, wanted: str, tier: Tier, say: Callable[[str], object], counting: Counting, *, dry_run: bool = False
-) -> tuple[SnapshotInfo, CopiedRun]:
-    """Make a new run of a snapshot: which one that is, and what is, or would be, copied.
+) -> tuple[SnapshotInfo, CopiedRun, int]:
+    """Make a new run of a snapshot: which one that is, what is, or would be, copied, and the bytes that are linked.
 
     Args:
         wanted: as of `Run.find`.
@@ -50,15 +50,15 @@ def fork_run(
     nbytes = sum(file.nbytes for file in manifest.files)
     if dry_run:
         can = duplicates[near]
-        return manifest.info, CopiedRun(near.storage.url, storage.url, [], 0, nbytes * (not can), nbytes * can)
+        return manifest.info, CopiedRun(near.storage.url, storage.url, sent_bytes=nbytes * (not can)), nbytes * can
     point = ForkPoint(near.storage.url, manifest.run, snapshot, manifest.info.step)
     record = RunRecord(os.urandom(16).hex(), time.time(), point)
     source = replace(run, holders={parsed: (near,) for parsed in run.holders if parsed.id == snapshot})
-    text = RunText(record.run, encode_record(record))
-    done = copy_run(source, tier, [snapshot], say, counting, text)
+    fork = ForkedRun(RunText(record.run, encode_record(record)))
+    done = copy_run(source, tier, [snapshot], say, counting, fork)
     if not done.copied and not done.failed:
         raise StorageMissingError(f"{snapshot} was removed from {near.storage.url} meanwhile", hint="fork a newer one")
-    return manifest.info, done
+    return manifest.info, done, fork.linked_bytes
 
 
 def _require_unused(place: Repository) -> None:

@@ -103,7 +103,7 @@ def find_run(
     """
     repositories = [repository_of(tier) for tier in (config or load_config(root)).tiers]
     try:
-        answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, ask_tiers.ids_of_run, ask_tiers.at_most, say))
+        answers = ask_tiers.of_one_run(ask_tiers.ask(repositories, _ids_of_run, ask_tiers.at_most, say))
         for answer in answers if every else ():
             if answer.error is not None:
                 raise answer.error
@@ -129,6 +129,11 @@ def away_of(answers: Sequence[ask_tiers.TierReply[ask_tiers.T]]) -> tuple[Unreac
     return tuple(
         UnreachableTier(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None
     )
+
+
+def _ids_of_run(place: Repository) -> tuple[ParsedId, ...]:
+    place.record()  # refuses what is not ours
+    return place.ids()
 
 
 def repository_of(tier: Tier) -> Repository:

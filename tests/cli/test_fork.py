@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from s3fs import S3FileSystem
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.store import names
@@ -22,7 +23,6 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import local
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.s3_requests import S3Calls
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -266,7 +266,7 @@ def test_one_store_copies_its_objects(
         async def refuse(*_: Any) -> None:
             raise PermissionError(errno.EACCES, "Access Denied")
 
-        monkeypatch.setattr(S3Calls, "copy", refuse)
+        monkeypatch.setattr(S3FileSystem, "_cp_file", refuse)
     done = ckpt("fork", f"{tmp_path / 'old.yaml'}#7", tmp_path / "new.yaml", "--json")
     assert done.code == 0, done.err
     assert (done.json["linked_bytes"], done.json["sent_bytes"]) == ((0, size) if refuses else (size, 0))

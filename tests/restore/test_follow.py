@@ -25,6 +25,7 @@ from ckpt_engine.errors import (
     StorageError,
 )
 from ckpt_engine.restore import follower as following
+from ckpt_engine.state import layout
 from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
@@ -114,8 +115,9 @@ def test_all_tensors_come_first_and_then_those_that_differ(tmp_path: Path, codec
     assert list(run) == []
 
 
-def test_of_many_small_tensors_the_one_that_differs_is_given(tmp_path: Path) -> None:
+def test_of_many_small_tensors_the_one_that_differs_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one entry, and each has its own digest."""
+    monkeypatch.setattr(layout, "LEAST_ARRAYS", 100)
     with Checkpointer(tmp_path) as ckpt:
         save(ckpt, 1, packed)
         run = follow(tmp_path, "model", EVERY)

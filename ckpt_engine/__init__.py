@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckpt_engine.config import Config as Config
     from ckpt_engine.engine import Engine as Engine
     from ckpt_engine.errors import CkptError as CkptError
+    from ckpt_engine.restore.follower import follow as follow
     from ckpt_engine.snapshot.save_request import SaveHandle as SaveHandle
     from ckpt_engine.store.manifest import SnapshotInfo as SnapshotInfo
 
@@ -27,9 +28,10 @@ _HOMES = {
     "Engine": "ckpt_engine.engine",
     "SaveHandle": "ckpt_engine.snapshot.save_request",
     "SnapshotInfo": "ckpt_engine.store.manifest",
+    "follow": "ckpt_engine.restore.follower",
 }
 
-__all__ = ["Carry", "Checkpointer", "CkptError", "Config", "Engine", "SaveHandle", "SnapshotInfo"]
+__all__ = ["Carry", "Checkpointer", "CkptError", "Config", "Engine", "SaveHandle", "SnapshotInfo", "follow"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,20 +25,21 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, RunRecord
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches, pin_of
-from ckpt_engine.tools.stored_run import runs_below
+from ckpt_engine.tools.stored_run import Run, runs_below
 
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
 @click.argument("root")
+@click.option("--lines", is_flag=True, help="Show the lines of history also where there is one.")
 @storage_options
 @json_option
-def command(root: str, as_json: bool) -> None:
+def command(root: str, lines: bool, as_json: bool) -> None:
     """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers.
 
-    In a folder that holds the folders of several runs: list the runs.
+    In a folder that holds the folders of several runs: list the runs. A run that was forked says where.
     """
     if below := runs_below(root):
         _print_runs(root, below, as_json=as_json)
@@ -46,9 +47,9 @@ def command(root: str, as_json: bool) -> None:
     run = open_run(root)
     tiers, away = listings(run, say_waiting)
     if as_json:
-        _print_json(run.run_id, tiers, away)
+        _print_json(run.record, tiers, away)
     else:
-        _print(root, tiers, away, is_tiered=run.is_tiered)
+        _print(root, run, tiers, away, most_hidden=0 if lines else 1)
 
 
 def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
@@ -80,13 +81,14 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
         print_text(f"{count(len(rows), 'run')} below {root}")
 
 
-def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:
+def _print_json(record: RunRecord | None, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:
     rows = merged(tiers)
     found, named = named_branches(rows)
     print_json(
         {
             "root": tiers[0].url,
-            "run": run,
+            "run": record and record.run,
+            "fork": record and record.fork,
             "data_bytes": sum(tier.data_bytes for tier in tiers),
             "tiers": [tier.to_json() for tier in tiers],
             "away": away,
@@ -118,16 +120,20 @@ def _print_json(run: str | None, tiers: Sequence[TierListing], away: Sequence[Un
     )
 
 
-def _print(root: str, tiers: Sequence[TierListing], away: Sequence[UnreachableTier], *, is_tiered: bool) -> None:
+def _print(
+    root: str, run: Run, tiers: Sequence[TierListing], away: Sequence[UnreachableTier], *, most_hidden: int
+) -> None:
+    """Write the snapshots; `most_hidden`: so many branches are not worth a line."""
     rows = merged(tiers)
     found, named = named_branches(rows)
+    is_tiered, has_branches = run.is_tiered, len(found) > most_hidden
     if rows:
-        where = (*(("tiers",) if is_tiered else ()), *(("branch",) if len(found) > 1 else ()))
+        where = (*(("tiers",) if is_tiered else ()), *(("branch",) if has_branches else ()))
         titles = ("snapshot", "step", "epoch", "taken", "size", *where, "why", "metrics")
         print_table(
             titles,
             [
-                _row(info, holders, named[info.id] if len(found) > 1 else None, is_tiered=is_tiered)
+                _row(info, holders, named[info.id] if has_branches else None, is_tiered=is_tiered)
                 for info, holders in rows
             ],
             numbers=("step", "epoch", "size"),
@@ -141,10 +147,12 @@ def _print(root: str, tiers: Sequence[TierListing], away: Sequence[UnreachableTi
         damaged = f"; {len(tier.listing.damaged)} damaged" if tier.listing.damaged else ""
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"
         print_text(f"{f'tier {tier.number}: ' if is_tiered else ''}{total}{damaged}")
-    for number, branch in enumerate(found if len(found) > 1 else ()):
+    for number, branch in enumerate(found if has_branches else ()):
         many = f"branch {branch.id}: {count(len(branch.snapshots), 'snapshot')} up to step {branch.newest.step:,}"
         fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume goes on with this one"
         print_text(f"{many}; {fate}")
+    if (record := run.record) is not None and record.fork is not None:
+        print_text(f"forked from {record.fork}")
     print_away(away)
 
 

@@ -22,6 +22,7 @@ VERBS = {
     "diff": "diff.command",
     "status": "status.command",
     "top": "status.top",
+    "follow": "follow.command",
     "goodput": "goodput.command",
     "report": "report.command",
     "plan": "plan.command",
@@ -33,6 +34,7 @@ VERBS = {
     "prove": "prove.command",
     "compact": "compact.command",
     "cp": "cp.command",
+    "fork": "fork.command",
     "prune": "prune.command",
     "pin": "pin.pin",
     "unpin": "pin.unpin",
@@ -43,11 +45,12 @@ VERBS = {
     "completion": "completion.completion",
 }
 """Each verb's module and its command there, in the order of the help."""
-SAY_THEMSELVES = frozenset({"top", "init"})
+SAY_THEMSELVES = frozenset({"top", "follow", "init"})
 """Verbs that ask, or show each thing when it is found."""
 _ELSEWHERE = {
     "compare": "diff",
     "copy": "cp",
+    "branch": "fork",
     "delete": "prune",
     "info": "show",
     "inspect": "show",

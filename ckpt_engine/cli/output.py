@@ -272,9 +272,13 @@ def _far(done: int, total: int, seconds: float) -> str:
     return f"{units.size(done)} of {units.size(total)}{left}"
 
 
-def print_json(value: Any) -> None:
-    """`value` as JSON in ASCII: a dataclass as an object of its fields; NaN and infinities as texts."""
-    click.echo(json.dumps(_plain(value), indent=2))
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """`value` as JSON in ASCII: a dataclass as an object of its fields; NaN and infinities as texts.
+
+    Args:
+        indent: None: in one line.
+    """
+    click.echo(json.dumps(_plain(value), indent=indent))
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
         "tiers": [{"url": url, "error": why} for url, why in copies.items()],
         "away": run.away,
         "run": manifest.run,
+        "fork": run.record and run.record.fork,
         "snapshot": manifest.info,
         "world": manifest.world,
         "software": manifest.software,
@@ -124,7 +125,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
 def _print(
     manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored, *, everything: bool
 ) -> None:
-    info = manifest.info
+    info, record = manifest.info, run.record
     taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
     facts = {
         "snapshot": info.id,
@@ -132,6 +133,7 @@ def _print(
         "taken": f"{taken} ({age(info.created)}), why: {info.reason}",
         "metrics": metrics(info.metrics),
         "resumed from": info.parent or "",
+        "forked from": str((record and record.fork) or ""),
         "run": f"{manifest.run}, world size {manifest.world.get('size', '?')}",
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
         "shares": f"{info.partial} only: this is one node's part" if info.partial is not None else "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ckpt_engine.errors import UnstorableLeafError
 from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.state.entries import dtype_name
 from ckpt_engine.state.flatten import tensor_problem
+from ckpt_engine.state.rebuild import flat_bytes
 from ckpt_engine.store.container import container_form, data_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Piece
 
@@ -105,7 +105,7 @@ class Container:
 
     def contents(self) -> list[memoryview]:
         """The file, as blocks back to back."""
-        return [memoryview(self._header), *(_bytes(one.tensor) for one in self._arrays)]
+        return [memoryview(self._header), *(flat_bytes(one.tensor).data for one in self._arrays)]
 
     def blocks(self) -> list[Block]:
         """What the manifest says of each array, in the order of the file."""
@@ -121,7 +121,7 @@ class Container:
 
 
 def _block(array: DcpArray, layout: EntryLayout, least_bytes: int) -> Block:
-    data = _bytes(array.tensor)
+    data = flat_bytes(array.tensor).data
     pieces = []
     for extent in cut(layout, least_bytes):
         start = extent.offset - layout.offset
@@ -129,9 +129,3 @@ def _block(array: DcpArray, layout: EntryLayout, least_bytes: int) -> Block:
         pieces.append(Piece(0, extent.offset, extent.nbytes, found, extent.nbytes))
     entry = Entry(layout.dtype, layout.shape, tuple(pieces), layout.container_dtype)
     return Block(array.name, array.whole, Box(array.offsets, layout.shape), entry)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    if not prod(tensor.shape):
-        return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -118,6 +118,7 @@ def candidates(
     check: ManifestCheck | None = None,
     only: str | None = None,
     refused: Mapping[str, CkptError] = MappingProxyType({}),
+    after: tuple[int, str] = (-1, ""),
 ) -> Iterator[Candidate]:
     """Usable snapshots, newest first; what is skipped is noted in `search`.
 
@@ -131,6 +132,7 @@ def candidates(
         step: only snapshots of this step.
         only: no other snapshot than this one.
         refused: snapshots that are known to be unusable, and why.
+        after: only snapshots that are newer than that one, as of `by_age`.
 
     Raises:
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
@@ -148,7 +150,8 @@ def candidates(
     sizes = cache(_sizes_at)  # of a place only if it is asked for a snapshot
     slimmed: list[Candidate] = []
     for parsed in newest_first:
-        if (step is not None and parsed.step != step) or only not in (None, parsed.id):
+        is_other = (step is not None and parsed.step != step) or only not in (None, parsed.id)
+        if is_other or (parsed.seq, parsed.id) <= after:
             continue
         if parsed.id in refused:
             search.reject(parsed.id, refused[parsed.id])

@@ -23,9 +23,10 @@ ANY_SHAPE = (-1,)
 
 def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensor leaves below `root`, by their "/"-joined path relative to it."""
+    entries = manifest.entries
     return {
-        "/".join(map(str, path[len(root) :])): tuple(shape)
-        for path, shape in _leaves(manifest)
+        "/".join(map(str, path[len(root) :])): tuple(node.get("view", {}).get("shape", entries[node["entry"]].shape))
+        for path, node in tensor_nodes(manifest)
         if path[: len(root)] == root
     }
 
@@ -67,19 +68,19 @@ def _section(title: str, keys: list[str]) -> list[str]:
     return [f"  {title} ({len(keys)}):", *(f"    {k}" for k in keys[:_SHOWN]), *more]
 
 
-def _leaves(manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
+def tensor_nodes(manifest: Manifest) -> Iterator[tuple[TreePath, Mapping[str, Any]]]:
+    """The nodes of all tensors, each with its path in the state."""
     tree = manifest.tree
     roots = [((), tree[""])] if list(tree) == [""] else [((key,), node) for key, node in tree.items()]
     for path, node in roots:
-        yield from _walk(node, path, manifest)
+        yield from _walk(node, path)
 
 
-def _walk(node: Any, path: TreePath, manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
+def _walk(node: Any, path: TreePath) -> Iterator[tuple[TreePath, Mapping[str, Any]]]:
     if isinstance(node, dict) and node.get("$") in ("tensor", "sharded"):
-        view = node.get("view")
-        yield path, tuple(view["shape"]) if view else manifest.entries[node["entry"]].shape
+        yield path, node
     for key, child in keyed(node):
-        yield from _walk(child, (*path, key), manifest)
+        yield from _walk(child, (*path, key))
 
 
 def require_size(manifest: Manifest, size: int) -> None:

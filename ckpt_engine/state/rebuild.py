@@ -212,7 +212,7 @@ class Rebuilder:
             copies: Any = torch.split_with_sizes_copy  # torch types it as if it always filled given tensors
             made = copies(flat, lengths)
         else:
-            buffer, size = _flat(flat), flat.element_size()
+            buffer, size = flat_bytes(flat), flat.element_size()
             starts = accumulate([size * length for length in lengths], initial=0)
             places = zip(lengths, starts)  # noqa: B905 - the last start is where the next array would be
             made = [torch.frombuffer(buffer, dtype=flat.dtype, count=count, offset=start) for count, start in places]
@@ -228,7 +228,7 @@ class Rebuilder:
         """What is in an entry as bytes, once for all leaves that refer to it."""
         key = (node["$"], node["entry"])
         if key not in self._raw_bytes:
-            data = _flat(self.entry(node, path)).data
+            data = flat_bytes(self.entry(node, path)).data
             self._raw_bytes[key] = bytes(data) if node["$"] == "bytes" else bytearray(data)
         return self._raw_bytes[key]
 
@@ -258,7 +258,7 @@ def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Seque
     if view is not None:
         dtype = json_types.dtype_of(view["dtype"])
         if view.get("own"):
-            flat, count = _flat(raw), prod(view["shape"])
+            flat, count = flat_bytes(raw), prod(view["shape"])
             return torch.frombuffer(flat, dtype=dtype, count=count, offset=view["byte_offset"]).view(view["shape"])
         offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
         if offset % dtype.itemsize:
@@ -269,12 +269,13 @@ def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Seque
     return out.copy_(raw)
 
 
-def _flat(raw: torch.Tensor) -> np.ndarray[Any, Any]:
+def flat_bytes(raw: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor in C order."""
     return raw.contiguous().view(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
 
 
 def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> np.ndarray[Any, Any]:
-    flat = _flat(r.entry(node, path))
+    flat = flat_bytes(r.entry(node, path))
     array: np.ndarray[Any, Any] = flat.view(json_types.numpy_dtype(node["dtype"])).reshape(node["shape"])
     return array
 

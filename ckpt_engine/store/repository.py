@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
@@ -43,11 +43,31 @@ FEW_FILES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where a run was forked: the place and the id of the other run, its snapshot, and the step of that."""
+
+    url: str
+    run: str
+    snapshot: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.url}#{self.step} ({self.snapshot})"
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What `ckpt.json` says: which run lives here (`run`, 32 hex digits) and since when (wall-clock seconds)."""
+    """What `ckpt.json` says.
+
+    Args:
+        run: which run lives here, as 32 hex digits.
+        created: since when, in wall-clock seconds.
+        fork: where it was forked; None: it was not.
+    """
 
     run: str
     created: float
+    fork: ForkPoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +527,8 @@ def _require_id(info: SnapshotInfo, snapshot: str) -> None:
 
 def encode_record(record: RunRecord) -> bytes:
     """The bytes of a run's record."""
-    return seal({"format": FORMAT, "version": VERSION, "run": record.run, "created": record.created}) + b"\n"
+    fork = {} if record.fork is None else {"fork": asdict(record.fork)}
+    return seal({"format": FORMAT, "version": VERSION, "run": record.run, "created": record.created, **fork}) + b"\n"
 
 
 def parse_record(data: bytes, url: str) -> RunRecord:
@@ -534,7 +555,9 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         json_checks.require(
             type(row["run"]) is str and json_checks.is_time(row["created"]), "it names no run, or no time"
         )
-        return RunRecord(row["run"], float(row["created"]))
+        fork = None if "fork" not in row else ForkPoint(**row["fork"])
+        json_checks.require(fork is None or list(map(type, astuple(fork))) == [str, str, str, int], "a malformed fork")
+        return RunRecord(row["run"], float(row["created"]), fork)
     except (ValueError, LookupError, TypeError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt_engine.config import Tier
@@ -12,17 +12,19 @@ from ckpt_engine.copy.make_room import catalogue
 from ckpt_engine.copy.transfer import (
     Copied,
     CopySourceError,
+    Put,
     RunText,
     adopt_run,
     copy_data,
     copy_snapshot,
+    reading_source,
     scratch_of,
 )
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.manifest import Partial
+from ckpt_engine.store.manifest import Manifest, Partial
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import SLICE_BYTES, metered
@@ -59,8 +61,21 @@ class CopiedRun:
     failed: list[FailedCopy] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class ForkedRun:
+    """The run that copies are of, and the bytes of those files that the storage has duplicated without sending them."""
+
+    record: RunText
+    linked_bytes: int = 0
+
+
 def copy_run(
-    run: Run, tier: Tier, wanted: Sequence[str], say: Callable[[str], object], counting: Counting
+    run: Run,
+    tier: Tier,
+    wanted: Sequence[str],
+    say: Callable[[str], object],
+    counting: Counting,
+    fork: ForkedRun | None = None,
 ) -> CopiedRun:
     """Copy snapshots of a run to a place, newest first.
 
@@ -68,6 +83,7 @@ def copy_run(
         wanted: which ones; none: all.
         say: takes the line about a wait of some seconds.
         counting: follows the bytes.
+        fork: the run whose snapshots the copies are; its storage duplicates files, if it can.
 
     Raises:
         CkptError: from the target; or the only places that may have a snapshot whole do not answer any more.
@@ -76,14 +92,14 @@ def copy_run(
     ask_tiers.ask([Repository(storage)], Repository.record, ask_tiers.at_most, say)
     ids = {run.find(one)[0] for one in wanted} or {parsed.id for parsed in run.holders}
     with acquire(storage):
-        far = adopt_run(_record_of(run), storage)
+        far = adopt_run(_record_of(run) if fork is None else fork.record, storage)
         missing = dict.fromkeys(sorted(ids - {parsed.id for parsed in far.ids()}, reverse=True))
         done = CopiedRun(run.tiers[0], storage.url, present=len(ids) - len(missing))
         holders = {parsed.id: found for parsed, found in run.holders.items() if parsed.id in missing}
         with counting(_data_bytes(run.places, holders)) as advance:
             counted = Repository(metered(open_storage(tier.url, tier.for_storage()), lambda _: _Counting(advance)))
             for snapshot in missing:
-                _copy(holders[snapshot], counted, snapshot, done, advance)
+                _copy(holders[snapshot], counted, snapshot, done, advance, fork)
         if done.partial:
             _complete(far, done)
         for place in run.places:
@@ -108,6 +124,7 @@ def _copy(
     snapshot: str,
     done: CopiedRun,
     advance: Callable[[int], object],
+    fork: ForkedRun | None,
 ) -> None:
     """Copy one snapshot from the nearest place that has it whole, and note in `done` how that went.
 
@@ -118,7 +135,7 @@ def _copy(
     away = False
     for near in holders:
         try:
-            copied = _send(near, far, snapshot, done)
+            copied = _send(near, far, snapshot, done, fork)
         except CopySourceError as err:
             gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
             if not gone:  # by retention, meanwhile
@@ -139,16 +156,28 @@ def _copy(
         done.failed.append(FailedCopy(snapshot, error.code, error.message))
 
 
-def _send(near: Repository, far: Repository, snapshot: str, done: CopiedRun) -> Copied:
+def _send(near: Repository, far: Repository, snapshot: str, done: CopiedRun, fork: ForkedRun | None) -> Copied:
     put = partial(copy_data, near, far, scratch=scratch_of(near.storage) or scratch_of(far.storage))
+
     try:
-        return copy_snapshot(near, far, snapshot, put)
+        return copy_snapshot(near, far, snapshot, put if fork is None else partial(_put_fork, near, far, fork, put))
     except CopySourceError as err:
         if not isinstance(err.error, PartialError):
             raise
     manifest, copied = give(near, far, snapshot, put)
     done.partial[snapshot] = str(manifest.info.partial)
     return copied
+
+
+def _put_fork(
+    near: Repository, far: Repository, fork: ForkedRun, put: Put, manifest: Manifest
+) -> tuple[Manifest, Copied]:
+    duplicate = far.storage.capabilities.duplicate(near.storage)
+    for file in manifest.files:
+        with reading_source():
+            fork.linked_bytes += file.nbytes if duplicate is not None and duplicate(file.name) else 0
+    stored, copied = put(manifest)
+    return replace(stored, run=fork.record.run), copied
 
 
 def _complete(far: Repository, done: CopiedRun) -> None:

@@ -18,7 +18,7 @@ from ckpt_engine.observe.units import first
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.names import RECORD, ParsedId
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, RunRecord
 from ckpt_engine.store.storage import open_storage
 
 LATEST = "latest"
@@ -54,10 +54,9 @@ class Run:
         return tuple(place for place in self.places if place in holding or place.record() is not None)
 
     @property
-    def run_id(self) -> str | None:
-        """Which run it is; None where no place has its record."""
-        records = (place.record() for place in self.places)
-        return next((record.run for record in records if record is not None), None)
+    def record(self) -> RunRecord | None:
+        """Which run it is, by the nearest place that has its record; None: none has."""
+        return next((record for place in self.places if (record := place.record()) is not None), None)
 
     def find(self, wanted: str = LATEST) -> tuple[str, tuple[Repository, ...]]:
         """The snapshot that `wanted` names, an id, the start of one, a step or `latest`, and the places that have it.

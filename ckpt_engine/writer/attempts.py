@@ -203,6 +203,22 @@ def read_attempts(storage: Storage) -> AttemptHistory:
     return parse_attempts(text, f"{storage.url}/{names.ATTEMPTS}")
 
 
+def copy_attempts(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:
+    """Copy the record to a further place, if it is new: what reads there knows whether the run has ended.
+
+    Args:
+        copied: by name, size and version of what was copied.
+
+    Raises:
+        StorageError
+    """
+    for one in source.list(names.ATTEMPTS):
+        content = one.nbytes, one.version
+        if copied.get(one.name) != content:
+            target.put(names.ATTEMPTS, [memoryview(source.get(names.ATTEMPTS))], exclusive=False)
+            copied[one.name] = content
+
+
 class AttemptRecord:
     """Writes the row of one trainer, while its writer holds the run's lease. What goes wrong is said once, not raised.
 

@@ -49,6 +49,7 @@ from ckpt_engine.store.retention_rules import KeepAll, policy_from
 from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, StuckCallRunner, WatchedSource
+from ckpt_engine.writer.attempts import copy_attempts
 from ckpt_engine.writer.commit_of_ranks import Gather
 from ckpt_engine.writer.copy_schedule import CopySchedule
 from ckpt_engine.writer.primary_tier import LEASE_SECONDS
@@ -138,7 +139,7 @@ class SecondaryTier:
         self.sent_bytes = 0
         self._done: set[str] = set()
         """What was sent, or did not fit, and a nearer tier still has: it is not sent again when a limit removes it."""
-        self.copied_rows: dict[str, tuple[int, str]] = {}
+        self.copied_records: dict[str, tuple[int, str]] = {}
         self._guard = threading.Lock()
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
@@ -184,7 +185,9 @@ class SecondaryTier:
         self.waiting = tuple(wanted)
         if not wanted:
             if self._nearer[0].usable():
-                copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_rows)
+                nearest = self._nearer[0].repository.storage
+                copy_rows(nearest, self.places.copies, self.copied_records)
+                copy_attempts(nearest, self.places.copies, self.copied_records)
             return False
         self.copying = copying = wanted[0]
         try:

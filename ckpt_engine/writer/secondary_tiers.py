@@ -405,7 +405,7 @@ class NodeMemberTier(SecondaryTier):
         self.waiting = tuple(self._wanted(list(near.values()), there))
         if self.waiting and self._is_unasked():
             self.waiting = ()
-        copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_rows)
+        copy_rows(self._nearer[0].repository.storage, self.places.copies, self.copied_records)
         self._look_later(due=bool(self.waiting))
         return False
 

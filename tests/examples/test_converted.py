@@ -37,7 +37,7 @@ def run(script: Path, arguments: list[str], folder: Path, *, kill_after_lines: i
     """Run a script in `folder`; what it printed. Optionally kill it once it has printed so many lines."""
     command = [sys.executable, "-W", "ignore", str(script), *arguments]
     process = subprocess.Popen(
-        command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         if kill_after_lines is not None:
@@ -53,7 +53,8 @@ def run(script: Path, arguments: list[str], folder: Path, *, kill_after_lines: i
     return out.splitlines()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a process that runs an example."""
     root = str(EXAMPLES.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}

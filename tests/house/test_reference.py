@@ -32,14 +32,14 @@ def section(doc: str, title: str) -> str:
     return found[1] if found else ""
 
 
-def methods(kind: type) -> Iterator[tuple[str, ast.FunctionDef, Any]]:
-    """Those that it defines for its users: no hooks of a trainer, properties or private ones."""
+def methods(kind: Any) -> Iterator[tuple[str, ast.FunctionDef, Any]]:
+    """The function, or those that a class defines for its users: no hooks of a trainer, properties or private ones."""
     tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and ast.get_docstring(node):
             decorators = {ast.unparse(one) for one in node.decorator_list}
             if not decorators & {"property", "override", "log.setter"}:
-                yield node.name, node, getattr(kind, node.name)
+                yield node.name, node, getattr(kind, node.name, kind)
 
 
 def lacking(doc: str, arguments: list[str], raised: set[str], where: str) -> list[str]:
@@ -63,11 +63,11 @@ def arguments_of(node: ast.FunctionDef) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_a_public_class_says_what_it_takes_raises_and_how_it_is_used(kind: type) -> None:
+def test_a_public_name_says_what_it_takes_raises_and_how_it_is_used(kind: Any) -> None:
     """With an example of its use; in the reference each one has its place."""
     doc = inspect.getdoc(kind) or ""
     assert re.search(r">>> |```python", doc), "no example"
-    made = list(inspect.signature(kind.__init__).parameters)[1:] if kind.__name__ not in WITHOUT_OWN_ARGUMENTS else []
+    made = list(inspect.signature(kind).parameters) if kind.__name__ not in WITHOUT_OWN_ARGUMENTS else []
     assert lacking(doc, made, set(), kind.__name__) == []
     assert re.search(rf"^::: [\w.]*\b{kind.__name__}$", PAGE, re.MULTILINE)
 

@@ -322,8 +322,8 @@ def test_client_libraries_get_a_random_source_of_their_own(monkeypatch: pytest.M
 def test_clients_are_shared_by_storages_of_the_same_options(moto: S3Server, bucket: str) -> None:
     """Opening a run several times does not open several pools of connections."""
     one, two = (S3Storage(f"s3://{bucket}/{name}", moto.options()) for name in ("a", "b"))
-    assert one._calls._fs is two._calls._fs
-    assert isinstance(one._calls._fs, S3FileSystem)
+    assert one._calls.fs is two._calls.fs
+    assert isinstance(one._calls.fs, S3FileSystem)
     assert "az" in objects_fsspec.WHOLE_AT_CLOSE
 
 

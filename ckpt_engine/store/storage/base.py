@@ -41,6 +41,9 @@ def _unknown() -> None:
     """Of a storage that does not say it."""
 
 
+Duplicate = Callable[[str], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a storage can do beyond `Storage`; as they are here, those of an object store without special abilities.
@@ -61,6 +64,8 @@ class Capabilities:
         silent_seconds: how long a request has been without a sign; 0: there is none.
         server_seconds: asks for the server's wall clock; None: it does not tell.
         encrypted: whether the channel protects the bytes.
+        duplicate: of another storage, what makes the object of a name here as it is there, in the place of one that is
+            here, without its bytes passing this process; it says whether it could. None: nothing can.
     """
 
     folder: Folder | None = None
@@ -78,6 +83,7 @@ class Capabilities:
     silent_seconds: Callable[[], float] | None = None
     server_seconds: Callable[[], float | None] | None = None
     encrypted: Callable[[], bool] | None = None
+    duplicate: Callable[[Storage], Duplicate | None] = lambda _: None
 
 
 class Storage(Protocol):

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Self
@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.store import names
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, Duplicate, Folder, ObjectInfo, Storage
 from ckpt_engine.store.storage.disk import (
     DIRECT_MIN_BYTES,
     SLICE_BYTES,
@@ -46,7 +46,7 @@ _TEMP_FILE = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 _LOST_AND_FOUND = "lost+found"
 _CREATE_ATTEMPTS = 20
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 class LocalStorage:
@@ -69,7 +69,12 @@ class LocalStorage:
     @cached_property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            folder=self, metered=self._metered, cheap_reads=True, slow_answers=False, free_bytes=self.free_bytes
+            folder=self,
+            metered=self._metered,
+            cheap_reads=True,
+            slow_answers=False,
+            free_bytes=self.free_bytes,
+            duplicate=self._duplicate,
         )
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
@@ -77,6 +82,23 @@ class LocalStorage:
         vars(made).pop("capabilities", None)  # they are bound to what was copied
         made._disk = MeteredDisk.over(self._disk, wrap)
         return made
+
+    def _duplicate(self, source: Storage) -> Duplicate | None:
+        folder = source.capabilities.folder
+        same_disk = folder is not None and device_of(folder.root) == device_of(self.root)
+        return partial(self._link_of, folder) if folder is not None and same_disk else None
+
+    def _link_of(self, source: Folder, name: str) -> bool:
+        """Give a file of another folder a name here: it stays when that folder is removed."""
+        path = self.path(name)
+        folder = path.rpartition("/")[0]
+        with translating("link", path):
+            self.make_folder(folder)
+            with suppress(FileNotFoundError):
+                self._disk.remove(path)
+            has_link = self._link(source.path(name), path)
+            self._disk.sync_folder(folder)
+        return has_link
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         path = self.path(name)

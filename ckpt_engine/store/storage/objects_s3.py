@@ -11,13 +11,14 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
 from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import names
-from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, Duplicate, ObjectInfo, Storage
 from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.object_options import ObjectOptions
 from ckpt_engine.store.storage.object_requests import checked, split_url
@@ -87,6 +88,7 @@ class S3Storage:
             prepare=self.prepare,
             server_seconds=self.server_seconds,
             encrypted=lambda: self._calls.encrypted,
+            duplicate=self._duplicate,
         )
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
@@ -95,6 +97,19 @@ class S3Storage:
         made._calls.meter = wrap(self._calls.meter)
         made._multipart = Multipart(made._calls, self._bucket, self._extra, self._put_extra)
         return made
+
+    def _duplicate(self, source: Storage) -> Duplicate | None:
+        is_near = isinstance(source, S3Storage) and source._calls.fs is self._calls.fs
+        return partial(self._copy_of, source) if isinstance(source, S3Storage) and is_near else None
+
+    def _copy_of(self, source: S3Storage, name: str) -> bool:
+        """Have the store copy an object; False: it refuses."""
+        places = [f"{one._bucket}/{one._key(name)}" for one in (source, self)]
+        try:
+            self._calls.run(self._calls.fs._cp_file(*places), "copy", name)
+        except StorageError:
+            return False
+        return True
 
     def prepare(self) -> None:
         """Make the client, which reads large descriptions of the service. Nothing is asked yet."""

@@ -54,13 +54,16 @@ class S3Calls:
     Args:
         url: of the storage, for messages.
         library_options: for `s3fs.S3FileSystem`.
+
+    Attributes:
+        fs: the library's; the same for all that speak to a server as the same user.
     """
 
     def __init__(self, url: str, options: ObjectOptions, library_options: Mapping[str, Any]) -> None:
         self.url = url
         self.options = options
         self.meter = Meter()
-        self._fs = _shared(_complete(library_options, options))
+        self.fs = _shared(_complete(library_options, options))
         client_randomness.shield()
         self._secrets = redaction.secrets_of(library_options)
         self._requests = asyncio.Semaphore(_REQUESTS)
@@ -80,13 +83,13 @@ class S3Calls:
             finally:
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._fs.loop)
+        future = asyncio.run_coroutine_threadsafe(watched(), self.fs.loop)
         try:
             while True:
                 try:
                     return future.result(_LOOK_SECONDS)
                 except concurrent.futures.TimeoutError:
-                    if not future.done() and not self._fs.loop.is_running():
+                    if not future.done() and not self.fs.loop.is_running():
                         raise StorageError(f"cannot {what} {self.url}: the program is ending") from None
                     if future.done():
                         return future.result()
@@ -105,9 +108,9 @@ class S3Calls:
     @property
     def encrypted(self) -> bool:
         """Whether the channel protects the bytes."""
-        endpoint = self._fs.endpoint_url or self._fs.client_kwargs.get("endpoint_url")
-        if endpoint is None and self._fs._s3 is not None:
-            endpoint = self._fs._s3.meta.endpoint_url
+        endpoint = self.fs.endpoint_url or self.fs.client_kwargs.get("endpoint_url")
+        if endpoint is None and self.fs._s3 is not None:
+            endpoint = self.fs._s3.meta.endpoint_url
         return not str(endpoint or "https:").startswith("http:")
 
     @property
@@ -252,7 +255,7 @@ class S3Calls:
 
     async def client(self) -> Any:
         """Of the library, made when it is first needed."""
-        client = await self._fs.set_session()
+        client = await self.fs.set_session()
         if client is not self._prepared:
             # Not every server answers "Expect: 100-continue", and aiohttp would wait for that.
             client.meta.events.register_last("before-sign.s3", _drop_expect)

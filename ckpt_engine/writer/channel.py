@@ -11,6 +11,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -179,6 +180,27 @@ class Channel:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
 
+    def exchange(self, timeout: float, *others: int) -> tuple[list[Received], bool, set[int]]:
+        """Wait until there is something to do, at most `timeout` seconds; then send and receive what is possible.
+
+        Args:
+            others: further descriptors that end the wait once they can be read.
+
+        Returns:
+            What `receive` does; and the descriptors that were ready before.
+
+        Raises:
+            WriterError: the peer does not speak this protocol.
+        """
+        poll = select.poll()
+        poll.register(self, select.POLLIN | (select.POLLOUT if self.backlog else 0))
+        for fd in (self.wake_fd, *others):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(timeout * 1000)}
+        self.clear_wake()
+        self.flush()
+        return *self.receive(), ready
+
     def receive(self) -> tuple[list[Received], bool]:
         """Everything that has arrived, and whether the connection is still open for reading.
 
@@ -227,6 +249,11 @@ class Channel:
         del self._incoming[:start]
         return found
 
+    def hang_up(self) -> None:
+        """Receive no more: the owner gets an end of file. Any thread."""
+        with self._lock, contextlib.suppress(OSError):  # it is closed, or the peer is gone
+            self._sock.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         """Close everything, unsent messages included. Idempotent, any thread once the owner no longer selects."""
         with self._lock:
@@ -238,6 +265,14 @@ class Channel:
             self._fds.clear()
             self._sock.close()
             os.close(self.wake_fd)
+
+
+def readable(timeout: float, *fds: int) -> set[int]:
+    """Which of these descriptors can be read; waits at most `timeout` seconds for the first one."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(timeout * 1000)}
 
 
 def _close_all(fds: Sequence[int]) -> None:

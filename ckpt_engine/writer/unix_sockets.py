@@ -126,7 +126,7 @@ class SocketListener:
     def __init__(self, name: str, timeout: float) -> None:
         folder = _own_folder()
         self._path = Path(folder, name)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _alone_in(folder, timeout):
                 for left in Path(folder).iterdir():
@@ -139,12 +139,8 @@ class SocketListener:
             self._sock.close()
             raise
 
-    def fileno(self) -> int:
-        """Readable when somebody connects."""
-        return self._sock.fileno()
-
     def accept(self) -> socket.socket | None:
-        """A connection of this user; None: who connected is gone again, or another user."""
+        """The next connection of this user; None: who connected is gone again, or another user, or this is closed."""
         try:
             sock, _ = self._sock.accept()
         except OSError:
@@ -160,6 +156,8 @@ class SocketListener:
             # Before it is closed: as long as it listens the name is not taken.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # who waits in `accept` returns
         self._sock.close()
 
 

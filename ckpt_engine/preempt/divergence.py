@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
-from ckpt_engine.store.sealed_json import parsed, seal
+from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
 
 WINDOW = 128
@@ -220,11 +219,7 @@ def read_rollback(storage: Storage) -> RollbackRecord | None:
         CorruptError: what is there is none.
         StorageError
     """
-    try:
-        text = storage.get(names.ROLLBACK)
-    except StorageMissingError:
-        return None
-    return parse_rollback(text, f"{storage.url}/{names.ROLLBACK}")
+    return stored(storage, names.ROLLBACK, parse_rollback)
 
 
 def parse_rollback(text: bytes, where: str) -> RollbackRecord:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageMissingError
+from ckpt_engine.errors import CkptError, LeaseHeldError
 from ckpt_engine.observe.events import (
     CLOSED,
     ENDS,
@@ -28,7 +28,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.lease_holder import LeaseHolder, ProcessIdentity
-from ckpt_engine.store.sealed_json import parsed, seal
+from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.retries import asking
 from ckpt_engine.writer.pulse import SpentTimes
@@ -159,9 +159,8 @@ def parse_attempts(text: bytes, where: str) -> AttemptHistory:
     return parsed(text, where, made, "remove it: how often the run fails is learned again")
 
 
-def _spent(row: object) -> RunSpent:
-    json_checks.require(isinstance(row, dict), "what was before is no object")
-    assert isinstance(row, dict)
+def _spent(row: dict[str, Any]) -> RunSpent:
+    json_checks.require(type(row) is dict, "what was before is no object")
     values = {name: row.get(name, 0.0) for name in asdict(RunSpent())}
     json_checks.require(all(map(json_checks.is_time, values.values())), "times before that are none")
     return RunSpent(**values)
@@ -196,11 +195,7 @@ def read_attempts(storage: Storage) -> AttemptHistory:
         CorruptError: the record is damaged.
         StorageError
     """
-    try:
-        text = storage.get(names.ATTEMPTS)
-    except StorageMissingError:
-        return AttemptHistory()
-    return parse_attempts(text, f"{storage.url}/{names.ATTEMPTS}")
+    return stored(storage, names.ATTEMPTS, parse_attempts) or AttemptHistory()
 
 
 class AttemptRecord:

@@ -197,11 +197,6 @@ def plan_rollback(
     return RollbackRecord(snapshot, step, snapshots[-1][0], found.first_step, skip_batches, count, found.text(), ranks)
 
 
-def is_pending(rollback: RollbackRecord | None, newest: str) -> bool:
-    """Whether a start whose newest snapshot is `newest` has to go back: nothing was saved since that was decided."""
-    return rollback is not None and rollback.newest == newest
-
-
 def write_rollback(storage: Storage, rollback: RollbackRecord) -> None:
     """Remember it at the run's root.
 

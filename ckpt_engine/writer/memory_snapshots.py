@@ -305,7 +305,7 @@ class MemorySnapshots:
 
         def whole(orders: list[StagedJob]) -> list[StagedJob]:
             fill = read_fill(self._pulse) if self._keep > 1 and self._pulse >= 0 else None
-            return [one for one in orders if not (fill and one.job.slot == fill.slot and one.job.job < fill.job)]
+            return [one for one in orders if not (fill and one.job.slot == fill[0] and one.job.job < fill[1])]
 
         self._replace(whole)
 

@@ -32,7 +32,7 @@ class RowFile:
 
     def __init__(self, storage: Storage, emit: Callable[[Event], object]) -> None:
         self._storage, self._emit = storage, emit
-        self._ring: rows.Ring | None = None
+        self._ring: rows.Ring
         self._name, self._header = "", b""
         self._written = 0
         self._over, self._committed = threading.Event(), threading.Event()
@@ -94,7 +94,6 @@ class RowFile:
                     self._emit(Notice("WARNING", text))
 
     def _append(self, path: str) -> None:
-        assert self._ring is not None
         new = list(self._ring.after(self._written))
         if not new:
             return
@@ -125,7 +124,6 @@ class RowFile:
         os.pwrite(fd, newest, rows.ROW_BYTES)
 
     def _put(self) -> None:
-        assert self._ring is not None
         self._committed.clear()
         newest = list(self._ring.after(self._written))
         self._written += max(0, len(newest) - rows.PUT_ROWS)

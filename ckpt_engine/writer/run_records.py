@@ -210,8 +210,7 @@ class StatusWriter:
             self._write(ended)
 
     def _write(self, ended: bool) -> None:
-        assert self._folder is not None
-        if not Path(self._folder.root).is_dir():
+        if self._folder is None or not Path(self._folder.root).is_dir():
             return  # it was removed, or is not mounted now: it is not for this to make it
         holder = self._holder
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -401,13 +402,9 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
 
         They leave no trace, unless streams are installed behind it: what its consumer draws until then follows from it.
         """
-        now = rng.capture() if self._epoch.then_rng is None else None
-        rng.restore(under)
-        try:
+        with rng.untouched() if self._epoch.then_rng is None else nullcontext():
+            rng.restore(under)
             return self._fetch()
-        finally:
-            if now is not None:
-                rng.restore(now)
 
     def _fetch(self) -> Any:
         epoch, loader = self._epoch, self._loader

@@ -144,10 +144,12 @@ class Parts(Protocol):
     """Models and the optimizers of their parameters, by component."""
 
     @property
-    def modules(self) -> Mapping[str, torch.nn.Module]: ...
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The models."""
 
     @property
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]: ...
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers."""
 
 
 Groups = list[list[str]]

@@ -309,15 +309,9 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     }
     if piece.raw_nbytes != piece.nbytes:
         row["raw_nbytes"] = piece.raw_nbytes
-    if piece.codec != RAW:
-        row["codec"] = piece.codec
-    if piece.base is not None:
-        row["base"] = piece.base
-    if piece.raw_digest is not None:
-        row["raw_digest"] = piece.raw_digest
-    if piece.group:
-        row["group"] = list(piece.group)
-    return row
+    codec = None if piece.codec == RAW else piece.codec
+    more = {"codec": codec, "base": piece.base, "raw_digest": piece.raw_digest, "group": piece.group}
+    return row | {name: value for name, value in more.items() if value}
 
 
 def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:

@@ -77,7 +77,7 @@ def duplicates(fds: Sequence[int]) -> tuple[int, ...]:
     try:
         made.extend(map(os.dup, fds))
     except OSError as err:
-        _close_all(made)
+        close_all(made)
         raise StateError(f"cannot share memory with the writer: {err.strerror}", hint=MORE_FILES) from err
     return tuple(made)
 
@@ -158,7 +158,7 @@ class Channel:
             except OSError:
                 self._drop_outgoing()  # the peer is gone: its end of file or pidfd says so to the owner
                 return
-            _close_all(frame.fds)
+            close_all(frame.fds)
             frame.fds = ()
             frame.rest = frame.rest[sent:]
             if not frame.rest:
@@ -166,7 +166,7 @@ class Channel:
 
     def _drop_outgoing(self) -> None:
         for frame in self._outgoing:
-            _close_all(frame.fds)
+            close_all(frame.fds)
         self._outgoing.clear()
 
     def wake(self) -> None:
@@ -261,7 +261,7 @@ class Channel:
                 return
             self._closed = True
             self._drop_outgoing()
-            _close_all(tuple(self._fds))
+            close_all(tuple(self._fds))
             self._fds.clear()
             self._sock.close()
             os.close(self.wake_fd)
@@ -275,7 +275,8 @@ def readable(timeout: float, *fds: int) -> set[int]:
     return {fd for fd, _ in poll.poll(timeout * 1000)}
 
 
-def _close_all(fds: Sequence[int]) -> None:
+def close_all(fds: Sequence[int]) -> None:
+    """Close these descriptors."""
     for fd in fds:
         os.close(fd)
 

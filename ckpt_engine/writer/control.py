@@ -27,13 +27,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.writer import unix_sockets
-from ckpt_engine.writer.channel import Channel, Received
+from ckpt_engine.writer.channel import Channel, Received, close_all
 from ckpt_engine.writer.messages import Answer, Body, Reply, nothing
 from ckpt_engine.writer.unix_sockets import SocketListener
 
@@ -84,12 +84,9 @@ def ask(root_url: str, request: Mapping[str, Any], timeout: float, rank: int = 0
         raise _silent(who, timeout) from err
     if sock is None:
         return None
-    channel = Channel(sock)
-    try:
+    with closing(Channel(sock)) as channel:
         channel.send(request)
         return _message(channel, who, timeout)
-    finally:
-        channel.close()
 
 
 def _message(channel: Channel, who: str, seconds: float) -> Received:
@@ -198,8 +195,7 @@ class Control:
             if not is_open or left <= 0:
                 return
         channel.send(reply.body, reply.fds)
-        for fd in reply.fds:
-            os.close(fd)
+        close_all(reply.fds)
         deadline = time.monotonic() + TAKE_SECONDS
         while channel.backlog and is_open and (left := deadline - time.monotonic()) > 0:
             _, is_open, _ = channel.exchange(left)

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from ckpt_engine.store.storage.disk import closing_fd
+
 _PLACES = ("/tmp", "/dev/shm")
 """Not what the environment names: who asks may have another one than who listens."""
 _BACKLOG = 128
@@ -168,8 +170,7 @@ def _alone_in(folder: str, timeout: float) -> Iterator[None]:
     Raises:
         BlockingIOError: somebody does for more than `timeout` seconds.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -180,8 +181,6 @@ def _alone_in(folder: str, timeout: float) -> Iterator[None]:
                     raise
                 time.sleep(_RETRY_SECONDS)
         yield
-    finally:
-        os.close(fd)
 
 
 def _listens(path: Path) -> bool:

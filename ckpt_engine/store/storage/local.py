@@ -28,10 +28,10 @@ from ckpt_engine.store.storage.disk import (
     Disk,
     Meter,
     MeteredDisk,
+    closing_fd,
     open_regular,
     read_into,
     require_size,
-    translated,
     translating,
     write_blocks,
 )
@@ -82,31 +82,28 @@ class LocalStorage:
         path = self.path(name)
         folder, _, file = path.rpartition("/")
         made: MutableSequence[str] = []
-        try:
-            self.make_folder(folder)
-            if exclusive and os.path.exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
-            fd, temp = self._create(folder, file)
-            made.append(temp)
+        with translating("write", path):
             try:
-                write_blocks(self._disk, fd, blocks)
-                self._disk.sync(fd)
-                if exclusive and self._link(temp, path):
-                    made.append(path)
-                else:
-                    self._disk.rename(temp, path)
-                    made[:] = [path] if exclusive else []
-            finally:
-                os.close(fd)
-            if temp in made:
-                self._remove_named(temp)
-            self._disk.sync_folder(folder)
-        except BaseException as err:
-            self._undo(made, err)
-            if isinstance(err, OSError):
-                raise translated(err, "write", path) from err
-            raise
+                self.make_folder(folder)
+                if exclusive and os.path.exists(path):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
+                fd, temp = self._create(folder, file)
+                made.append(temp)
+                with closing_fd(fd):
+                    write_blocks(self._disk, fd, blocks)
+                    self._disk.sync(fd)
+                    if exclusive and self._link(temp, path):
+                        made.append(path)
+                    else:
+                        self._disk.rename(temp, path)
+                        made[:] = [path] if exclusive else []
+                if temp in made:
+                    self._remove_named(temp)
+                self._disk.sync_folder(folder)
+            except BaseException as err:
+                self._undo(made, err)
+                raise
 
     def receive(self, name: str, nbytes: int, token: str, fill: Callable[[PartialFile], None]) -> None:
         path = self.path(name)
@@ -117,8 +114,7 @@ class LocalStorage:
             if Path(path).exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             has_begun = Path(temp).exists()
-            fd = self._disk.open(temp)
-            try:
+            with closing_fd(self._disk.open(temp)) as fd:
                 if not _lock(fd):
                     raise BlockingIOError(errno.EAGAIN, "another process is receiving or clearing it")
                 try:
@@ -131,21 +127,19 @@ class LocalStorage:
                 has_link = self._link(temp, path)
                 if not has_link:
                     self._disk.rename(temp, path)
-            finally:
-                os.close(fd)
             if has_link:
                 self._remove_named(temp)
             self._disk.sync_folder(folder)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
-        try:
+        with translating("read", path):
             try:
                 fd = open_regular(path, os.O_RDONLY)
             except FileNotFoundError:
                 self._look_afresh(path.rpartition("/")[0])
                 fd = open_regular(path, os.O_RDONLY)
-            try:
+            with closing_fd(fd):
                 if nbytes is None:
                     size = os.fstat(fd).st_size
                     require_size(path, size, names.most_bytes(name))
@@ -156,23 +150,17 @@ class LocalStorage:
                     start += len(part)
                     nbytes -= len(part)
                 return parts[0] if len(parts) == 1 else b"".join(parts)
-            finally:
-                os.close(fd)
-        except OSError as err:
-            raise translated(err, "read", path) from err
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         path = self.path(name)
-        try:
+        with translating("read", path):
             done = read_into(path, start, out.cast("B"))
-        except OSError as err:
-            raise translated(err, "read", path) from err
         if done < out.nbytes:
             raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        try:
+        with translating("list", self.root):
             if not self._look_afresh(self.root):
                 try:
                     mode = os.stat(self.root).st_mode
@@ -181,28 +169,18 @@ class LocalStorage:
                 if not S_ISDIR(mode):
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             return iter(self._walk(folder, prefix, []))
-        except OSError as err:
-            raise translated(err, "list", self.root) from err
 
     def delete(self, *names: str) -> None:
         folders = set()
         for name in names:
             path = self.path(name)
-            try:
+            with translating("delete", path), suppress(FileNotFoundError):
                 self._disk.remove(path)
-            except FileNotFoundError:
-                pass
-            except OSError as err:
-                raise translated(err, "delete", path) from err
             folders.add(path.rpartition("/")[0])
         # Also where nothing was left to remove: another process may have removed it and died before its sync.
         for folder in sorted(folders):
-            try:
+            with translating("delete in", folder), suppress(FileNotFoundError):
                 self._disk.sync_folder(folder)
-            except FileNotFoundError:
-                pass
-            except OSError as err:
-                raise translated(err, "delete in", folder) from err
 
     def settle(self, prefix: str) -> None:
         folder = f"{self.root}/{prefix.rstrip('/')}"
@@ -325,17 +303,13 @@ class LocalStorage:
             fd = open_regular(path, os.O_RDWR)  # NFS locks only what is open for writing
         except (FileNotFoundError, CorruptError):
             return 0
-        try:
+        with closing_fd(fd), suppress(FileNotFoundError):
             # It may have been named or removed since it was opened, and closed, which frees the lock.
-            if not _lock(fd) or not _is_at(fd, path):
-                return 0
-            nbytes = os.fstat(fd).st_size
-            self._disk.remove(path)
-        except FileNotFoundError:
-            return 0
-        finally:
-            os.close(fd)
-        return nbytes
+            if _lock(fd) and _is_at(fd, path):
+                nbytes = os.fstat(fd).st_size
+                self._disk.remove(path)
+                return nbytes
+        return 0
 
     def _walk(self, folder: str, prefix: str, found: MutableSequence[ObjectInfo]) -> Sequence[ObjectInfo]:
         try:

@@ -155,7 +155,7 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
         NewerFormatError: written by a later version.
     """
     body = _verified_body(data)
-    try:
+    with json_checks.reading("the manifest contradicts the format"):
         document = json_checks.loads(body)
         named = [(file["name"], file["nbytes"]) for file in document["files"]]
         places = {name: number for number, name in enumerate(dict(named))}
@@ -180,8 +180,6 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
             },
         )
         check(manifest, is_part=is_part)
-    except json_checks.MALFORMED as err:
-        raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
     return manifest
 
 
@@ -204,10 +202,8 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
         info, _ = _DECODER.raw_decode(head[found.end() :].decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    try:
+    with json_checks.reading("the manifest's head is damaged"):
         return info_from_json(info)
-    except json_checks.MALFORMED as err:
-        raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
 
 
 def _verified_body(data: bytes) -> bytes:

@@ -522,7 +522,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         row = unseal(data, where)
     except CorruptError as err:
         raise CorruptError(err.message, hint=hint) from err
-    try:
+    with json_checks.reading(f"{where} is damaged", hint):
         json_checks.require(bool(row), "it says nothing")
         if row.get("format") != FORMAT:
             raise ForeignError(f"{where} is not of ckpt-engine", hint="choose an empty or new folder")
@@ -535,8 +535,6 @@ def parse_record(data: bytes, url: str) -> RunRecord:
             type(row["run"]) is str and json_checks.is_time(row["created"]), "it names no run, or no time"
         )
         return RunRecord(row["run"], float(row["created"]))
-    except (ValueError, LookupError, TypeError) as err:
-        raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err
 
 
 def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:

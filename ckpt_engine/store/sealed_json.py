@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError, StorageMissingError
 from ckpt_engine.store.container import ALGORITHM, T, digest
-from ckpt_engine.store.json_checks import MALFORMED, loads
+from ckpt_engine.store.json_checks import loads, reading
 from ckpt_engine.store.storage.base import Storage
 
 _KEY = b', "digest": "'
@@ -35,10 +35,8 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     end = b'%s%s"}' % (_KEY, digest(body).encode())
     if found and text[len(body) :].rstrip(b" \n") != end:
         raise CorruptError(f"{where} is damaged: it does not match its digest")
-    try:
+    with reading(f"{where} is damaged"):
         row = loads(text)
-    except (ValueError, RecursionError) as err:
-        raise CorruptError(f"{where} is damaged: {err}") from err
     if not isinstance(row, dict):
         raise ForeignError(f"{where} is not of ckpt-engine")
     if found:
@@ -70,9 +68,8 @@ def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: s
     Raises:
         CorruptError: it is none, or not one that `make` takes.
     """
-    try:
-        return make(unseal(text, where))
-    except FormatError as err:
-        raise CorruptError(err.message, hint=hint) from err
-    except MALFORMED as err:
-        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
+    with reading(f"{where} is damaged", hint):
+        try:
+            return make(unseal(text, where))
+        except FormatError as err:
+            raise CorruptError(err.message, hint=hint) from err

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 from ckpt_engine.errors import CkptError, LeaseHeldError
@@ -115,18 +115,14 @@ class AttemptHistory:
 
     def bounded(self) -> AttemptHistory:
         """With `MOST` rows at most."""
-        before, many = self.before, len(self.rows) - MOST
-        for one, following in pairwise(self.rows[: max(0, many) + 1]):
-            before = after(before, one, following)
-        return AttemptHistory(self.rows[max(0, many) :], before)
+        many = max(0, len(self.rows) - MOST)
+        return AttemptHistory(self.rows[many:], self._spent_until(self.rows[: many + 1]))
 
     @property
     def spent(self) -> RunSpent:
         """What the time of the run went into until its newest heartbeat."""
-        spent = self.before
-        for one, following in zip_longest(self.rows, self.rows[1:]):
-            spent = after(spent, one, following)
-        return spent
+        spent = self._spent_until(self.rows)
+        return after(spent, self.rows[-1], None) if self.rows else spent
 
     @property
     def over(self) -> tuple[RunSpent, float]:
@@ -134,10 +130,14 @@ class AttemptHistory:
         if not self.rows:
             return self.before, 0.0
         until = self.rows[-1].began + self.rows[-1].seconds
+        return self._spent_until((*self.rows, Attempt("", "", until))), until
+
+    def _spent_until(self, rows: Sequence[Attempt]) -> RunSpent:
+        """What the time until the last of these rows went into, which are its oldest, one after another."""
         spent = self.before
-        for one, following in pairwise((*self.rows, Attempt("", "", until))):
+        for one, following in pairwise(rows):
             spent = after(spent, one, following)
-        return spent, until
+        return spent
 
 
 def encode_attempts(history: AttemptHistory) -> bytes:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
@@ -307,7 +307,7 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
         row["raw_nbytes"] = piece.raw_nbytes
     codec = None if piece.codec == RAW else piece.codec
     more = {"codec": codec, "base": piece.base, "raw_digest": piece.raw_digest, "group": piece.group}
-    return row | {name: value for name, value in more.items() if value}
+    return row | dict(filter(itemgetter(1), more.items()))
 
 
 def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:

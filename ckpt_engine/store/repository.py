@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -195,7 +195,7 @@ class Repository:
 
     def ids(self) -> tuple[names.ParsedId, ...]:
         """All snapshots by name, oldest first: one listing, no reads."""
-        return tuple([parsed for parsed, _ in self._manifests()])
+        return tuple(map(itemgetter(0), self._manifests()))
 
     def scan(self) -> Listing:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ckpt_engine.errors import CorruptError
 
-MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 """What taking apart an unexpected document can raise."""
 MOST = 1 << 60
 """No count of bytes or elements is larger."""
@@ -29,7 +29,7 @@ def reading(what: str, hint: str | None = None) -> Iterator[None]:
     """Turns what a document can raise that is taken apart in the block into `CorruptError`: `what`, and why."""
     try:
         yield
-    except MALFORMED as err:
+    except _MALFORMED as err:
         why = str(err) if type(err) is ValueError else f"{type(err).__name__}: {err}"
         raise CorruptError(f"{what}: {why}", hint=hint) from err
 

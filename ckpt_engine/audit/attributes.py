@@ -384,13 +384,11 @@ def _saved(value: Any) -> frozenset[str]:
     if is_library(owner) and isinstance(value, Iterable):
         # A loader may begin a pass to tell its state, and forget the one it is to continue (torchdata.nodes does).
         return frozenset(attributes_of(value) or ()) if owner is type(value) else names_of(owner)
-    streams = rng.capture()
     try:
-        state = state_dict()
+        with rng.untouched():
+            state = state_dict()
     except Exception:  # noqa: BLE001 - it is the user's code, and the snapshot itself reports what is wrong with it
         return frozenset()
-    finally:
-        rng.restore(streams)
     if not isinstance(state, dict):
         return frozenset(attributes_of(value) or ())
     keys = {str(key).lstrip("_") for key in state}

@@ -106,13 +106,6 @@ class HiddenState:
             self._before = None
         begun.take_back(self._unrepeated)
 
-    def note_unrepeated(self, roots: Mapping[str, Any]) -> None:
-        """What follows, up to the first moment, only the run's first process does, such as a check of the validation.
-
-        What it changes counts as changed: another process begins with what was there before.
-        """
-        self._before = Beginning(roots, self.skipped)
-
     def stepped(self) -> None:
         """The process has made a step. The first one counts that can be compared with a beginning."""
         if self._once is None and (latest := self._latest) is not None:
@@ -281,9 +274,12 @@ class Audit(HiddenState):
             self.note(moment, {**self._locals.modules, **self.roots()})
 
     def begin_unrepeated(self) -> None:
-        """See `HiddenState.note_unrepeated`."""
+        """What follows, up to the first moment, only the run's first process does, such as a check of the validation.
+
+        What it changes counts as changed: another process begins with what was there before.
+        """
         if self.on:
-            self.note_unrepeated({**of_modules(), **self.roots()})
+            self._before = Beginning({**of_modules(), **self.roots()}, self.skipped)
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.

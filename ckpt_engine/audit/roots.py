@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -74,7 +74,7 @@ def of_modules() -> dict[str, Any]:
         assigned |= {key for key in iterators if any(key in names_in(one) for one in functions)}
         within = frozenset(key for key in near - assigned if changes_in_place(values.get(key)))
         if assigned or within:
-            found[name] = Variables(partial(_global, module), assigned, within, module, functions=functions)
+            found[name] = Variables(vars(module).__getitem__, assigned, within, module, functions=functions)
         for one in functions:
             if vars(one).keys() - {"__wrapped__"} or any(map(is_own, source.defaults_of(one).values())):
                 found[f"{name}.{one.__qualname__}"] = one
@@ -109,10 +109,6 @@ def _is_foreign(path: str) -> bool:
 def _own(module: Any, name: str) -> Any:
     """What a module itself has; asking a lazy one imports things."""
     return getattr(module, "__dict__", {}).get(name)
-
-
-def _global(module: Any, name: str) -> Any:
-    return vars(module).get(name, MISSING)
 
 
 def _functions(module: Any) -> Iterator[FunctionType]:

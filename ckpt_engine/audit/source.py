@@ -59,17 +59,14 @@ def only_shows_its_count(frame: FrameType) -> bool:
     """Whether the counter of the `enumerate` at the line of this frame is only printed or logged."""
     tree = _tree_of("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
     every = () if tree is None else tuple(ast.walk(tree))
-    loops = [one for one in every if isinstance(one, ast.For) and _is_at(one.iter, frame.f_lineno)]
+    line = frame.f_lineno
+    loops = [one for one in every if isinstance(one, ast.For) and one.iter.lineno <= line <= (one.iter.end_lineno or 0)]
     if len(loops) != 1 or (name := _counter(loops[0])) is None:
         return False
     *_, scope = (one for one in every if isinstance(one, _Scope) and loops[0] in ast.walk(one))
     if getattr(scope, "name", "<module>") != frame.f_code.co_name or _is_used_inside(frame.f_code, name):
         return False
     return all(_only_shows(one, name) for one in scope.body)
-
-
-def _is_at(node: ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)
 
 
 @functools.lru_cache(maxsize=8)

@@ -445,7 +445,7 @@ class LiveView(Mapping[str, Any]):
 
     Args:
         names: of the values.
-        read: gives the value of a name; `MISSING` or a ValueError: it is not there.
+        read: gives the value of a name; `MISSING`, a ValueError or a LookupError: it is not there.
         own: the dict.
     """
 
@@ -457,7 +457,7 @@ class LiveView(Mapping[str, Any]):
     def _found(self, name: str) -> Any:
         try:
             return self._read(name) if name in self._names else MISSING
-        except (ValueError, IndexError, AttributeError):
+        except (ValueError, LookupError, AttributeError):
             return MISSING  # a variable or slot that is not assigned yet, or an item of a list that is shorter now
 
     def __getitem__(self, name: str) -> Any:

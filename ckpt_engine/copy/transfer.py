@@ -30,7 +30,7 @@ from ckpt_engine.store.manifest import (
 )
 from ckpt_engine.store.repository import Repository, encode_record, lacking, parse_record
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.disk import open_regular, translating
+from ckpt_engine.store.storage.disk import closing_fd, open_regular, translating
 from ckpt_engine.store.storage.partial_file import PartialFile
 
 RANGE_BYTES = 16 << 20
@@ -321,14 +321,10 @@ def _map_local(source: Folder, file: DataFile, pieces: Sequence[Piece]) -> mmap.
         source.get_into(file.name, piece.offset, buffer[: piece.nbytes])
         _require_digest(file, piece, buffer[: piece.nbytes])
     path = source.path(file.name)
-    with translating("read", path):
-        fd = open_regular(path, os.O_RDONLY)
-        try:
-            if os.fstat(fd).st_size != file.nbytes:
-                raise CorruptError(f"{path} does not have {file.nbytes} bytes")
-            return mmap.mmap(fd, file.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        finally:
-            os.close(fd)
+    with translating("read", path), closing_fd(open_regular(path, os.O_RDONLY)) as fd:
+        if os.fstat(fd).st_size != file.nbytes:
+            raise CorruptError(f"{path} does not have {file.nbytes} bytes")
+        return mmap.mmap(fd, file.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
 
 
 def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> mmap.mmap:

@@ -18,7 +18,7 @@ from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
 from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level, OnChange
-from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate, from_earlier_epoch
+from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
 from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder, deref
@@ -85,10 +85,8 @@ class Starter:
     @cached_property
     def why_replayed(self) -> str | None:
         """Why the state of an iterable dataset is of no use; asked once."""
-        now = rng.capture()
-        found = native.why_replayed(self._loader)
-        rng.restore(now)
-        return found
+        with rng.untouched():
+            return native.why_replayed(self._loader)
 
     def fingerprint(self, *, again: bool = False) -> fingerprints.Fingerprint:
         """The loader's fingerprint, taken once per epoch, or `again`."""
@@ -167,11 +165,8 @@ class Starter:
         Raises:
             MismatchError: it ends there, and the user has not chosen.
         """
-        now = rng.capture()
-        try:
+        with rng.untouched():
             return self._within(make, state, on_change)
-        finally:
-            rng.restore(now)
 
     def next_epoch(
         self, make: Make, state: Mapping[str, Any], streams_then: Mapping[str, Any] | None
@@ -204,10 +199,8 @@ class Starter:
     def _within(self, make: Make, state: Mapping[str, Any], on_change: OnChange) -> tuple[Epoch, Iterator[Any]]:
         loader = self._loader
         batches, same, saved = int(state["batches"]), self._same_workers(state), state["native"]
-        private.discard_iterator(loader)
+        self._forget_iterator()
         native.reset(loader)
-        self._rotation, self._late = 0, False
-        self._fingerprint = self._recipe = None
         epoch = self._saved_epoch(state)
         streams.restore(loader, state["made"])
         streams.restore_epochs(loader, state["counters"], shared=True)
@@ -269,19 +262,20 @@ class Starter:
         Workers of an iterable dataset that play another role than their number cannot be moved between epochs as
         those of a map-style one are: they name themselves by number when their shard ends.
         """
-        now = rng.capture()
+        with rng.untouched():
+            self._forget_iterator()
+            epoch, counters = self._following(previous), streams.counters(self._loader)
+            try:
+                streams.restore(self._loader, previous.made)
+                with self._instruments(epoch, self._init(epoch, 0)):
+                    return epoch, make()
+            finally:
+                streams.restore_epochs(self._loader, counters)
+
+    def _forget_iterator(self) -> None:
         private.discard_iterator(self._loader)
         self._rotation, self._late = 0, False
         self._fingerprint = self._recipe = None
-        epoch, counters = self._following(previous), streams.counters(self._loader)
-        try:
-            streams.restore(self._loader, previous.made)
-            with self._instruments(epoch, self._init(epoch, 0)):
-                iterator = make()
-        finally:
-            rng.restore(now)
-            streams.restore_epochs(self._loader, counters)
-        return epoch, iterator
 
     def _following(self, previous: Epoch) -> Epoch:
         """The epoch after `previous` with the same workers."""
@@ -352,7 +346,7 @@ class Starter:
         """Carry over what is known about persistent workers into their next epoch."""
         if previous is None:
             return
-        epoch.workers = [from_earlier_epoch(state) for state in previous.workers]
+        epoch.workers = [state and {**state, "earlier_epoch": True} for state in previous.workers]
         epoch.unknown_roles = set(previous.unknown_roles)
         order = previous.order
         if order is None and not previous.exhausted:

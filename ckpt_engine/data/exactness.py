@@ -313,18 +313,18 @@ def fingerprint(loader: DataLoader[Any], samples: Samples) -> Fingerprint:
     context = loader.multiprocessing_context
     return {
         "dataset_kind": "iterable" if iterable else "map",
-        "dataset_type": _type_name(loader.dataset),
+        "dataset_type": type_name(loader.dataset),
         "dataset_length": None if iterable else length_of(loader.dataset),
         "batch_size": _named(counters, "batch_size") if loader.batch_size is None else loader.batch_size,
         "batches": known_length(loader),
-        "samplers": [] if iterable else [_type_name(one) for _, one in streams.holders(loader) if one is not loader],
+        "samplers": [] if iterable else [type_name(one) for _, one in streams.holders(loader) if one is not loader],
         "num_replicas": _named(counters, "num_replicas"),
         "rank": _named(counters, "rank"),
         "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
         "persistent_workers": loader.persistent_workers,
         "in_order": getattr(loader, "in_order", True),
-        "loader_type": _type_name(loader),
+        "loader_type": type_name(loader),
         "prefetch_factor": loader.prefetch_factor,
         "start_method": None if context is None else context.get_start_method(),
         "pin_memory": loader.pin_memory,
@@ -373,6 +373,6 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-def _type_name(value: object) -> str:
-    cls = type(value)
-    return f"{cls.__module__}.{cls.__qualname__}"
+def type_name(value: object) -> str:
+    """The class of a value, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

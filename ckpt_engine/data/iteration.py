@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -187,11 +188,6 @@ class RoleInit:
             for _ in itertools.islice(dataset, self.batch_size or 1):
                 pass
         native.begin_anew(dataset)
-
-
-def from_earlier_epoch(state: WorkerState | None) -> WorkerState | None:
-    """What is known about a persistent worker at the start of the epoch after the one `state` is from."""
-    return None if state is None else {**state, "earlier_epoch": True}
 
 
 _KEPT = "in persistent workers: what they keep between epochs is unknown"
@@ -406,13 +402,9 @@ class FollowedIterator(streams.Proxy, private.BaseIterator):
 
         They leave no trace, unless streams are installed behind it: what its consumer draws until then follows from it.
         """
-        now = rng.capture() if self._epoch.then_rng is None else None
-        rng.restore(under)
-        try:
+        with rng.untouched() if self._epoch.then_rng is None else nullcontext():
+            rng.restore(under)
             return self._fetch()
-        finally:
-            if now is not None:
-                rng.restore(now)
 
     def _fetch(self) -> Any:
         epoch, loader = self._epoch, self._loader

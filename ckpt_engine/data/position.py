@@ -478,19 +478,12 @@ def swap_in(loader: DataLoader[Any], iterations: Iterations) -> None:
 def swap_back(loader: DataLoader[Any]) -> None:
     """Undo `swap_in`; does nothing to a loader that is not swapped."""
     if loader.__dict__.pop(_ATTRIBUTE, None) is not None:
-        _set_class(loader, original_class(loader))
+        _set_class(loader, vars(type(loader)).get(_ORIGINAL, type(loader)))
 
 
 def followed_by(loader: DataLoader[Any]) -> Iterations | None:
     """Who follows this loader, or None."""
     return loader.__dict__.get(_ATTRIBUTE)
-
-
-def original_class(loader: DataLoader[Any]) -> type:
-    """The loader's class as the user knows it."""
-    cls: type = type(loader)
-    original: type = vars(cls).get(_ORIGINAL, cls)
-    return original
 
 
 @cache

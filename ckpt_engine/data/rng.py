@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -130,6 +131,16 @@ def capture() -> RngState:
     Accelerators appear only when they are initialised: asking an idle one would initialise it.
     """
     return capture_host() | _devices()
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Behind the `with` block every stream is what it was before."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
 
 
 def _devices() -> RngState:

@@ -11,7 +11,15 @@ from typing import Any
 from ckpt_engine.frequency.failures import Evidence, FailureBelief, prior_of
 from ckpt_engine.frequency.learned import Learned, Settled, UnsettledSnapshot
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, ENOUGH_STEPS, CostMeter, StepTimes, measured
-from ckpt_engine.frequency.policy import AdaptivePolicy, Costs, Decision, FarCosts, FrequencyPolicy, FrequencySettings
+from ckpt_engine.frequency.policy import (
+    AdaptivePolicy,
+    Costs,
+    Decision,
+    FarCosts,
+    FrequencyPolicy,
+    FrequencySettings,
+    MemoryRhythm,
+)
 from ckpt_engine.frequency.triggers import (
     ASSUMED_STALL_SECONDS,
     INTERVAL,
@@ -77,8 +85,8 @@ class Cadence:
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
         self._policy = self.policy_of(settings)
-        self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
-        self._memory = MemoryTrigger(settings.memory) if settings.memory is not None else None
+        self._adaptive = AdaptiveTrigger(settings)
+        self._memory = MemoryTrigger(settings.memory or MemoryRhythm())
         self._far: FarCosts | None = None
         self._ranks = ranks
         self._evidence = Evidence(prior_of(settings.mtbf_seconds, ranks))
@@ -98,10 +106,8 @@ class Cadence:
         self._steps = StepTimes(self._steps.prior)
         self._account = Account(self._account.earlier)
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
-        if self._adaptive is not None:
-            self._adaptive.restart(step)
-        if self._memory is not None:
-            self._memory.restart(step, now)
+        self._adaptive.restart(step)
+        self._memory.restart(step, now)
         self._in_flight: deque[UnsettledSnapshot] = deque(maxlen=_MOST_IN_FLIGHT)
         self._settled: list[Settled] = []
         self._pending: str | None = None
@@ -140,9 +146,8 @@ class Cadence:
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
         self._policy = self.policy_of(settings)
-        self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
-        if self._adaptive is not None:
-            self._adaptive.restart(step)
+        self._adaptive = AdaptiveTrigger(settings)
+        self._adaptive.restart(step)
         self._pending = None
         self._wake_step = -1
 
@@ -176,12 +181,11 @@ class Cadence:
 
     def memory_due(self, step: int) -> bool:
         """Whether a snapshot that only stays in memory is due; ask after `boundary`, where no durable one was taken."""
-        memory = self._memory
-        if memory is None:
+        if self._settings.memory is None:
             return False
         if step >= self._memory_review:
             self._decide(step)
-        return memory.due(step, self._now(), self._account, self._settings.budget, self._step_seconds)
+        return self._memory.due(step, self._now(), self._account, self._settings.budget, self._step_seconds)
 
     def memory_over(self, step: int) -> None:
         """The snapshot that `memory_due` has asked for at `step` was taken, or cannot be."""
@@ -219,21 +223,17 @@ class Cadence:
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
         self._held_back |= wait > 0.0
-        if self._adaptive is not None:
-            self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
+        self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
         self._in_flight.append(UnsettledSnapshot(step, now - stall, stall))
         self._disturbed = True
         self._pending = self._obstacle = None
         self._retry_time = -math.inf
         self._taken_time, self._taken_trained = now, self._account.training_seconds
         self._wake_step = -1
-        if self._memory is not None:
-            self._memory.newer(step, now, self._taken_trained)
+        self._memory.newer(step, now, self._taken_trained)
 
     def held(self, step: int, stall_seconds: float) -> None:
         """A snapshot that only stays in memory was taken at `step`; it blocked training for `stall_seconds`."""
-        if self._memory is None:
-            return
         stall = measured(stall_seconds)
         self._paused += stall
         self._account.paused_seconds += stall
@@ -246,8 +246,7 @@ class Cadence:
             return
         self._paused += seconds
         self._account.paused_seconds += seconds
-        of_memory = self._memory is not None and self._memory.fenced(seconds)
-        if self._in_flight and not of_memory:
+        if not self._memory.fenced(seconds) and self._in_flight:
             self._in_flight[-1].stall_seconds += seconds
 
     def skipped(self, step: int, reason: str) -> None:
@@ -301,22 +300,20 @@ class Cadence:
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
-        if self._adaptive is not None:
-            self._adaptive.announce(nbytes)
-        if self._memory is not None:
-            self._memory.announce(nbytes)
+        self._adaptive.announce(nbytes)
+        self._memory.announce(nbytes)
 
     @property
     def interval_steps(self) -> int | None:
         """The interval in force; None before the first snapshot was measured, or where there is none in steps."""
-        if self._adaptive is None:
+        if self._settings.overhead is None:
             return self._settings.every_n_steps
-        return self._adaptive.decision.interval_steps if self._adaptive.decision else None
+        return self.decision.interval_steps if self.decision else None
 
     @property
     def why(self) -> str:
         """One line that explains the interval."""
-        if self._adaptive is None:
+        if self._settings.overhead is None:
             return self._fixed.describe()
         return self.decision.why if self.decision else self._settings.aim
 
@@ -330,7 +327,7 @@ class Cadence:
     @property
     def decision(self) -> Decision | None:
         """The decision behind `interval_steps`; None without an adaptive trigger or before anything was measured."""
-        return self._adaptive.decision if self._adaptive else None
+        return self._adaptive.decision
 
     @property
     def overhead_fraction(self) -> float:
@@ -341,7 +338,7 @@ class Cadence:
     def measured(self) -> Mapping[str, float]:
         """See `run_times.MEASURED`. Cheap: what a step takes is that of the newest decision."""
         (slowdown, error), costs = self._meter.slowdown_of_all, self._meter.costs(self._step_seconds)
-        memory = 0.0 if self._memory is None else self._memory.cost_seconds
+        memory = 0.0 if self._settings.memory is None else self._memory.cost_seconds
         values = (slowdown + self._background_seconds, error, costs.step_seconds, costs.stall_seconds)
         each = (costs.slowdown_seconds, costs.latency_seconds, memory, costs.written_bytes / 1e6, self.idle_seconds)
         return dict(zip(MEASURED, (*values, *each), strict=True))
@@ -349,7 +346,7 @@ class Cadence:
     @property
     def quiet(self) -> tuple[float, float]:
         """The step and the time before which nothing is due if nothing is reported until then."""
-        if self._memory is None:
+        if self._settings.memory is None:
             return self._wake_step, self._wake_time
         step, time = self._memory.quiet(self._step_seconds)
         return min(self._wake_step, self._memory_review, step), min(self._wake_time, time)
@@ -433,9 +430,8 @@ class Cadence:
             self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
-            if self._adaptive is not None:
-                self._adaptive.uneven = self._steps.uneven
-                self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
+            self._adaptive.uneven = self._steps.uneven
+            self._adaptive.calibrating = not self._steps.enough_for(self._settings.budget)
         self._settled.clear()
         if self._held_back or self._basis() != self._decided:  # what time alone changes is for the next review
             self._decide(step)
@@ -444,23 +440,21 @@ class Cadence:
     def _basis(self) -> tuple[Costs, float | None, FarCosts | None]:
         """What a decision follows from besides failures: costs of a snapshot, of one in memory, of a further copy."""
         self._step_seconds = self._steps.step_seconds()
-        costs, memory = self._meter.costs(self._step_seconds), self._memory
-        if memory is not None and not self._meter.known:
-            costs = replace(costs, stall_seconds=memory.cost_seconds + ASSUMED_STALL_SECONDS)
-        return costs, None if memory is None else memory.cost_seconds, self._far
+        costs = self._meter.costs(self._step_seconds)
+        memory_seconds = None if self._settings.memory is None else self._memory.cost_seconds
+        if memory_seconds is not None and not self._meter.known:
+            costs = replace(costs, stall_seconds=memory_seconds + ASSUMED_STALL_SECONDS)
+        return costs, memory_seconds, self._far
 
     def _decide(self, step: int) -> None:
-        if self._memory is not None:
-            self._memory_review = step + REVIEW_STEPS
+        self._memory_review = step + (REVIEW_STEPS if self._steps.known else 1)
         if not self._steps.known:
-            self._memory_review = step + 1
             return
         self._decided = costs, memory_seconds, far = self._basis()
         rates = self._evidence.rates(self._now() - self._began)
         wanted = self._policy.decide(costs, rates, memory_seconds, far)
-        if (memory := self._memory) is not None:
-            memory.interval_seconds, memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
-        if self._adaptive is None or not self._meter.known:
+        self._memory.interval_seconds, self._memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
+        if self._settings.overhead is None or not self._meter.known:
             return
         before = self._adaptive.decision
         after = self._adaptive.settle(step, wanted, held_back=self._held_back)
@@ -473,7 +467,7 @@ class Cadence:
 
     def _interval_due(self, step: int, now: float) -> bool:
         """Whether the adaptive trigger fires; if not, it is asked again at the moment it names."""
-        if self._adaptive is None:
+        if self._settings.overhead is None:
             return False
         if step >= self._adaptive.review_step or self._adaptive.decision is None:
             self._decide(step)

@@ -354,13 +354,8 @@ class CostMeter:
 
     @property
     def known(self) -> bool:
-        """At least one snapshot was measured, now or by an earlier run."""
-        return self.count > 0
-
-    @property
-    def count(self) -> int:
-        """Snapshots that were measured; what an earlier run had learned counts as one."""
-        return self._stall.count
+        """At least one snapshot was measured; what an earlier run had learned counts as one."""
+        return self._stall.count > 0
 
     def _slows_down(self) -> float:
         """What `slowdown_seconds` is now.
@@ -381,8 +376,8 @@ class CostMeter:
     @property
     def slowdown_of_all(self) -> tuple[float, float]:
         """Of all snapshots so far together, and its standard error: without the caution of `slowdown_seconds`."""
-        each = max(0.0, self._slowdown.value) + self._slow.seconds
-        return self.count * each, self.count * self.slowdown_error
+        each, count = max(0.0, self._slowdown.value) + self._slow.seconds, self._stall.count
+        return count * each, count * self.slowdown_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.

@@ -167,15 +167,10 @@ class TriggerAnswer(NamedTuple):
 
 
 class AdaptiveTrigger:
-    """Keeps the decision in force and applies it.
-
-    Args:
-        settings: `overhead` is not None.
-    """
+    """Keeps the decision in force and applies it."""
 
     def __init__(self, settings: FrequencySettings) -> None:
-        assert settings.overhead is not None
-        self._budget = settings.overhead
+        self._budget = settings.budget
         self._first_within = min(FIRST_WITHIN_SECONDS, *(limit / 2.0 for limit in settings.limits.values()), math.inf)
         self._assumed_seconds = ASSUMED_STALL_SECONDS
         self.decision: Decision | None = None

@@ -25,7 +25,6 @@ from ckpt_engine.preempt.divergence import (
     Divergence,
     RollbackRecord,
     earliest,
-    is_pending,
     of_json,
     plan_rollback,
     read_rollback,
@@ -296,7 +295,8 @@ class Rollbacks:
 
         row = self._engine.meet(read, known) if self._may_differ else self._engine.agree(read)
         found = None if row is None else of_json(row)
-        pending = found if is_pending(found, newest) else None
+        # Only if nothing was saved since that was decided.
+        pending = found if found is not None and found.newest == newest else None
         self.back = pending and pending.on(self.replicas, self._in_whole_steps)
         return pending
 

@@ -89,7 +89,7 @@ class Halt(Ending):
 
     def fits(self, stop: Stop) -> bool:
         """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
-        plan = self.watch.plan_ahead(stop)
+        plan = self.watch.plan(stop, ahead=True)
         self._log.warning("%s: %s", stop.notice.who, plan.why)
         return plan.choice is StopChoice.SNAPSHOT
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.units import count
 from ckpt_engine.store import names
-from ckpt_engine.store.sealed_json import parsed, seal
+from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
 
 WINDOW = 128
@@ -198,11 +197,6 @@ def plan_rollback(
     return RollbackRecord(snapshot, step, snapshots[-1][0], found.first_step, skip_batches, count, found.text(), ranks)
 
 
-def is_pending(rollback: RollbackRecord | None, newest: str) -> bool:
-    """Whether a start whose newest snapshot is `newest` has to go back: nothing was saved since that was decided."""
-    return rollback is not None and rollback.newest == newest
-
-
 def write_rollback(storage: Storage, rollback: RollbackRecord) -> None:
     """Remember it at the run's root.
 
@@ -220,11 +214,7 @@ def read_rollback(storage: Storage) -> RollbackRecord | None:
         CorruptError: what is there is none.
         StorageError
     """
-    try:
-        text = storage.get(names.ROLLBACK)
-    except StorageMissingError:
-        return None
-    return parse_rollback(text, f"{storage.url}/{names.ROLLBACK}")
+    return stored(storage, names.ROLLBACK, parse_rollback)
 
 
 def parse_rollback(text: bytes, where: str) -> RollbackRecord:

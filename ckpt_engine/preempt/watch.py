@@ -199,13 +199,9 @@ class PreemptionWatch:
         elif event.what == "save":
             self._save = event.who
 
-    def plan(self, stop: Stop) -> StopPlan:
-        """What to do about `stop` at a boundary, now."""
-        return plan_stop(self._facts(stop, 0.0))
-
-    def plan_ahead(self, stop: Stop) -> StopPlan:
-        """As `plan`, after one more step that lasts as long as the last one."""
-        return plan_stop(self._facts(stop, self._took))
+    def plan(self, stop: Stop, *, ahead: bool = False) -> StopPlan:
+        """What to do about `stop` at a boundary: now, or after one more step that lasts as long as the last one."""
+        return plan_stop(self._facts(stop, self._took if ahead else 0.0))
 
     def flush(self) -> int | None:
         """Let the writer make durable what is only in memory; the step of that, None: there is none.

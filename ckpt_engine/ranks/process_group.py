@@ -26,43 +26,6 @@ def _everything(_path: tuple[Any, ...]) -> bool:
     return True
 
 
-class GroupStore:
-    """The process group's store, under keys of our own and over connections of our own."""
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._short = _connected(store, prefix)
-        self._short.set_timeout(timedelta(seconds=_SHORT_SECONDS))
-        # A wait holds its connection: what must be quick has another one.
-        self._long = _connected(store, prefix)
-
-    def set(self, key: str, value: str) -> None:
-        with _answering():
-            self._short.set(key, value)
-
-    def get(self, key: str) -> str | None:
-        with _answering():
-            return bytes(self._short.get(key)).decode() if self._short.check([key]) else None
-
-    def add(self, key: str) -> int:
-        with _answering():
-            return int(self._short.add(key, 1))
-
-    def remove(self, key: str) -> None:
-        with _answering():
-            self._short.delete_key(key)
-
-    def wait(self, key: str, timeout: float) -> str:
-        with _answering():
-            try:
-                self._long.wait([key], timedelta(seconds=timeout))
-                return bytes(self._long.get(key)).decode()
-            except dist.DistStoreError as err:
-                raise WaitTimeoutError(
-                    f"rank 0 has not said what all ranks wait for within {timeout:.0f} s",
-                    hint="every rank must make its checkpointers and call load and save in the same order",
-                ) from err
-
-
 @contextmanager
 def _answering() -> Iterator[None]:
     try:
@@ -72,6 +35,43 @@ def _answering() -> Iterator[None]:
             f"the store of the process group does not answer: {err}",
             hint="look at the end of rank 0's log: it may be gone",
         ) from err
+
+
+class GroupStore:
+    """The process group's store, under keys of our own and over connections of our own."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._short = _connected(store, prefix)
+        self._short.set_timeout(timedelta(seconds=_SHORT_SECONDS))
+        # A wait holds its connection: what must be quick has another one.
+        self._long = _connected(store, prefix)
+
+    @_answering()
+    def set(self, key: str, value: str) -> None:
+        self._short.set(key, value)
+
+    @_answering()
+    def get(self, key: str) -> str | None:
+        return bytes(self._short.get(key)).decode() if self._short.check([key]) else None
+
+    @_answering()
+    def add(self, key: str) -> int:
+        return int(self._short.add(key, 1))
+
+    @_answering()
+    def remove(self, key: str) -> None:
+        self._short.delete_key(key)
+
+    @_answering()
+    def wait(self, key: str, timeout: float) -> str:
+        try:
+            self._long.wait([key], timedelta(seconds=timeout))
+            return bytes(self._long.get(key)).decode()
+        except dist.DistStoreError as err:
+            raise WaitTimeoutError(
+                f"rank 0 has not said what all ranks wait for within {timeout:.0f} s",
+                hint="every rank must make its checkpointers and call load and save in the same order",
+            ) from err
 
 
 def _connected(store: Any, prefix: str) -> PrefixStore:

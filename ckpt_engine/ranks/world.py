@@ -68,20 +68,13 @@ class Ranks(Protocol):
         address: where other machines reach this one.
     """
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def own(self) -> frozenset[str]: ...
+    rank: int
+    size: int
+    own: frozenset[str]
+    wait_seconds: float
 
     @property
     def store(self) -> Store: ...
-
-    @property
-    def wait_seconds(self) -> float: ...
 
     @property
     def node(self) -> str: ...

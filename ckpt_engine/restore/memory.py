@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, ReadOnlyStorage
 from ckpt_engine.writer import control
-from ckpt_engine.writer.channel import Received
+from ckpt_engine.writer.channel import Received, close_all
 from ckpt_engine.writer.pulse import Heartbeat
 
 URL = "memory"
@@ -138,7 +137,7 @@ def attach(root_url: str, timeout: float) -> MemoryStorage | None:
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
         return None
     finally:
-        close_all(reply)
+        close_all(reply.fds)
 
 
 def is_held(root_url: str, timeout: float) -> bool:
@@ -163,12 +162,6 @@ def shared_file(reply: Received) -> dict[str, memoryview]:
 def image_of(reply: Received) -> memoryview:
     """The memory that came with a reply, read-only."""
     return shared_bytes(reply.fds[0], int(reply.body["nbytes"]), writable=False)
-
-
-def close_all(reply: Received) -> None:
-    """Close the descriptors that came with a reply."""
-    for fd in reply.fds:
-        os.close(fd)
 
 
 def beat_of(reply: Received) -> Heartbeat | None:

@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -25,7 +26,6 @@ from ckpt_engine.restore.memory import (
     answers,
     ask_writer,
     beat_of,
-    close_all,
     image_of,
     own_memory,
     shared_file,
@@ -33,7 +33,7 @@ from ckpt_engine.restore.memory import (
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.manifest import Partial
 from ckpt_engine.writer import control, part_records
-from ckpt_engine.writer.channel import Received
+from ckpt_engine.writer.channel import Received, close_all
 from ckpt_engine.writer.parity import restore_chunk
 from ckpt_engine.writer.peer_service import PeerShare, connect, verify
 from ckpt_engine.writer.pulse import Heartbeat
@@ -131,7 +131,7 @@ def _assembled(
         return None, str(err) or type(err).__name__
     finally:
         for reply in shares.values():
-            close_all(reply)
+            close_all(reply.fds)
 
 
 def _gather(
@@ -185,8 +185,7 @@ def _fetch(source: ShareSource, request: dict[str, Any], beside: int, deadline: 
     Raises:
         OSError, CkptError, LookupError: it is not to be had.
     """
-    line = connect(source.host, source.port, source.secret)
-    try:
+    with closing(connect(source.host, source.port, source.secret)) as line:
         line.send(request)
         body = line.receive()
         if "nbytes" not in body:
@@ -200,8 +199,6 @@ def _fetch(source: ShareSource, request: dict[str, Any], beside: int, deadline: 
             os.close(fd)
             raise
         return Received(body, (fd,))
-    finally:
-        line.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +322,7 @@ def rebuild_share(
                     fd, out = own_memory(share.nbytes, beside)
                 restore_chunk(out, lost, keeper, group, image_of(parity), images)
             finally:
-                close_all(parity)
+                close_all(parity.fds)
         if share is None:
             raise LookupError(f"no machine has the parity of rank {lost}")
         verify(share, out)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -64,7 +64,7 @@ class SharedSlot:
         """Not every page is there and mapped: see `SlotMemory`."""
         self._closed = False
         self._bound: _Bound | None = None
-        self._pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
+        self.pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
 
     @property
     def memory(self) -> SlotMemory:
@@ -107,10 +107,6 @@ class SharedSlot:
             self.prefault()
         return time.thread_time()
 
-    def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
-        """Page-lock the touched memory for devices, once; what is wrong, or None. See `Pinned.pin`."""
-        return self._pinned.pin(device, go_on)
-
     def views(self, plan: StatePlan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
         if self._bound is None or self._bound.plan is not plan:
@@ -139,7 +135,7 @@ class SharedSlot:
         """Give the memory back; the mapping goes when the last view does. No copy may be under way."""
         self._bound = None
         self._closed = True
-        self._pinned.unpin()
+        self.pinned.unpin()
         os.close(self.fd)
 
 
@@ -196,7 +192,7 @@ class Slots:
         if plan.devices:
             if slot.is_cold:
                 slot.prefault()
-            self.pin_problem = slot.pin(plan.devices[0]) or self.pin_problem
+            self.pin_problem = slot.pinned.pin(plan.devices[0]) or self.pin_problem
         self._busy[slot.index] = slot
         self._uses[slot.index] = 1
         return slot
@@ -275,18 +271,9 @@ class Slots:
         if made:
             self._warm_up = _WarmUp(made, plan.devices)
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self) -> AbstractContextManager[None]:
         """While the `with` block runs, the warm-up leaves memory bandwidth and cores alone."""
-        warm = self._warm_up
-        if warm is None:
-            yield
-            return
-        warm.pause()
-        try:
-            yield
-        finally:
-            warm.resume()
+        return nullcontext() if self._warm_up is None else self._warm_up.paused()
 
     def known(self) -> list[SharedSlot]:
         """All slots that exist, for a writer that is started again."""
@@ -407,14 +394,16 @@ class _WarmUp:
         if self._error is not None:
             raise self._error
 
-    def pause(self) -> None:
-        with self._changed:
-            self._paused = True
-
-    def resume(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Its threads wait for the end of the `with` block."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._paused = False
+                self._changed.notify_all()
 
     def let_go(self) -> None:
         """Its threads end by themselves."""
@@ -435,7 +424,7 @@ class _WarmUp:
                 if not slot.prefault(lambda slot=slot: self._go_on(slot)):  # type: ignore[misc]
                     continue
                 if self._devices:  # what is wrong is said when the slot is taken
-                    slot.pin(self._devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
+                    slot.pinned.pin(self._devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self._error = err

@@ -116,13 +116,13 @@ class Cuda:
         with torch.inference_mode(False), torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    @torch.inference_mode(False)
     def host(self, nbytes: int) -> torch.Tensor:
         """Bytes in host memory, page-locked where that is possible: else a copy to them makes the host wait."""
-        with torch.inference_mode(False):
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:
-                return torch.empty(nbytes, dtype=torch.uint8)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
         """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""

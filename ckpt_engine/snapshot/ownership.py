@@ -63,7 +63,7 @@ class Tenure:
         self._key = (place(url), rank)
         self._close = close
         self._drain = drain
-        self.release: Callable[[], object] = _nothing
+        self.release: Callable[[], object] = lambda: None
         self.closed = self.replaced = self._leaving = False
         self._thread = threading.current_thread()
         self.forked = False
@@ -195,10 +195,6 @@ def _in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_in_fork)
-
-
-def _nothing() -> None:
-    """Only its caller uses the engine."""
 
 
 CLOSE_SECONDS = 60.0

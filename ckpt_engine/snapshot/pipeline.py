@@ -81,7 +81,6 @@ class Pipeline:
         process: bool = False,
     ) -> None:
         self._open_writer = open_writer
-        self._tier = tier
         self.process = process
         self._emit = emit
         self._group = OwnSnapshots() if session is None else SharedSnapshots(session, self._cancel)

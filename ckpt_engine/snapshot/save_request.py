@@ -79,9 +79,11 @@ WAIT_SECONDS = 3600.0
 class SaveOutcomes(Protocol):
     """Where a handle learns what became of its snapshot; see `Pipeline`."""
 
-    def poll(self) -> None: ...
+    def poll(self) -> None:
+        """Take in what the writer has said."""
 
-    def wait_for(self, handle: SaveHandle, timeout: float) -> bool: ...
+    def wait_for(self, handle: SaveHandle, timeout: float) -> bool:
+        """Wait until the snapshot of a handle is settled, at most `timeout` seconds; whether it is."""
 
 
 class SaveHandle:

@@ -31,16 +31,9 @@ class _Tag:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Tag:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(storage, _form(tensor), tensor._version)
-
-    def is_same(self, tensor: torch.Tensor) -> bool:
-        """Whether it is of the same memory, in the same form, however often changed."""
-        return _form(tensor) == self.form
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        storage = tensor.untyped_storage()
+        form = (storage._cdata, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        return cls(StorageWeakRef(storage), form, tensor._version)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +74,11 @@ class Unchanged:
             tensor = capture.arrays[source.array]
             if name in self._changing or not is_movable(tensor) or tensor.requires_grad or tensor.is_inference():
                 continue
-            last = self._last.get(name)
-            if last is not None and (not last.is_same(tensor) or last.version != tensor._version):
+            last, now = self._last.get(name), _Tag.of(tensor)
+            if last is not None and (last.form, last.version) != (now.form, now.version):
                 self._give_up(name)
                 continue
-            tag = self._last[name] = last or _Tag.of(tensor)
+            tag = self._last[name] = last or now
             claims.tags[index] = tag
             if there.get(index) is tag:
                 claims.by_source[index] = Claim(name)

@@ -118,9 +118,9 @@ def _any_mode() -> Iterator[None]:
         yield
 
 
+@_any_mode()
 def _guards(arrays: Iterable[torch.Tensor]) -> TensorGuards:
-    with _any_mode():
-        return TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 @cache

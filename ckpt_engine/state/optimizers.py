@@ -20,6 +20,7 @@ import torch
 
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.observe.units import first
+from ckpt_engine.state.flatten import bytes_tensor
 from ckpt_engine.state.wrapped import duplicate, kinds_of, mapped, require_made, with_made
 
 _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
@@ -143,10 +144,12 @@ class Parts(Protocol):
     """Models and the optimizers of their parameters, by component."""
 
     @property
-    def modules(self) -> Mapping[str, torch.nn.Module]: ...
+    def modules(self) -> Mapping[str, torch.nn.Module]:
+        """The models."""
 
     @property
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]: ...
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers."""
 
 
 Groups = list[list[str]]
@@ -203,13 +206,8 @@ class StoredOrder:
         groups = chain.from_iterable(one.param_groups for one in self._parts.optimizers.values())
         ids = [list(map(id, group["params"])) for group in groups]
         if not self._ids or ids != self._ids:
-            self._ids, self._stored = ids, _as_array(json.dumps(names_of(self._parts)))
+            self._ids, self._stored = ids, bytes_tensor(json.dumps(names_of(self._parts)).encode())
         return self._stored
-
-
-@torch.inference_mode(False)
-def _as_array(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:

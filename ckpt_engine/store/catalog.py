@@ -68,13 +68,11 @@ def decode(data: bytes, run: str, listed: Mapping[str, ObjectInfo]) -> list[Cata
     body = body[:-2]
     if start != b'{"digest":"%s"' % digest(body).encode():
         raise CorruptError("the catalog is damaged")
-    try:
+    with json_checks.reading("the catalog contradicts the format"):
         document = json_checks.loads(body)
         if (document["format"], document["version"], document["run"]) != (FORMAT, VERSION, run):
             raise CorruptError("the catalog is of another run or version")
         return [card for row in document["snapshots"] if (card := _card(row, listed)) is not None]
-    except json_checks.MALFORMED as err:
-        raise CorruptError(f"the catalog contradicts the format: {type(err).__name__}: {err}") from err
 
 
 def _card(row: Mapping[str, Any], listed: Mapping[str, ObjectInfo]) -> CatalogEntry | None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ckpt_engine.errors import CorruptError, ForeignError
-from ckpt_engine.store.json_checks import MALFORMED, are_sizes, is_object, is_shape, loads, require
+from ckpt_engine.store.json_checks import are_sizes, is_object, is_shape, loads, reading, require
 
 T = TypeVar("T")
 
@@ -206,14 +206,12 @@ def parse_header(data: bytes) -> Header:
         raise ForeignError("not a safetensors file: its header is no JSON object")
     if len(data) < end:
         raise CorruptError(f"the container's header ends at byte {end}, only {len(data)} bytes are there")
-    try:
+    with reading("the container's header is damaged"):
         table = loads(bytes(data[8:end]))
         metadata = table.pop("__metadata__", {})
         require(is_object(metadata), "its metadata are no object")
         _require_seal(data[:end], metadata)
         rows = sorted(_row(name, row) for name, row in table.items())
-    except MALFORMED as err:
-        raise CorruptError(f"the container's header is damaged: {err}") from err
     offset = 0
     for start, stop, name, code, shape in rows:
         item_bytes = _ITEM_BYTES.get(code)

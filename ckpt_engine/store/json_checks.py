@@ -1,17 +1,20 @@
 """Checks the fields of JSON that anybody may have written.
 
-Functions raise ValueError, which the decoder of each document turns into its own error, with the name of the file.
+Functions raise ValueError, which `reading` turns into the error of a document, with its name.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite, prod
 from typing import Any, NoReturn
 
-MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
+from ckpt_engine.errors import CorruptError
+
+_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 """What taking apart an unexpected document can raise."""
 MOST = 1 << 60
 """No count of bytes or elements is larger."""
@@ -19,6 +22,16 @@ LATEST_SECONDS = 253_000_000_000
 """The year 9987: later times are no dates."""
 _MAX_DIMENSIONS = 64
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@contextmanager
+def reading(what: str, hint: str | None = None) -> Iterator[None]:
+    """Turns what a document can raise that is taken apart in the block into `CorruptError`: `what`, and why."""
+    try:
+        yield
+    except _MALFORMED as err:
+        why = str(err) if type(err) is ValueError else f"{type(err).__name__}: {err}"
+        raise CorruptError(f"{what}: {why}", hint=hint) from err
 
 
 def loads(data: bytes) -> Any:

@@ -12,6 +12,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Self
 
@@ -21,7 +22,7 @@ from ckpt_engine.store.lease_holder import Lease, LeaseHolder, parse_holder
 from ckpt_engine.store.lock_scope import lockable
 from ckpt_engine.store.object_lease import LeaseSlot, Timing, take
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.sealed_json import seal
+from ckpt_engine.store.sealed_json import seal, stored
 from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.disk import open_regular, translated, translating
 
@@ -77,10 +78,9 @@ def _acquire_lock(storage: Folder, holder: LeaseHolder, wait_seconds: float, tim
 
 def read_holder(storage: Storage) -> LeaseHolder | None:
     """Who the lease file names, owner or not; None if it names none, or is unreadable."""
-    try:
-        return parse_holder(storage.get(names.LEASE), f"{storage.url}/{names.LEASE}")
-    except CkptError:
-        return None
+    with suppress(CkptError):
+        return stored(storage, names.LEASE, parse_holder)
+    return None
 
 
 def way_out_of_links(storage: Storage) -> str | None:

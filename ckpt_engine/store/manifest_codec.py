@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
@@ -155,7 +155,7 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
         NewerFormatError: written by a later version.
     """
     body = _verified_body(data)
-    try:
+    with json_checks.reading("the manifest contradicts the format"):
         document = json_checks.loads(body)
         named = [(file["name"], file["nbytes"]) for file in document["files"]]
         places = {name: number for number, name in enumerate(dict(named))}
@@ -180,8 +180,6 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
             },
         )
         check(manifest, is_part=is_part)
-    except json_checks.MALFORMED as err:
-        raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
     return manifest
 
 
@@ -204,10 +202,8 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
         info, _ = _DECODER.raw_decode(head[found.end() :].decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    try:
+    with json_checks.reading("the manifest's head is damaged"):
         return info_from_json(info)
-    except json_checks.MALFORMED as err:
-        raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
 
 
 def _verified_body(data: bytes) -> bytes:
@@ -309,15 +305,9 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     }
     if piece.raw_nbytes != piece.nbytes:
         row["raw_nbytes"] = piece.raw_nbytes
-    if piece.codec != RAW:
-        row["codec"] = piece.codec
-    if piece.base is not None:
-        row["base"] = piece.base
-    if piece.raw_digest is not None:
-        row["raw_digest"] = piece.raw_digest
-    if piece.group:
-        row["group"] = list(piece.group)
-    return row
+    codec = None if piece.codec == RAW else piece.codec
+    more = {"codec": codec, "base": piece.base, "raw_digest": piece.raw_digest, "group": piece.group}
+    return row | dict(filter(itemgetter(1), more.items()))
 
 
 def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:

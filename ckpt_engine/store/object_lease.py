@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError
 from ckpt_engine.store import names
 from ckpt_engine.store.lease_holder import Lease, ProcessIdentity
-from ckpt_engine.store.sealed_json import seal
+from ckpt_engine.store.sealed_json import seal, stored
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.retries import asking
 
@@ -76,11 +76,7 @@ class LeaseSlot:
         """What is there and its version, None if there is nothing."""
         if self._versions is not None:
             return self._versions.read_versioned(names.LEASE)
-        try:
-            data = self._storage.get(names.LEASE)
-        except StorageMissingError:
-            return None
-        return data, hashlib.sha256(data).hexdigest()
+        return stored(self._storage, names.LEASE, lambda data, _: (data, hashlib.sha256(data).hexdigest()))
 
     def write(self, data: bytes, version: str | None) -> None:
         """Replace that version (None: nothing). Raises `StorageExistsError` where it is known to be another by now."""

@@ -167,11 +167,9 @@ def check(text: bytes, snapshot: str, where: str) -> None:
 
 def _pin(head: bytes, snapshot: str, where: str) -> Pin:
     row = unseal(head, where)
-    try:
+    with json_checks.reading(f"{where} is damaged"):
         json_checks.require(type(row["note"]) is str and json_checks.is_time(row["created"]), "no note, or no time")
         return Pin(snapshot, row["note"], float(row["created"]))
-    except (ValueError, LookupError) as err:
-        raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}") from err
 
 
 def _missing(repository: Repository, snapshot: str) -> StorageMissingError:

@@ -10,6 +10,7 @@ from ckpt_engine.observe.units import first
 from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import OWN_KEY, RANKS, Entry, Manifest
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.tree import reader_of
 
 REPLICAS = "replicas"
 """Key in a rank's own component: a table for each component that has weights or moments."""
@@ -44,17 +45,9 @@ def difference(storage: Storage, manifest: Manifest) -> str:
 
 
 def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:
-    decoder = decoder_of(storage, manifest)
-
-    def read(rank: int, key: str) -> bytes:
-        name, entry = tables[rank][key]
-        found = bytearray(entry.nbytes)
-        for start, piece in entry.placed():
-            decoder.read(name, start, piece, memoryview(found)[start : start + piece.raw_nbytes])
-        return bytes(found)
-
-    words = {rank: read(rank, WORDS) for rank in sorted(tables)}
-    names = read(min(tables), NAMES).decode().split("\n")
+    read = reader_of(manifest, decoder_of(storage, manifest))
+    words = {rank: read(tables[rank][WORDS][0]) for rank in sorted(tables)}
+    names = read(tables[min(tables)][NAMES][0]).decode().split("\n")
     rows = [
         {rank: data[at : at + ROW_BYTES] for rank, data in words.items()}
         for at in range(0, len(names) * ROW_BYTES, ROW_BYTES)

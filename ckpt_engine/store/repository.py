@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -215,7 +215,7 @@ class Repository:
 
     def ids(self) -> tuple[names.ParsedId, ...]:
         """All snapshots by name, oldest first: one listing, no reads."""
-        return tuple([parsed for parsed, _ in self._manifests()])
+        return tuple(map(itemgetter(0), self._manifests()))
 
     def scan(self) -> Listing:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""
@@ -543,7 +543,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         row = unseal(data, where)
     except CorruptError as err:
         raise CorruptError(err.message, hint=hint) from err
-    try:
+    with json_checks.reading(f"{where} is damaged", hint):
         json_checks.require(bool(row), "it says nothing")
         if row.get("format") != FORMAT:
             raise ForeignError(f"{where} is not of ckpt-engine", hint="choose an empty or new folder")
@@ -558,8 +558,6 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         fork = None if "fork" not in row else ForkPoint(**row["fork"])
         json_checks.require(fork is None or list(map(type, astuple(fork))) == [str, str, str, int], "a malformed fork")
         return RunRecord(row["run"], float(row["created"]), fork)
-    except (ValueError, LookupError, TypeError) as err:
-        raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err
 
 
 def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:

@@ -163,11 +163,8 @@ def read_life(storage: Storage, name: str) -> ProcessRows | None:
     """What the object of this name has; None: nothing that can be used. Rows that are not whole are left out."""
     try:
         data = storage.get(name)
-    except StorageMissingError:
-        return None
-    try:
         about = json_checks.loads(data[:ROW_BYTES])
-    except ValueError:
+    except (StorageMissingError, ValueError, RecursionError):
         return None
     starts = range(ROW_BYTES, len(data) - ROW_BYTES + 1, ROW_BYTES)
     rows = (decode(data[at : at + ROW_BYTES]) for at in starts)

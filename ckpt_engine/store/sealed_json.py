@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, ForeignError, FormatError
+from ckpt_engine.errors import CorruptError, ForeignError, FormatError, StorageMissingError
 from ckpt_engine.store.container import ALGORITHM, T, digest
-from ckpt_engine.store.json_checks import MALFORMED, loads
+from ckpt_engine.store.json_checks import loads, reading
+from ckpt_engine.store.storage.base import Storage
 
 _KEY = b', "digest": "'
 
@@ -34,10 +35,8 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     end = b'%s%s"}' % (_KEY, digest(body).encode())
     if found and text[len(body) :].rstrip(b" \n") != end:
         raise CorruptError(f"{where} is damaged: it does not match its digest")
-    try:
+    with reading(f"{where} is damaged"):
         row = loads(text)
-    except (ValueError, RecursionError) as err:
-        raise CorruptError(f"{where} is damaged: {err}") from err
     if not isinstance(row, dict):
         raise ForeignError(f"{where} is not of ckpt-engine")
     if found:
@@ -45,6 +44,19 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     elif any(isinstance(value, str) and value.startswith(f"{ALGORITHM}:") for value in row.values()):
         raise CorruptError(f"{where} is damaged: its digest has no name")  # a flip in the name hides the digest
     return row
+
+
+def stored(storage: Storage, name: str, parse: Callable[[bytes, str], T]) -> T | None:
+    """What `parse` makes of the object `name`, given its bytes and its place for messages; None: there is none.
+
+    Raises:
+        StorageError
+    """
+    try:
+        text = storage.get(name)
+    except StorageMissingError:
+        return None
+    return parse(text, f"{storage.url}/{name}")
 
 
 def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: str) -> T:
@@ -56,9 +68,8 @@ def parsed(text: bytes, where: str, make: Callable[[dict[str, Any]], T], hint: s
     Raises:
         CorruptError: it is none, or not one that `make` takes.
     """
-    try:
-        return make(unseal(text, where))
-    except FormatError as err:
-        raise CorruptError(err.message, hint=hint) from err
-    except MALFORMED as err:
-        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
+    with reading(f"{where} is damaged", hint):
+        try:
+            return make(unseal(text, where))
+        except FormatError as err:
+            raise CorruptError(err.message, hint=hint) from err

@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.store.container import DTYPES, item_bytes
 from ckpt_engine.store.decode import Decoder
-from ckpt_engine.store.json_checks import MALFORMED, are_sizes, is_object, is_shape, loads, require
+from ckpt_engine.store.json_checks import are_sizes, is_object, is_shape, loads, reading, require
 from ckpt_engine.store.manifest import PACKED, Entry, Manifest
 
 TreePath = tuple[Any, ...]
@@ -354,12 +354,10 @@ def decode_schema(data: bytes, entries: Mapping[str, Entry]) -> Schema:
     Raises:
         CorruptError: it is no schema, or does not fit the entries.
     """
-    try:
+    with reading("a schema contradicts the format"):
         document = loads(data)
         packs = tuple([_pack(row, entries) for row in document["packs"]])
         check({"": document["tree"]}, entries)
-    except MALFORMED as err:
-        raise CorruptError(f"a schema contradicts the format: {type(err).__name__}: {err}") from err
     return Schema(document["tree"], packs)
 
 

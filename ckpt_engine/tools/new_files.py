@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ckpt_engine.errors import StorageExistsError, StorageMissingError
-from ckpt_engine.store.storage.disk import translated
+from ckpt_engine.store.storage.disk import closing_fd, translated
 
 
 def check_free(path: Path, *, replace: bool, folder: bool = False) -> None:
@@ -91,11 +91,9 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as err:
-        if err.errno != errno.EINVAL or not path.is_dir():  # some network file systems cannot sync folders
-            raise
-    finally:
-        os.close(fd)
+    with closing_fd(os.open(path, os.O_RDONLY)) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as err:
+            if err.errno != errno.EINVAL or not path.is_dir():  # some network file systems cannot sync folders
+                raise

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageMissingError
+from ckpt_engine.errors import CkptError, LeaseHeldError
 from ckpt_engine.observe.events import (
     CLOSED,
     ENDS,
@@ -28,7 +28,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.lease_holder import LeaseHolder, ProcessIdentity
-from ckpt_engine.store.sealed_json import parsed, seal
+from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.retries import asking
 from ckpt_engine.writer.pulse import SpentTimes
@@ -115,18 +115,14 @@ class AttemptHistory:
 
     def bounded(self) -> AttemptHistory:
         """With `MOST` rows at most."""
-        before, many = self.before, len(self.rows) - MOST
-        for one, following in pairwise(self.rows[: max(0, many) + 1]):
-            before = after(before, one, following)
-        return AttemptHistory(self.rows[max(0, many) :], before)
+        many = max(0, len(self.rows) - MOST)
+        return AttemptHistory(self.rows[many:], self._spent_until(self.rows[: many + 1]))
 
     @property
     def spent(self) -> RunSpent:
         """What the time of the run went into until its newest heartbeat."""
-        spent = self.before
-        for one, following in zip_longest(self.rows, self.rows[1:]):
-            spent = after(spent, one, following)
-        return spent
+        spent = self._spent_until(self.rows)
+        return after(spent, self.rows[-1], None) if self.rows else spent
 
     @property
     def over(self) -> tuple[RunSpent, float]:
@@ -134,10 +130,14 @@ class AttemptHistory:
         if not self.rows:
             return self.before, 0.0
         until = self.rows[-1].began + self.rows[-1].seconds
+        return self._spent_until((*self.rows, Attempt("", "", until))), until
+
+    def _spent_until(self, rows: Sequence[Attempt]) -> RunSpent:
+        """What the time until the last of these rows went into, which are its oldest, one after another."""
         spent = self.before
-        for one, following in pairwise((*self.rows, Attempt("", "", until))):
+        for one, following in pairwise(rows):
             spent = after(spent, one, following)
-        return spent, until
+        return spent
 
 
 def encode_attempts(history: AttemptHistory) -> bytes:
@@ -159,9 +159,8 @@ def parse_attempts(text: bytes, where: str) -> AttemptHistory:
     return parsed(text, where, made, "remove it: how often the run fails is learned again")
 
 
-def _spent(row: object) -> RunSpent:
-    json_checks.require(isinstance(row, dict), "what was before is no object")
-    assert isinstance(row, dict)
+def _spent(row: dict[str, Any]) -> RunSpent:
+    json_checks.require(type(row) is dict, "what was before is no object")
     values = {name: row.get(name, 0.0) for name in asdict(RunSpent())}
     json_checks.require(all(map(json_checks.is_time, values.values())), "times before that are none")
     return RunSpent(**values)
@@ -196,11 +195,7 @@ def read_attempts(storage: Storage) -> AttemptHistory:
         CorruptError: the record is damaged.
         StorageError
     """
-    try:
-        text = storage.get(names.ATTEMPTS)
-    except StorageMissingError:
-        return AttemptHistory()
-    return parse_attempts(text, f"{storage.url}/{names.ATTEMPTS}")
+    return stored(storage, names.ATTEMPTS, parse_attempts) or AttemptHistory()
 
 
 def copy_attempts(source: Storage, target: Storage, copied: dict[str, tuple[int, str]]) -> None:

@@ -11,6 +11,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -76,7 +77,7 @@ def duplicates(fds: Sequence[int]) -> tuple[int, ...]:
     try:
         made.extend(map(os.dup, fds))
     except OSError as err:
-        _close_all(made)
+        close_all(made)
         raise StateError(f"cannot share memory with the writer: {err.strerror}", hint=MORE_FILES) from err
     return tuple(made)
 
@@ -157,7 +158,7 @@ class Channel:
             except OSError:
                 self._drop_outgoing()  # the peer is gone: its end of file or pidfd says so to the owner
                 return
-            _close_all(frame.fds)
+            close_all(frame.fds)
             frame.fds = ()
             frame.rest = frame.rest[sent:]
             if not frame.rest:
@@ -165,7 +166,7 @@ class Channel:
 
     def _drop_outgoing(self) -> None:
         for frame in self._outgoing:
-            _close_all(frame.fds)
+            close_all(frame.fds)
         self._outgoing.clear()
 
     def wake(self) -> None:
@@ -178,6 +179,27 @@ class Channel:
         """Take note of a wake-up."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
+
+    def exchange(self, timeout: float, *others: int) -> tuple[list[Received], bool, set[int]]:
+        """Wait until there is something to do, at most `timeout` seconds; then send and receive what is possible.
+
+        Args:
+            others: further descriptors that end the wait once they can be read.
+
+        Returns:
+            What `receive` does; and the descriptors that were ready before.
+
+        Raises:
+            WriterError: the peer does not speak this protocol.
+        """
+        poll = select.poll()
+        poll.register(self, select.POLLIN | (select.POLLOUT if self.backlog else 0))
+        for fd in (self.wake_fd, *others):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(timeout * 1000)}
+        self.clear_wake()
+        self.flush()
+        return *self.receive(), ready
 
     def receive(self) -> tuple[list[Received], bool]:
         """Everything that has arrived, and whether the connection is still open for reading.
@@ -227,6 +249,11 @@ class Channel:
         del self._incoming[:start]
         return found
 
+    def hang_up(self) -> None:
+        """Receive no more: the owner gets an end of file. Any thread."""
+        with self._lock, contextlib.suppress(OSError):  # it is closed, or the peer is gone
+            self._sock.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         """Close everything, unsent messages included. Idempotent, any thread once the owner no longer selects."""
         with self._lock:
@@ -234,13 +261,22 @@ class Channel:
                 return
             self._closed = True
             self._drop_outgoing()
-            _close_all(tuple(self._fds))
+            close_all(tuple(self._fds))
             self._fds.clear()
             self._sock.close()
             os.close(self.wake_fd)
 
 
-def _close_all(fds: Sequence[int]) -> None:
+def readable(timeout: float, *fds: int) -> set[int]:
+    """Which of these descriptors can be read; waits at most `timeout` seconds for the first one."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(timeout * 1000)}
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close these descriptors."""
     for fd in fds:
         os.close(fd)
 

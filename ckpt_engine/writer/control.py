@@ -24,16 +24,16 @@ The reply to anything else is `error`.
 from __future__ import annotations
 
 import os
-import selectors
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import closing, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.writer import unix_sockets
-from ckpt_engine.writer.channel import Channel, Received
+from ckpt_engine.writer.channel import Channel, Received, close_all
 from ckpt_engine.writer.messages import Answer, Body, Reply, nothing
 from ckpt_engine.writer.unix_sockets import SocketListener
 
@@ -77,57 +77,42 @@ def ask(root_url: str, request: Mapping[str, Any], timeout: float, rank: int = 0
         WaitTimeoutError: it does not answer in time.
         WriterError: it says something else than a reply.
     """
-    deadline = time.monotonic() + timeout
+    who = f"the writer of {root_url}"
     try:
         sock = unix_sockets.connect(unix_sockets.name_of(root_url, rank), min(timeout, CONNECT_SECONDS))
     except TimeoutError as err:
-        raise _silent(root_url, timeout) from err
+        raise _silent(who, timeout) from err
     if sock is None:
         return None
-    channel = Channel(sock)
-    try:
+    with closing(Channel(sock)) as channel:
         channel.send(request)
-        return _reply(channel, root_url, deadline, timeout)
-    finally:
-        channel.close()
+        return _message(channel, who, timeout)
 
 
-def _reply(channel: Channel, root_url: str, deadline: float, timeout: float) -> Received:
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        while True:
-            selector.modify(channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog else 0))
-            left = deadline - time.monotonic()
-            if left <= 0 or not selector.select(left):
-                raise _silent(root_url, timeout)
-            channel.flush()
-            messages, is_open = channel.receive()
-            if messages:
-                return messages[0]
-            if not is_open:
-                raise WriterError(f"the writer of {root_url} hung up without a reply")
+def _message(channel: Channel, who: str, seconds: float) -> Received:
+    """The next message of `who`, who may take so many seconds for it."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        messages, is_open, _ = channel.exchange(left)
+        if messages:
+            return messages[0]
+        if not is_open:
+            raise WriterError(f"{who} hung up without a reply")
+    raise _silent(who, seconds)
 
 
-def _silent(root_url: str, timeout: float) -> WaitTimeoutError:
-    return WaitTimeoutError(f"the writer of {root_url} did not answer within {timeout:.0f} s")
-
-
-@dataclass(slots=True)
-class _Client:
-    """A connection: first it has to say something, then it waits, then it has to take in the reply."""
-
-    channel: Channel
-    deadline: float
-    request: Body | None = None
-    replied: bool = False
+def _silent(who: str, timeout: float) -> WaitTimeoutError:
+    return WaitTimeoutError(f"{who} did not answer within {timeout:.0f} s")
 
 
 class Control:
-    """Listens, and answers on a thread of its own. No client can make it wait, nor use up more than a little memory.
+    """Listens, and answers each client on a thread of its own.
+
+    No client can make another one wait, nor use up more than a little memory.
 
     Args:
         root_url: of the run.
-        answer: see `Answer`.
+        answer: see `Answer`; called for one request at a time.
         rank: whose writer this is.
     """
 
@@ -136,11 +121,10 @@ class Control:
         self._rank = rank
         self._answer = answer
         self._listener: SocketListener | None = None
-        self._clients: list[_Client] = []
-        self._stopping = False
-        self._lock = threading.Lock()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="ckpt-control", daemon=True)
+        self._clients: set[Channel] = set()
+        self._changed = threading.Condition()
+        self._room = threading.Semaphore(_CLIENTS)
+        self._answering = threading.Lock()
 
     def open(self, timeout: float) -> None:
         """Take the name and begin. Another writer of this user that still has it gets a `bye`.
@@ -155,110 +139,77 @@ class Control:
             self._listener = SocketListener(unix_sockets.name_of(self._root_url, self._rank), timeout)
         except OSError as err:
             raise WriterError(str(err)) from err
-        self._thread.start()
+        threading.Thread(target=self._run, name="ckpt-control", daemon=True).start()
 
     def poke(self) -> None:
         """Ask again for the replies that were not known. Any thread."""
-        with self._lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+        with self._changed:
+            for channel in self._clients:
+                channel.wake()
 
     def hang_up(self) -> None:
-        """Give up the name: no one new gets in. On the control thread, from `answer`."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        """Give up the name: no one new gets in. Any thread, also from `answer`."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
 
     def close(self, timeout: float) -> None:
-        """End, after what is just being said; waits at most `timeout` seconds for the thread. Idempotent."""
-        self._stopping = True
-        self.poke()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        with self._lock:
-            if not self._thread.is_alive() and self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
+        """End, after what is just being said; waits at most `timeout` seconds for that. Idempotent."""
+        self.hang_up()
+        with self._changed:
+            for channel in self._clients:
+                channel.hang_up()
+            self._changed.wait_for(lambda: not self._clients, timeout)
 
     def _run(self) -> None:
+        while (listener := self._listener) is not None:
+            if not self._room.acquire(timeout=REQUEST_SECONDS):
+                continue
+            sock = listener.accept()
+            if sock is None:
+                self._room.release()
+                continue
+            channel = Channel(sock, most_bytes=_REQUEST_BYTES, takes_fds=False)
+            with self._changed:
+                self._clients.add(channel)
+            threading.Thread(target=self._serve, args=(channel,), name="ckpt-request", daemon=True).start()
+
+    def _serve(self, channel: Channel) -> None:
         try:
-            while not self._stopping:
-                self._turn()
+            with suppress(WriterError, WaitTimeoutError):  # not one of our processes, or it says nothing
+                self._converse(channel)
         finally:
-            for client in self._clients:
-                client.channel.close()
-            self.hang_up()
+            with self._changed:
+                self._clients.discard(channel)
+                channel.close()
+                self._changed.notify_all()
+            self._room.release()
 
-    def _turn(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_fd, selectors.EVENT_READ)
-            if self._listener is not None and len(self._clients) < _CLIENTS:
-                selector.register(self._listener, selectors.EVENT_READ)
-            for client in self._clients:
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.channel.backlog else 0)
-                selector.register(client.channel, wanted, client)
-            ready = selector.select(self._patience())
-        news = False
-        for key, _ in ready:
-            if key.fd == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
-                news = True
-            elif key.fileobj is self._listener:
-                self._accept(self._listener)
-        now = time.monotonic()
-        touched = {id(key.data) for key, _ in ready if key.data is not None}
-        for client in self._clients[:]:
-            keep = client.deadline > now
-            if keep and (id(client) in touched or (news and client.request is not None)):
-                keep = self._attend(client)
-            if not keep:
-                self._clients.remove(client)
-                client.channel.close()
-
-    def _patience(self) -> float | None:
-        if not self._clients:
-            return None
-        return max(0.0, min(client.deadline for client in self._clients) - time.monotonic())
-
-    def _accept(self, listener: SocketListener) -> None:
-        sock = listener.accept()
-        if sock is None:
-            return
-        channel = Channel(sock, most_bytes=_REQUEST_BYTES, takes_fds=False)
-        self._clients.append(_Client(channel, time.monotonic() + REQUEST_SECONDS))
-
-    def _attend(self, client: _Client) -> bool:
-        """Advance the exchange with a client; whether it stays."""
-        channel = client.channel
-        channel.clear_wake()
-        channel.flush()
-        try:
-            messages, is_open = channel.receive()
-        except WriterError:
-            return False  # not one of our processes
-        if client.replied:
-            return is_open and channel.backlog
-        if client.request is None and messages:
-            client.request = messages[0].body
-            client.deadline = time.monotonic() + REPLY_SECONDS
-        if client.request is None or not is_open:
-            return is_open
-        try:
-            reply = self._answer(client.request)
-        except Exception as err:  # noqa: BLE001 - said to who asked; the next one is answered all the same
-            reply = Reply({"error": f"{type(err).__name__}: {err}"})
-        if reply is None:
-            return True
+    def _converse(self, channel: Channel) -> None:
+        """Hear one request, wait until its reply is known, and send that."""
+        request, is_open = _message(channel, "a client", REQUEST_SECONDS).body, True
+        deadline = time.monotonic() + REPLY_SECONDS
+        while (reply := self._reply_to(request)) is None:
+            left = deadline - time.monotonic()
+            _, is_open, _ = channel.exchange(max(0.0, left))
+            if not is_open or left <= 0:
+                return
         channel.send(reply.body, reply.fds)
-        for fd in reply.fds:
-            os.close(fd)
-        client.replied = True
-        client.deadline = time.monotonic() + TAKE_SECONDS
-        return channel.backlog
+        close_all(reply.fds)
+        deadline = time.monotonic() + TAKE_SECONDS
+        while channel.backlog and is_open and (left := deadline - time.monotonic()) > 0:
+            _, is_open, _ = channel.exchange(left)
+
+    def _reply_to(self, request: Body) -> Reply | None:
+        with self._answering:
+            try:
+                return self._answer(request)
+            except Exception as err:  # noqa: BLE001 - said to who asked; the next one is answered all the same
+                return Reply({"error": f"{type(err).__name__}: {err}"})
 
 
 class ControlHandlers:
-    """Answers requests. `answer` belongs to the control thread, everything else may be called from any.
+    """Answers requests. `answer` is called for one at a time, everything else from any thread.
 
     Args:
         queue: of the writer: has the snapshots in memory, and what is kept for ranks of other machines.

@@ -33,9 +33,9 @@ class CopySchedule:
     policy: RetentionPolicy = field(default_factory=KeepAll)
     derived: bool = False
 
-    def paced(self, seconds: float) -> CopySchedule:
-        """With copies at least so far apart, unless the user has said how far."""
-        if not self.derived and (self.every_n_steps is not None or self.every_seconds is not None):
+    def paced(self, seconds: float | None) -> CopySchedule:
+        """With copies at least so far apart, unless the user has said how far; None: as before."""
+        if seconds is None or (not self.derived and (self.every_n_steps or self.every_seconds) is not None):
             return self
         return replace(self, every_seconds=seconds if seconds >= LEAST_PACE_SECONDS else None, derived=True)
 

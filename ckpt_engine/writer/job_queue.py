@@ -5,7 +5,6 @@ It makes the parts of the writer that its settings ask for: nearest tier, furthe
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
@@ -111,8 +110,7 @@ class JobQueue:
         """Take a message; `fds` are owned from now on. One that is not of the protocol breaks the writer down."""
         with self._changed:
             if self.ended:
-                for fd in fds:
-                    os.close(fd)
+                channel.close_all(fds)
                 return
             try:
                 self._take(body, fds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.writer import channel, messages
-from ckpt_engine.writer.channel import Channel, decode, duplicates, encode
+from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, readable
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.messages import Body
@@ -171,33 +170,26 @@ class ProcessWriter(WriterClient):
         os.set_blocking(stderr.fileno(), False)
         connected, looks, look_at = True, 0, time.monotonic() + _LOOK_SECONDS
         while True:
-            poll = select.poll()
+            watched = [stderr.fileno()] if self._complains else []
+            watched += [] if self._exit_fd is None else [self._exit_fd]
+            if connected and self._abandoned:
+                self._channel.close()
+                connected = False
             if connected:
-                poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.backlog else 0))
-                poll.register(self._channel.wake_fd, select.POLLIN)
-            if self._complains:
-                poll.register(stderr, select.POLLIN)
-            if self._exit_fd is not None:
-                poll.register(self._exit_fd, select.POLLIN)
-            ready = {fd for fd, _ in poll.poll(_LOOK_SECONDS * 1000)}
+                received, connected, ready = self._channel.exchange(_LOOK_SECONDS, *watched)
+                for item in received:
+                    self._hear(item.body)
+                if not connected and self._leaving:  # what is to become durable is, and the rest is served
+                    self._goes_on = True
+                    self._closed.set()
+            else:
+                ready = readable(_LOOK_SECONDS, *watched)
             if time.monotonic() >= look_at:
                 looks, look_at = looks + 1 if self._is_stopped else 0, time.monotonic() + _LOOK_SECONDS
                 if looks == _LOOKS:
                     self._say_stopped()
             if stderr.fileno() in ready:
                 self._read(stderr.fileno())
-            if connected and self._abandoned:
-                self._channel.close()
-                connected = False
-            if connected:
-                self._channel.clear_wake()
-                self._channel.flush()
-                received, connected = self._channel.receive()
-                for item in received:
-                    self._hear(item.body)
-                if not connected and self._leaving:  # what is to become durable is, and the rest is served
-                    self._goes_on = True
-                    self._closed.set()
             if self._exit_fd in ready or (self._exit_fd is None and not connected):
                 return
 

@@ -22,6 +22,7 @@ from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Stage
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.writer import messages, part_records
+from ckpt_engine.writer.channel import close_all
 from ckpt_engine.writer.messages import Body, Reply, nothing
 from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
 
@@ -124,8 +125,7 @@ class MessageDecoder:
         if kind in (messages.PERSIST, messages.HOLD):
             return self._resolve(values.job_from_json(body["job"]))
         if kind != messages.ARENA:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise WriterError(f"the writer does not know the message {kind!r}")
         if body["slot"] is not None:
             number, nbytes = body["slot"]
@@ -305,7 +305,7 @@ class MemorySnapshots:
 
         def whole(orders: list[StagedJob]) -> list[StagedJob]:
             fill = read_fill(self._pulse) if self._keep > 1 and self._pulse >= 0 else None
-            return [one for one in orders if not (fill and one.job.slot == fill.slot and one.job.job < fill.job)]
+            return [one for one in orders if not (fill and one.job.slot == fill[0] and one.job.job < fill[1])]
 
         self._replace(whole)
 

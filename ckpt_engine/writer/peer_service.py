@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import socket
 import struct
@@ -36,6 +35,7 @@ from typing import Any
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.store.container import digest
 from ckpt_engine.writer import part_records
+from ckpt_engine.writer.channel import decode, encode
 from ckpt_engine.writer.part_records import PartRecord
 
 SECONDS = 30.0
@@ -196,7 +196,7 @@ class PeerConnection:
 
     def send(self, body: Mapping[str, Any]) -> None:
         """Send a message."""
-        self._send(_MESSAGE, json.dumps(body).encode())
+        self._send(_MESSAGE, encode(body))
 
     def receive(self, most_bytes: int = _TEXT_BYTES) -> dict[str, Any]:
         """The next message."""
@@ -207,13 +207,7 @@ class PeerConnection:
             self._take(memoryview(part))
             data += part
         self._check(_MESSAGE, memoryview(data))
-        try:
-            body = json.loads(bytes(data))
-        except (ValueError, RecursionError) as err:
-            raise WriterError(f"no message came from another writer: {err}") from err
-        if not isinstance(body, dict):
-            raise WriterError("no message came from another writer")
-        return body
+        return decode(bytes(data))
 
     def send_file(self, image: memoryview, pace: Callable[[int], object] = lambda _: None) -> None:
         """Send a data file; `pace` is called before each slice."""

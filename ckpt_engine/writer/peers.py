@@ -25,6 +25,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.storage.base import Throttle
+from ckpt_engine.store.storage.disk import closing_fd
 from ckpt_engine.writer import channel, messages, part_records
 from ckpt_engine.writer.memory_snapshots import StagedJob
 from ckpt_engine.writer.messages import Answer, Body, nothing
@@ -198,12 +199,9 @@ class Peers:
         if reply is None or not reply.fds:
             line.send({"why": "it is not known yet" if reply is None else reply.body.get("why")})
             return
-        (fd,) = reply.fds
-        try:
+        with closing_fd(reply.fds[0]) as fd:
             line.send(reply.body)
             line.send_file(shared_bytes(fd, int(reply.body["nbytes"]), writable=False))
-        finally:
-            os.close(fd)
 
     def _done(self, snapshot: str) -> None:
         """The keepers have it: rank 0's writer counts that."""

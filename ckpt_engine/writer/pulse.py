@@ -39,14 +39,6 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """The arena slot that the trainer has begun to fill last, and the job that it fills it for."""
-
-    slot: int
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
 class SpentTimes:
     """What the trainer says of its time; see `attempts.Attempt` for these fields."""
 
@@ -107,10 +99,13 @@ def read_pulse(fd: int) -> Heartbeat | None:
     return Heartbeat(*found) if found is not None and found[0] >= 0 else None
 
 
-def read_fill(fd: int) -> Fill | None:
-    """What was filled last; None as `read_pulse`. Only of a trainer that is gone."""
-    found = _read(fd, _FILL, _FILL_OFFSET)
-    return Fill(*found) if found is not None and found[0] >= 0 else None
+def read_fill(fd: int) -> tuple[int, int] | None:
+    """The arena slot that the trainer has begun to fill last, and the job that it fills it for; None as `read_pulse`.
+
+    Only of a trainer that is gone.
+    """
+    slot, job = _read(fd, _FILL, _FILL_OFFSET) or (-1, -1)
+    return (slot, job) if slot >= 0 else None
 
 
 def read_spent(fd: int) -> SpentTimes | None:

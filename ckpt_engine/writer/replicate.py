@@ -53,14 +53,9 @@ class CopyThrottle(Meter):
 
     def __init__(self, throttle: Throttle | None) -> None:
         self._throttle = throttle
-        self._shut = threading.Event()
+        self.shut = threading.Event()
         self.is_stopped = False
         """Whether `stop` was called."""
-
-    @property
-    def is_shut(self) -> bool:
-        """Whether the copy under way is to end."""
-        return self._shut.is_set()
 
     def wait(self, nbytes: int) -> float:
         """See `Meter`.
@@ -77,23 +72,23 @@ class CopyThrottle(Meter):
         Raises:
             CopyStoppedError
         """
-        if self._shut.wait(seconds):
+        if self.shut.wait(seconds):
             raise CopyStoppedError
 
     def drop(self) -> None:
         """Stop the copy under way."""
-        self._shut.set()
+        self.shut.set()
 
     def stop(self) -> None:
         """Stop all copies, now and later."""
         self.is_stopped = True
-        self._shut.set()
+        self.shut.set()
 
     def reopen(self) -> None:
         """Before a new copy: forget `drop`."""
-        self._shut.clear()
+        self.shut.clear()
         if self.is_stopped:
-            self._shut.set()
+            self.shut.set()
 
 
 class TierState(Enum):
@@ -294,7 +289,7 @@ class Replicator:
             if isinstance(err, SourceLeftError):
                 return 0.0
         except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and reported
-            if self._gate.is_shut:
+            if self._gate.shut.is_set():
                 return 0.0  # libraries wrap what they were stopped with
             self.failed(err)
             if isinstance(err, LeaseHeldError):

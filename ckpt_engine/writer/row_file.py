@@ -14,7 +14,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import rows
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.disk import translated
+from ckpt_engine.store.storage.disk import closing_fd, translating
 from ckpt_engine.store.storage.retries import asking
 
 APPEND_SECONDS = 1.0
@@ -32,7 +32,7 @@ class RowFile:
 
     def __init__(self, storage: Storage, emit: Callable[[Event], object]) -> None:
         self._storage, self._emit = storage, emit
-        self._ring: rows.Ring | None = None
+        self._ring: rows.Ring
         self._name, self._header = "", b""
         self._written = 0
         self._over, self._committed = threading.Event(), threading.Event()
@@ -46,12 +46,9 @@ class RowFile:
         Args:
             body: `name` of the object, and what there is to say `about` the process.
         """
-        try:
-            with self._lock:
-                self._ring = rows.Ring(shared_bytes(fd, rows.ROWS * rows.ROW_BYTES, writable=False))
-                self._name, self._header = body["name"], rows.header(body["about"])
-        finally:
-            os.close(fd)
+        with closing_fd(fd), self._lock:
+            self._ring = rows.Ring(shared_bytes(fd, rows.ROWS * rows.ROW_BYTES, writable=False))
+            self._name, self._header = body["name"], rows.header(body["about"])
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -94,14 +91,13 @@ class RowFile:
                     self._emit(Notice("WARNING", text))
 
     def _append(self, path: str) -> None:
-        assert self._ring is not None
         new = list(self._ring.after(self._written))
         if not new:
             return
-        try:
+        # Where the run's folder is gone who commits there says so, and makes it again.
+        with translating("write", path), suppress(FileNotFoundError):
             Path(path).parent.mkdir(exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
+            with closing_fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)) as fd:
                 # A write that failed may have left a part of a row.
                 size = os.fstat(fd).st_size // rows.ROW_BYTES * rows.ROW_BYTES
                 if not size:
@@ -110,12 +106,6 @@ class RowFile:
                 self._written += wrote // rows.ROW_BYTES
                 if size + wrote > 2 * rows.ROWS * rows.ROW_BYTES:
                     self._cut(fd)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            return  # the run's folder is gone: who commits there says so, and makes it again
-        except OSError as err:
-            raise translated(err, "write", path) from err
 
     def _cut(self, fd: int) -> None:
         """Leave the newest rows only. Where this is interrupted, rows are lost, and none is wrong."""
@@ -125,7 +115,6 @@ class RowFile:
         os.pwrite(fd, newest, rows.ROW_BYTES)
 
     def _put(self) -> None:
-        assert self._ring is not None
         self._committed.clear()
         newest = list(self._ring.after(self._written))
         self._written += max(0, len(newest) - rows.PUT_ROWS)

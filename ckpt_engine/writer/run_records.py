@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt_engine.copy.job import ErrorRecord
-from ckpt_engine.errors import CkptError, StorageMissingError, StorageStalledError
+from ckpt_engine.errors import CkptError, StorageStalledError
 from ckpt_engine.observe.events import (
     Event,
     Notice,
@@ -24,7 +24,7 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.observe.units import first, size
 from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.lease_holder import LeaseHolder
-from ckpt_engine.store.sealed_json import parsed, seal
+from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
 
 WORKING = "working"
@@ -210,8 +210,7 @@ class StatusWriter:
             self._write(ended)
 
     def _write(self, ended: bool) -> None:
-        assert self._folder is not None
-        if not Path(self._folder.root).is_dir():
+        if self._folder is None or not Path(self._folder.root).is_dir():
             return  # it was removed, or is not mounted now: it is not for this to make it
         holder = self._holder
         try:
@@ -230,11 +229,7 @@ def read_status(storage: Storage) -> WriterStatus | None:
         CorruptError: it is no status.
         StorageError
     """
-    try:
-        text = storage.get(names.STATUS)
-    except StorageMissingError:
-        return None
-    return parse_status(text, f"{storage.url}/{names.STATUS}")
+    return stored(storage, names.STATUS, parse_status)
 
 
 def parse_status(text: bytes, where: str) -> WriterStatus:

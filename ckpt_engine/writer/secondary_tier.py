@@ -147,8 +147,7 @@ class SecondaryTier:
 
     def keep_pace(self, seconds: float | None) -> None:
         """The trainer's cadence wants copies so far apart, see `CopySchedule.paced`; None: it does not know."""
-        if seconds is not None:
-            self._rhythm = self._rhythm.paced(seconds)
+        self._rhythm = self._rhythm.paced(seconds)
 
     @property
     def is_open(self) -> bool:

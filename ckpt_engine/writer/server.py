@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
-import selectors
 import signal
 import socket
 import sys
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
 from ckpt_engine.writer import channel, messages, unix_sockets
-from ckpt_engine.writer.channel import Channel, Received
+from ckpt_engine.writer.channel import Channel, Received, readable
 from ckpt_engine.writer.messages import Body
 
 if TYPE_CHECKING:
@@ -82,11 +80,7 @@ class PeerWatch:
 
         Where there is no pidfd that is only known once `gone` is true.
         """
-        if self.fd is None:
-            return self.gone
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
+        return self.gone if self.fd is None else bool(readable(timeout, self.fd))
 
 
 class Serving:
@@ -100,7 +94,7 @@ class Serving:
         self._peer = PeerWatch(sock)
         self._channel = Channel(sock)
         self._queue: JobQueue | None = None
-        self._handlers: ControlHandlers | None = None
+        self._handlers: ControlHandlers
         self._config: WriterConfig
         self._control: Control | None = None
         self._closing = self._left = False
@@ -136,31 +130,22 @@ class Serving:
             WriterError: the trainer does not keep to the protocol.
         """
         deadline = time.monotonic() + START_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            selector.register(self._channel.wake_fd, selectors.EVENT_READ)
-            if self._peer.fd is not None:
-                selector.register(self._peer.fd, selectors.EVENT_READ)
-            while not self._peer.gone:
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
-                selector.modify(self._channel, wanted)
-                ready = {key.fd for key, _ in selector.select(_LOOK_SECONDS)}
-                self._peer.look(ready)
-                self._channel.clear_wake()
-                self._channel.flush()
-                behind = [self._behind.popleft() for _ in range(len(self._behind))]
-                # What the trainer sent before its end counts: read it even if it is gone.
-                received, is_open = self._channel.receive()
-                for item in received:
-                    self._take(item)
-                for one in behind:
-                    one.set()
-                if not is_open:
-                    return
-                if self._queue is None and time.monotonic() > deadline:
-                    raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
-                if self._queue is not None and self._queue.ended and not self._channel.backlog:
-                    return
+        fds = () if self._peer.fd is None else (self._peer.fd,)
+        while not self._peer.gone:
+            behind = [self._behind.popleft() for _ in range(len(self._behind))]
+            # What the trainer sent before its end counts: it is read after the look at that.
+            received, is_open, ready = self._channel.exchange(0.0 if behind else _LOOK_SECONDS, *fds)
+            self._peer.look(ready)
+            for item in received:
+                self._take(item)
+            for one in behind:
+                one.set()
+            if not is_open:
+                return
+            if self._queue is None and time.monotonic() > deadline:
+                raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
+            if self._queue is not None and self._queue.ended and not self._channel.backlog:
+                return
 
     def _caught_up(self) -> bool:
         """Wait until everything that the trainer has sent so far was taken; whether that is so. Not on this thread."""
@@ -188,7 +173,6 @@ class Serving:
 
     def _leave(self, queue: JobQueue, *, failed: bool) -> None:
         """The trainer ends, and does not touch its memory any more: everything but its end is as if it died."""
-        assert self._handlers is not None
         self._left = True
         queue.abandon(FAILED if failed else CLOSED)
         self._handlers.leave(serves=True)
@@ -214,7 +198,6 @@ class Serving:
         """Take requests from outside from now on: the run is ours."""
         from ckpt_engine.writer.control import Control
 
-        assert self._handlers is not None
         rank = self._config.ranks.rank
         if rank and not self._config.memory:
             return
@@ -260,7 +243,6 @@ class Serving:
             queue.abandon(GONE)
         else:
             queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
-        assert self._handlers is not None
         self._handlers.leave(serves=not self._closing)
         if self._control is None and not self._closing:
             self._listen()  # who had the name may be gone by now
@@ -301,14 +283,11 @@ class Serving:
 
     def _linger(self, queue: JobQueue) -> None:
         """Serve what is in memory, as long as it may be wanted."""
-        assert self._handlers is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._end_fd, selectors.EVENT_READ)
-            while not (self._stopped or self._handlers.said_bye or self._control is None or queue.held.newest is None):
-                left = self._lingering(queue)
-                if not left:
-                    return
-                selector.select(left)
+        while not (self._stopped or self._handlers.said_bye or self._control is None or queue.held.newest is None):
+            left = self._lingering(queue)
+            if not left:
+                return
+            readable(left, self._end_fd)
 
 
 def main(arguments: list[str]) -> int:

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from ckpt_engine.store.storage.disk import closing_fd
+
 _PLACES = ("/tmp", "/dev/shm")
 """Not what the environment names: who asks may have another one than who listens."""
 _BACKLOG = 128
@@ -126,7 +128,7 @@ class SocketListener:
     def __init__(self, name: str, timeout: float) -> None:
         folder = _own_folder()
         self._path = Path(folder, name)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _alone_in(folder, timeout):
                 for left in Path(folder).iterdir():
@@ -139,12 +141,8 @@ class SocketListener:
             self._sock.close()
             raise
 
-    def fileno(self) -> int:
-        """Readable when somebody connects."""
-        return self._sock.fileno()
-
     def accept(self) -> socket.socket | None:
-        """A connection of this user; None: who connected is gone again, or another user."""
+        """The next connection of this user; None: who connected is gone again, or another user, or this is closed."""
         try:
             sock, _ = self._sock.accept()
         except OSError:
@@ -160,6 +158,8 @@ class SocketListener:
             # Before it is closed: as long as it listens the name is not taken.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # who waits in `accept` returns
         self._sock.close()
 
 
@@ -170,8 +170,7 @@ def _alone_in(folder: str, timeout: float) -> Iterator[None]:
     Raises:
         BlockingIOError: somebody does for more than `timeout` seconds.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -182,8 +181,6 @@ def _alone_in(folder: str, timeout: float) -> Iterator[None]:
                     raise
                 time.sleep(_RETRY_SECONDS)
         yield
-    finally:
-        os.close(fd)
 
 
 def _listens(path: Path) -> bool:

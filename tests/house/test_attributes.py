@@ -45,7 +45,7 @@ NAMES = {
     "NodeMemberTier": 32,
     "PrimaryTier": 31,
     "ProcessWriter": 30,
-    "Pipeline": 28,
+    "Pipeline": 27,
     "PreemptionWatch": 28,
     "SecondaryTier": 28,
     "FitRun": 25,
@@ -70,7 +70,7 @@ NAMES = {
     "SecondaryTiers": 16,
 }
 """Classes with more attributes in all."""
-LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 68}
+LIFE = {"ckpt_engine/loop": 25, "ckpt_engine/writer": 66}
 """Attributes that are true or false in the life of a loop, and in that of the writer and its tiers."""
 
 

@@ -436,7 +436,7 @@ def campaign(root: Path, seeds: range) -> None:
     finally:
         threading.excepthook = before
         served.close(WAIT_SECONDS)
-    assert ended == [] and not served._thread.is_alive()
+    assert ended == [] and not served._clients
 
 
 def test_no_bytes_keep_a_writer_from_answering(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from ckpt_engine.errors import ConfigError, CorruptError
 from ckpt_engine.preempt.divergence import (
     Divergence,
     RollbackRecord,
-    is_pending,
     plan_rollback,
     read_rollback,
     to_json,
@@ -39,8 +38,7 @@ def test_a_run_that_always_diverges_at_the_same_step_goes_further_back_until_it_
             return
         assert made.step < at and made.count == number <= most
         assert before is None or made.step < before.step
-        assert is_pending(made, snapshots[-1][0])
-        assert not is_pending(made, "a newer one")
+        assert made.newest == snapshots[-1][0]
         before = made
     raise AssertionError("it never gave up")
 

@@ -124,7 +124,7 @@ class Training:
         self.mutate("eager")
         capture = self.planner.capture(self.state, lazy)
         slot = SharedSlot(0, slot_bytes(capture.plan), devices)
-        assert slot.pin(DEVICES[0]) is None
+        assert slot.pinned.pin(DEVICES[0]) is None
         views = slot.views(capture.plan)
         names = ["/".join(map(str, source.path)) for source in capture.plan.sources]
         expected: dict[str, torch.Tensor] = {}

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from ckpt_engine.errors import NewerFormatError
 from ckpt_engine.store.codecs.codec import damaged
-from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, FrameError, compress, decompress_into
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into
 
 Words = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -466,12 +466,9 @@ class PlaneDecoder:
         data = self._take(nbytes, "a plane")
         self._skip_padding()
         if kind == _FRAME:
-            try:
-                plane = self._scratch.words(1, room, count)
-                decompress_into(memoryview(data), memoryview(plane))  # type: ignore[arg-type]
-                return plane
-            except FrameError as err:
-                raise damaged(self._codec, str(err)) from err
+            plane = self._scratch.words(1, room, count)
+            decompress_into(self._codec, memoryview(data), memoryview(plane))  # type: ignore[arg-type]
+            return plane
         if nbytes != count:
             raise damaged(self._codec, f"a plane of {nbytes} bytes where {count} belong")
         return data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_engine.store.codecs.codec import Chunk, damaged
-from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, FrameError, compress, decompress_into, sample
+from ckpt_engine.store.codecs.zstd_frames import HOPELESS, PAYS, compress, decompress_into, sample
 
 
 class RawCodec:
@@ -43,7 +43,4 @@ class ZstdCodec:
 
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Decompress one frame of exactly the size of `out`."""
-        try:
-            decompress_into(stored, out.cast("B"))
-        except FrameError as err:
-            raise damaged(self.name, str(err)) from err
+        decompress_into(self.name, stored, out.cast("B"))

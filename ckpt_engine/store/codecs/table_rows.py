@@ -24,7 +24,7 @@ from ckpt_engine.store.codecs.planes import (
     PlanesHeader,
     base_digest,
 )
-from ckpt_engine.store.codecs.zstd_frames import PAYS, FrameError, compress, decompress_into
+from ckpt_engine.store.codecs.zstd_frames import PAYS, compress, decompress_into
 
 _ROWS_MAGIC = b"CKR1"
 _MORE = struct.Struct("<QQQQ")
@@ -113,10 +113,7 @@ class RowsCodec:
         packed = np.frombuffer(stored, np.uint8)
         if stored.nbytes != plain:
             packed = np.empty(plain, np.uint8)
-            try:
-                decompress_into(stored, memoryview(packed))  # type: ignore[arg-type]
-            except FrameError as err:
-                raise damaged(self.name, str(err)) from err
+            decompress_into(self.name, stored, memoryview(packed))  # type: ignore[arg-type]
         bits = np.unpackbits(packed)
         if bits[rows:].any():
             raise damaged(self.name, "its map is longer than its rows")

@@ -10,16 +10,14 @@ from collections.abc import Mapping
 
 import zstandard
 
+from ckpt_engine.store.codecs.codec import damaged
+
 PAYS = 0.97
 """An encoding is worth its time if at most this share of the bytes is left."""
 HOPELESS = 0.99
 """Samples that compress worse than this end the attempt: short runs compress a little worse than the whole."""
 _RUNS, _RUN_BYTES = 8, 1 << 10
 _local = threading.local()
-
-
-class FrameError(Exception):
-    """Stored bytes are no frame of the expected size; codecs turn it into a CorruptError of theirs."""
 
 
 def compress(data: memoryview, settings: Mapping[str, int]) -> bytes:
@@ -37,11 +35,14 @@ def compress(data: memoryview, settings: Mapping[str, int]) -> bytes:
     return context.compress(data)
 
 
-def decompress_into(stored: memoryview, out: memoryview) -> None:
+def decompress_into(codec: str, stored: memoryview, out: memoryview) -> None:
     """Fill `out` with the bytes of one frame; allocates nothing, whatever the frame says; releases the GIL.
 
+    Args:
+        codec: whose frame it is, for messages.
+
     Raises:
-        FrameError: `stored` is not one whole frame of that size.
+        CorruptError: `stored` is not one whole frame of that size.
     """
     context: zstandard.ZstdDecompressor | None = _local.__dict__.get("decompressor")
     if context is None:
@@ -50,14 +51,14 @@ def decompress_into(stored: memoryview, out: memoryview) -> None:
         # Checked first: what is not known to fit is decoded in steps, through memory of the library.
         claimed = zstandard.frame_content_size(stored)
         if claimed != out.nbytes:
-            raise FrameError(f"a frame of {claimed} bytes where {out.nbytes} belong")
+            raise damaged(codec, f"a frame of {claimed} bytes where {out.nbytes} belong")
         with context.stream_reader(stored, read_across_frames=True) as reader:
             if reader.readinto(out) != out.nbytes:
-                raise FrameError(f"a frame of {out.nbytes} bytes ends early")
+                raise damaged(codec, f"a frame of {out.nbytes} bytes ends early")
             if reader.read(1):
-                raise FrameError("more than one frame")
+                raise damaged(codec, "more than one frame")
     except (zstandard.ZstdError, ValueError) as err:
-        raise FrameError(str(err)) from err
+        raise damaged(codec, str(err)) from err
 
 
 def sample(data: memoryview) -> bytes:

@@ -37,10 +37,6 @@ class ObjectInfo:
     version: str = field(default="", compare=False)
 
 
-def _unknown() -> None:
-    """Of a storage that does not say it."""
-
-
 Duplicate = Callable[[str], bool]
 
 
@@ -78,7 +74,7 @@ class Capabilities:
     announce: Callable[[Manifest, Container[str] | None], None] | None = None
     unshared: Storage | None = None
     nodes: Nodes | None = None
-    free_bytes: Callable[[], int | None] = _unknown
+    free_bytes: Callable[[], int | None] = lambda: None
     prepare: Callable[[], None] | None = None
     silent_seconds: Callable[[], float] | None = None
     server_seconds: Callable[[], float | None] | None = None

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK
 from typing import Self
@@ -239,6 +239,15 @@ def open_regular(path: str, flags: int) -> int:
     return fd
 
 
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """A descriptor for the block, closed after it."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def require_size(where: str, nbytes: int, most_bytes: int) -> None:
     """Refuse an object that is larger than the format allows.
 
@@ -311,8 +320,7 @@ def read_into(path: str, start: int, out: memoryview) -> int:
         CorruptError: it is no regular file.
         OSError: from the file system.
     """
-    reader = _Reader(path, is_large=len(out) >= DIRECT_MIN_BYTES)
-    try:
+    with closing(_Reader(path, is_large=len(out) >= DIRECT_MIN_BYTES)) as reader:
         done = 0
         while done < len(out):
             got = reader.read(out[done : done + SLICE_BYTES], start + done)
@@ -320,8 +328,6 @@ def read_into(path: str, start: int, out: memoryview) -> int:
                 break
             done += got
         return done
-    finally:
-        reader.close()
 
 
 def _bounce() -> mmap.mmap:

@@ -28,6 +28,7 @@ from ckpt_engine.store.storage.disk import (
     Disk,
     Meter,
     MeteredDisk,
+    closing_fd,
     open_regular,
     read_into,
     require_size,
@@ -139,8 +140,7 @@ class LocalStorage:
             if Path(path).exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             has_begun = Path(temp).exists()
-            fd = self._disk.open(temp)
-            try:
+            with closing_fd(self._disk.open(temp)) as fd:
                 if not _lock(fd):
                     raise BlockingIOError(errno.EAGAIN, "another process is receiving or clearing it")
                 try:
@@ -153,8 +153,6 @@ class LocalStorage:
                 has_link = self._link(temp, path)
                 if not has_link:
                     self._disk.rename(temp, path)
-            finally:
-                os.close(fd)
             if has_link:
                 self._remove_named(temp)
             self._disk.sync_folder(folder)
@@ -347,17 +345,13 @@ class LocalStorage:
             fd = open_regular(path, os.O_RDWR)  # NFS locks only what is open for writing
         except (FileNotFoundError, CorruptError):
             return 0
-        try:
+        with closing_fd(fd), suppress(FileNotFoundError):
             # It may have been named or removed since it was opened, and closed, which frees the lock.
-            if not _lock(fd) or not _is_at(fd, path):
-                return 0
-            nbytes = os.fstat(fd).st_size
-            self._disk.remove(path)
-        except FileNotFoundError:
-            return 0
-        finally:
-            os.close(fd)
-        return nbytes
+            if _lock(fd) and _is_at(fd, path):
+                nbytes = os.fstat(fd).st_size
+                self._disk.remove(path)
+                return nbytes
+        return 0
 
     def _walk(self, folder: str, prefix: str, found: MutableSequence[ObjectInfo]) -> Sequence[ObjectInfo]:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from ckpt_engine.errors import (
     StorageError,
@@ -14,6 +14,8 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.store import names
+from ckpt_engine.store.storage import redaction
+from ckpt_engine.store.storage.object_options import ObjectOptions
 
 NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
@@ -62,6 +64,30 @@ def split_url(url: str) -> tuple[str, str]:
     if any(part in ("", ".", "..") for part in path.split("/")) and path:
         raise StorageError(f"not a storage root: {scheme}://{path}", hint="leave out '//', '.' and '..'")
     return scheme, path
+
+
+class ObjectStore:
+    """What the storages of all object stores begin with.
+
+    Args:
+        url: of the root.
+        options: those of `ObjectOptions` and of the client library; subclasses find the latter in `_library_options`.
+    """
+
+    _prefix: str
+    """Of the keys of all objects; empty, or with a slash at its end."""
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self._scheme, self._path = split_url(url)
+        self.url = f"{self._scheme}://{self._path}"
+        self.options, self._library_options = ObjectOptions.split(options)
+        self._secrets = redaction.secrets_of(self._library_options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def _key(self, name: str) -> str:
+        return self._prefix + checked(name)
 
 
 class OtherAnswerError(ConnectionError):

@@ -28,14 +28,12 @@ from ckpt_engine.store import names
 from ckpt_engine.store.storage import client_randomness, redaction
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import require_size, translated
-from ckpt_engine.store.storage.object_options import ObjectOptions
 from ckpt_engine.store.storage.object_requests import (
+    ObjectStore,
     OtherAnswerError,
-    checked,
     explained,
     require_empty,
     require_stored,
-    split_url,
 )
 from ckpt_engine.store.storage.retries import Backoff, is_hopeless
 
@@ -57,7 +55,7 @@ _publishing = threading.Lock()
 """Makes looking and renaming one step, at least within this process."""
 
 
-class FsspecStorage:
+class FsspecStorage(ObjectStore):
     """`Storage` on an fsspec file system, by what all of them have in common.
 
     An exclusive put asks for creation where the file system offers that, and looks before in any case. Timeouts of
@@ -69,10 +67,8 @@ class FsspecStorage:
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        self.options, library_options = ObjectOptions.split(options)
-        scheme, path = split_url(url)
-        self.url = f"{scheme}://{path}"
-        self._secrets = redaction.secrets_of(library_options)
+        super().__init__(url, options)
+        scheme, library_options = self._scheme, self._library_options
         try:
             filesystem, root = fsspec.core.url_to_fs(
                 self.url, **library_options, skip_instance_cache=bool(library_options), use_listings_cache=False
@@ -84,22 +80,20 @@ class FsspecStorage:
         client_randomness.shield()
         self._fs: Any = filesystem
         self._root = root.rstrip("/")
+        self._prefix = f"{self._root}/"
         self._whole_at_close = scheme in WHOLE_AT_CLOSE
         self._begun = set[str]()
-
-    def __repr__(self) -> str:
-        return f"FsspecStorage({self.url!r})"
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities()
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        path = self._path(name)
+        path = self._key(name)
         self._trying(lambda: self._put(path, blocks, exclusive=exclusive), "write", name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        path = self._path(name)
+        path = self._key(name)
         return self._trying(lambda: self._read(name, path, start, nbytes), "read", name)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
@@ -112,7 +106,7 @@ class FsspecStorage:
             target[done : done + len(data)] = data
             done += len(data)
         if not target:
-            self._path(name)
+            self._key(name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
@@ -121,7 +115,7 @@ class FsspecStorage:
                 yield ObjectInfo(name, nbytes, version)
 
     def delete(self, *names: str) -> None:
-        for name, path in [(name, self._path(name)) for name in names]:
+        for name, path in [(name, self._key(name)) for name in names]:
             self._trying(partial(self._remove, path), "delete", name)
 
     def sweep(self) -> int:
@@ -132,9 +126,6 @@ class FsspecStorage:
                 self._trying(partial(self._remove, path), "clear", name)
                 freed += nbytes
         return freed
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{checked(name)}"
 
     def _fresh(self, path: str | None = None) -> Any:
         """The file system, without what it remembers of a path, or of any: some libraries do in spite of
@@ -225,7 +216,7 @@ class FsspecStorage:
             rows: Mapping[str, Mapping[str, Any]] = self._fs.find(top, detail=True) if there is not None else {}
             skip = len(self._root) + 1
             if not rows:
-                record = self._path(names.RECORD)
+                record = self._key(names.RECORD)
                 require_empty(f"{folder}/" if folder else "", self._level(skip), lambda: self._info(record) is not None)
             files = [(path[skip:], row) for path, row in rows.items() if row["type"] == "file"]
             return [(name, int(row["size"]), _version(row)) for name, row in files]

@@ -26,15 +26,13 @@ from ckpt_engine.store import names
 from ckpt_engine.store.storage import redaction, retries
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Meter, require_size
-from ckpt_engine.store.storage.object_options import ObjectOptions
 from ckpt_engine.store.storage.object_requests import (
     NO_BUCKET,
+    ObjectStore,
     OtherAnswerError,
-    checked,
     explained,
     require_empty,
     require_stored,
-    split_url,
 )
 from ckpt_engine.store.storage.retries import BASE_SECONDS, CAP_SECONDS, SLOWEST_BYTES_PER_SECOND, Backoff
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks, plan_parts
@@ -72,7 +70,7 @@ _ObstoreRows = list[ObjectInfo]  # inside ObstoreStorage, `list` is its method
 _Views = list[memoryview]
 
 
-class ObstoreStorage:
+class ObstoreStorage(ObjectStore):
     """`Storage` on a bucket or container, or below a prefix of one.
 
     A small exclusive put asks the store not to replace anything. A big one looks before, which leaves a gap: names are
@@ -87,18 +85,13 @@ class ObstoreStorage:
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        scheme, path = split_url(url)
-        self.url = f"{scheme}://{path}"
-        self._bucket, _, prefix = path.partition("/")
-        if scheme not in SCHEMES or not self._bucket:
-            raise StorageError(
-                f"obstore serves no {scheme}://{path}", hint=f"give {', '.join(SCHEMES)}://bucket/folder"
-            )
+        super().__init__(url, options)
+        self._bucket, _, prefix = self._path.partition("/")
+        if self._scheme not in SCHEMES or not self._bucket:
+            raise StorageError(f"obstore serves no {self.url}", hint=f"give {', '.join(SCHEMES)}://bucket/folder")
         self._prefix = f"{prefix}/" if prefix else ""
-        self.options, library_options = ObjectOptions.split(options)
-        self._secrets = redaction.secrets_of(library_options)
-        self._kind = SCHEMES[scheme]
-        self._client, self._config = _settings(self._kind, library_options)
+        self._kind = SCHEMES[self._scheme]
+        self._client, self._config = _settings(self._kind, self._library_options)
         self._stores: dict[tuple[bool, bool], Any] = {}
         self._conditional = True
         self._meter = Meter()
@@ -107,9 +100,6 @@ class ObstoreStorage:
                 f"obstore cannot check what arrives at {self.url}, and the channel does not protect it",
                 hint="use https://, leave `transport` out of storage_options, or trust the network: verify: never",
             )
-
-    def __repr__(self) -> str:
-        return f"ObstoreStorage({self.url!r})"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -196,9 +186,6 @@ class ObstoreStorage:
                     raise StorageExistsError(f"{self.url}: {key} was replaced meanwhile") from err
 
         self._trying(write, "write", name)
-
-    def _key(self, name: str) -> str:
-        return self._prefix + checked(name)
 
     def _put(self, key: str, blocks: MemoryBlocks, token: str, *, exclusive: bool) -> None:
         small = blocks.nbytes <= self.options.part_bytes

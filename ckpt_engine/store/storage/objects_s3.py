@@ -20,8 +20,7 @@ from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, S
 from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, Duplicate, ObjectInfo, Storage
 from ckpt_engine.store.storage.disk import Meter
-from ckpt_engine.store.storage.object_options import ObjectOptions
-from ckpt_engine.store.storage.object_requests import checked, split_url
+from ckpt_engine.store.storage.object_requests import ObjectStore, checked
 from ckpt_engine.store.storage.retries import BASE_SECONDS, Backoff
 from ckpt_engine.store.storage.s3_answers import (
     DamagedInTransitError,
@@ -29,6 +28,7 @@ from ckpt_engine.store.storage.s3_answers import (
     NotS3Error,
     OthersError,
     code_of,
+    existing,
     status_of,
 )
 from ckpt_engine.store.storage.s3_multipart import (
@@ -50,7 +50,7 @@ _S3Rows = tuple[tuple[str, int, str], ...]
 """Objects of a listing: key, size, ETag."""
 
 
-class S3Storage:
+class S3Storage(ObjectStore):
     """`Storage` on a bucket, or below a prefix of one.
 
     An exclusive put asks the store not to replace anything. A store that ignores this, or is not atomic
@@ -62,13 +62,12 @@ class S3Storage:
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        scheme, path = split_url(url)
-        self._bucket, _, prefix = path.partition("/")
+        super().__init__(url, options)
+        self._bucket, _, prefix = self._path.partition("/")
         if not self._bucket:
-            raise StorageError(f"no bucket in {scheme}://", hint="give s3://bucket/folder")
+            raise StorageError(f"no bucket in {self._scheme}://", hint="give s3://bucket/folder")
         self._prefix = f"{prefix}/" if prefix else ""
-        self.url = f"{scheme}://{path}"
-        self.options, library_options = ObjectOptions.split(options)
+        library_options = self._library_options
         extra: Any = library_options.pop("s3_additional_kwargs", {})
         payer: dict[str, Any] = {"RequestPayer": "requester"} if library_options.get("requester_pays") else {}
         self._put_extra = {**extra, **payer}
@@ -76,9 +75,6 @@ class S3Storage:
         self._calls = S3Calls(self.url, self.options, library_options)
         self._multipart = Multipart(self._calls, self._bucket, payer, self._put_extra)
         self._conditional = True
-
-    def __repr__(self) -> str:
-        return f"S3Storage({self.url!r})"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -168,7 +164,7 @@ class S3Storage:
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
         """A small object and its version, None if there is none. For `replace`."""
-        return self._calls.run(self._read_versioned(name), "read", name)
+        return self._calls.run(existing(self._get_small(name)), "read", name)
 
     def replace(self, name: str, data: bytes, version: str | None) -> None:
         """Write a small object if it still has this version (None: if there is none), where the store can do that.
@@ -180,9 +176,6 @@ class S3Storage:
         """
         self._calls.run(self._replace(self._key(name), data, version), "write", name)
 
-    def _key(self, name: str) -> str:
-        return self._prefix + checked(name)
-
     # Writing
 
     async def _put(self, name: str, key: str, blocks: MemoryBlocks, *, exclusive: bool) -> None:
@@ -190,12 +183,10 @@ class S3Storage:
         if exclusive and await self._multipart.head(key) is not None:
             raise StorageExistsError(f"cannot write {self.url}/{name}: it exists")
         token = os.urandom(16).hex()
+        put = self._put_small if blocks.nbytes <= self.options.part_bytes else self._put_big
         try:
             for attempt in range(1, ATTEMPTS + 1):
-                if blocks.nbytes <= self.options.part_bytes:
-                    await self._put_small(key, blocks, token, exclusive=exclusive)
-                else:
-                    await self._put_big(key, blocks, token, exclusive=exclusive)
+                await put(key, blocks, token, {"IfNoneMatch": "*"} if exclusive else {})
                 if not exclusive:
                     return  # others may have replaced it by now
                 there = await self._multipart.head(key)
@@ -221,7 +212,12 @@ class S3Storage:
             if status_of(err) != 404:
                 cause.add_note(f"it may have become visible all the same: {err}")
 
-    async def _put_small(self, key: str, blocks: MemoryBlocks, token: str, *, exclusive: bool) -> None:
+    async def _put_small(self, key: str, blocks: MemoryBlocks, token: str, condition: Mapping[str, Any]) -> None:
+        """Put an object by one request.
+
+        Raises:
+            OthersError: `condition` does not hold because of somebody else's object.
+        """
         whole = UploadPart(1, 0, blocks.nbytes)
         digest = await digest_of(blocks, whole) if self._calls.verifying else None
         # The server refuses other bytes. Seen by the answer alone they would stay if this process is killed then.
@@ -230,7 +226,7 @@ class S3Storage:
         )
         backoff = self._calls.backoff()
         while True:
-            condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}
+            wanted = condition if self._conditional else {}
             try:
                 answer = await self._calls.send(
                     "put_object",
@@ -242,13 +238,13 @@ class S3Storage:
                     Key=key,
                     Metadata={TOKEN: token},
                     **refuse,
-                    **condition,
+                    **wanted,
                     **self._put_extra,
                 )
             except ClientError as err:
-                if self._refuses_condition(err, condition):
+                if self._refuses_condition(err, wanted):
                     continue
-                if status_of(err) != 412:
+                if status_of(err) != 412 and not (status_of(err) == 404 and "IfMatch" in wanted):
                     raise
                 # Also the answer to our own request, sent again after its first answer was lost.
                 answer = await self._multipart.head(key) or {}
@@ -256,20 +252,20 @@ class S3Storage:
                     raise OthersError from err
             if digest is None or arrived_whole(answer, digest):
                 return
-            exclusive = False  # the damaged object is ours: replace it
+            condition = {}  # the damaged object is ours: replace it
             wait = backoff.next_wait()
             if wait is None:
                 await self._delete([key])
                 raise DamagedInTransitError(f"{key} arrives with other bytes than were sent")
             await asyncio.sleep(wait)
 
-    async def _put_big(self, key: str, blocks: MemoryBlocks, token: str, *, exclusive: bool) -> None:
+    async def _put_big(self, key: str, blocks: MemoryBlocks, token: str, condition: Mapping[str, Any]) -> None:
         parts = plan_parts(blocks.nbytes, self.options.part_bytes)
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}
+        wanted = condition if self._conditional else {}
         try:
-            await self._multipart.upload(key, blocks, parts, token, condition)
+            await self._multipart.upload(key, blocks, parts, token, wanted)
         except ClientError as err:
-            if not self._refuses_condition(err, condition):
+            if not self._refuses_condition(err, wanted):
                 raise
             await self._multipart.upload(key, blocks, parts, token, {})
 
@@ -281,33 +277,16 @@ class S3Storage:
         return False
 
     async def _replace(self, key: str, data: bytes, version: str | None) -> None:
-        condition: dict[str, Any] = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
-        token = os.urandom(16).hex()
-        blocks = MemoryBlocks([memoryview(data)])
-        for wanted in (condition, {}) if self._conditional else ({},):
-            try:
-                await self._calls.send(
-                    "put_object",
-                    blocks,
-                    0,
-                    len(data),
-                    Bucket=self._bucket,
-                    Key=key,
-                    Metadata={TOKEN: token},
-                    **wanted,
-                    **self._put_extra,
-                )
-                return
-            except ClientError as err:
-                if status_of(err) in (404, 412):
-                    there = await self._multipart.head(key)
-                    if there is not None and there.get("Metadata", {}).get(TOKEN) == token:
-                        return
-                    if (plain_etag(there["ETag"]) if there else None) != version:
-                        raise StorageExistsError(f"{self.url}: {key} was replaced meanwhile") from err
-                    # It is the version we asked for, and yet refused: this store compares ETags in a way of its own.
-                elif not self._refuses_condition(err, wanted):
-                    raise
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
+        token, blocks = os.urandom(16).hex(), MemoryBlocks([memoryview(data)])
+        try:
+            await self._put_small(key, blocks, token, condition)
+        except OthersError as err:
+            there = await self._multipart.head(key)
+            if (plain_etag(there["ETag"]) if there else None) != version:
+                raise StorageExistsError(f"{self.url}: {key} was replaced meanwhile") from err
+            # It is the version we asked for, and yet refused: this store compares ETags in a way of its own.
+            await self._put_small(key, blocks, token, {})
 
     # Reading
 
@@ -360,14 +339,6 @@ class S3Storage:
                 return 0
             raise
 
-    async def _read_versioned(self, name: str) -> tuple[bytes, str] | None:
-        try:
-            return await self._get_small(name)
-        except ClientError as err:
-            if status_of(err) == 404 and code_of(err) != "NoSuchBucket":
-                return None
-            raise
-
     async def _page(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
         first = await self._page_once(prefix, after)
         if not self._calls.verifying:
@@ -402,11 +373,7 @@ class S3Storage:
         async def remove(key: str) -> None:
             async with lanes:
                 await self._multipart.abort_left(key)
-                try:
-                    await self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra)
-                except ClientError as err:
-                    if status_of(err) != 404 or code_of(err) == "NoSuchBucket":
-                        raise
+                await existing(self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra))
 
         outcomes = await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True)
         for outcome in outcomes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, TypeVar
 
 from aiohttp import ClientError as HttpError
 from botocore.exceptions import (  # type: ignore[import-untyped]
@@ -24,6 +24,7 @@ from ckpt_engine.store.storage.object_requests import CREDENTIALS_HINT, explaine
 from ckpt_engine.store.storage.redaction import redacted
 
 S3Answer = dict[str, Any]
+_T = TypeVar("_T")
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _TRANSIENT_CODES = frozenset(
     {
@@ -109,6 +110,16 @@ def code_of(error: BaseException) -> str:
     """The S3 error code of an error answer, "" if there was none."""
     response = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+async def existing(request: Awaitable[_T]) -> _T | None:
+    """The answer to a request for an object; None: there is no such object, although there is the bucket."""
+    try:
+        return await request
+    except ClientError as err:
+        if status_of(err) == 404 and code_of(err) != "NoSuchBucket":
+            return None
+        raise
 
 
 def is_transient(error: BaseException) -> bool:

@@ -16,7 +16,14 @@ from typing import Any
 
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-from ckpt_engine.store.storage.s3_answers import DamagedInTransitError, OthersError, S3Answer, code_of, status_of
+from ckpt_engine.store.storage.s3_answers import (
+    DamagedInTransitError,
+    OthersError,
+    S3Answer,
+    code_of,
+    existing,
+    status_of,
+)
 from ckpt_engine.store.storage.s3_requests import S3Calls
 from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart
 
@@ -100,12 +107,7 @@ class Multipart:
 
     async def head(self, key: str) -> S3Answer | None:
         """What the store says of an object, None if there is none."""
-        try:
-            return await self._calls.call("head_object", Bucket=self._bucket, Key=key, **self._payer)
-        except ClientError as err:
-            if status_of(err) == 404 and code_of(err) != "NoSuchBucket":
-                return None
-            raise
+        return await existing(self._calls.call("head_object", Bucket=self._bucket, Key=key, **self._payer))
 
     async def abort_left(self, key: str) -> None:
         """Give up the upload of `key` that failed earlier in this storage, if any."""

@@ -7,9 +7,9 @@ import importlib
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -127,12 +127,10 @@ class DataInternals:
 
 def beginning() -> tuple[pl.Trainer, Any] | None:
     """The trainer that is about to run something, and the `ckpt_path` it was given, seen from what it calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, both(pl.Trainer)) and "ckpt_path" in frame.f_locals:
             return trainer, frame.f_locals["ckpt_path"]
-        frame = frame.f_back
     return None
 
 

@@ -20,7 +20,16 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
 )
 from ckpt_engine.loop.halt import Halt
-from ckpt_engine.loop.rank_decisions import FLUSHED, HEARD_SECONDS, Patience, Verdicts, stop_of_json, stop_to_json
+from ckpt_engine.loop.rank_decisions import (
+    FLUSH_SECONDS,
+    FLUSHED,
+    HEARD_SECONDS,
+    HOLDS,
+    Patience,
+    Verdicts,
+    stop_of_json,
+    stop_to_json,
+)
 from ckpt_engine.preempt.divergence import (
     Divergence,
     RollbackRecord,
@@ -145,7 +154,7 @@ class Diverging:
             found = earliest((found, *verdicts.seen())) or found
             self._take_over(verdicts)
             if self._rollbacks is not None and self._engine.memory:
-                verdicts.ask_to_flush()
+                verdicts.ask(FLUSHED, FLUSH_SECONDS)
         except RanksError as err:
             self._log.error("what other ranks have seen is not known: %s", err)
         error, elsewhere = self._rule(found)
@@ -355,7 +364,7 @@ class Rollbacks:
         divided = verdicts is not None and self._engine.divided
         if divided:
             assert verdicts is not None
-            said = verdicts.ask(_PLACES_SECONDS)
+            said = verdicts.ask(HOLDS, _PLACES_SECONDS)
             snapshots = whole(map(_row, infos), *(one["snapshots"] for one in said))
             rows = [None if before is None else to_json(before), *(one["before"] for one in said)]
             before = None if (last := _last(rows)) is None else of_json(last)

@@ -45,8 +45,8 @@ class VirtualClock:
         return 1.7e9 + self.now
 
 
-class Ruled:
-    """Takes a snapshot as soon as the interval that a rule gives is over.
+class Ruled(SnapshotTimer):
+    """Takes a snapshot as soon as the interval that a rule gives is over, whatever became of the one before.
 
     Args:
         seconds: the interval, counted from the end of the snapshot before.
@@ -64,15 +64,6 @@ class Ruled:
 
     def taken(self, step: int, _stall: float, _wait: float = 0.0, /) -> None:
         self.start(step)
-
-    def skipped(self, _step: int, _reason: str, /) -> None:
-        """It stays due."""
-
-    def committed(self, _step: int, _latency: float, _written: float, _busy: float | None = None, /) -> None:
-        """The interval does not depend on it."""
-
-    def failed(self, _step: int, /) -> None:
-        """The next one comes at the usual interval."""
 
     @property
     def quiet(self) -> tuple[float, float]:
@@ -378,7 +369,8 @@ class SimulatedJob:
             self.clock.now = death
             return not kind
         self.clock.now = ready
-        training = self._begin(
+        training = Training(
+            **self.training,
             rhythm=self.rhythm,
             clock=self.clock,
             first=self.base.step,
@@ -414,9 +406,6 @@ class SimulatedJob:
         self._go_back(training, kind, death)
         self.looked += training.looked + LIFE_BOUNDARIES
         return not kind
-
-    def _begin(self, **how: Any) -> Training:
-        return Training(**self.training, **how)
 
     def _arrived(self, point: Point, now: float) -> None:
         self.durable = point

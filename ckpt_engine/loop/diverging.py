@@ -97,11 +97,9 @@ class Diverging:
         if self._verdicts.leads:
             return self._lead(self._verdicts, found)
         try:
-            self._verdicts.come()
-            error = self._follow(self._verdicts)
+            return self._follow(self._verdicts) or self._silent(found, None)
         except (WaitTimeoutError, RanksError) as err:
             return self._silent(found, err)
-        return error or self._silent(found, None)
 
     def at_the_end(self, own: Divergence | None, step: int) -> DivergedError | None:
         """Training has come to its end by itself: no boundary is left at which ranks could end together.
@@ -128,16 +126,12 @@ class Diverging:
                 verdicts.say(_NONE)
                 verdicts.stay()  # a rank that still looks for it finds no store where this process is gone
                 return None
-            verdicts.come()
-            error = self._follow(verdicts)
+            error = self._follow(verdicts) or (own and self._silent(own, None))
         except (WaitTimeoutError, RanksError) as err:
             if own is None:
                 self._log.warning("whether other ranks have diverged is not known: %s", err)
                 return None
             error = self._silent(own, err)
-        else:
-            if error is None and own is not None:
-                error = self._silent(own, None)
         if own is not None and not self._halt.done:
             self._engine.miss(step, "its loss has diverged")  # others may take it
         return error
@@ -178,6 +172,7 @@ class Diverging:
 
     def _follow(self, verdicts: Verdicts) -> DivergedError | None:
         """What rank 0 has found; None: no rank has diverged. Raises as `Verdicts.hear`."""
+        verdicts.come()
         said = verdicts.hear()
         while "ask" in said:
             said = verdicts.answer(said, self._answer(said))

@@ -204,9 +204,6 @@ class Level(StrEnum):
     """Not even the order of samples is promised."""
 
 
-_RANK = {Level.EXACT: 0, Level.ORDER_ONLY: 1, Level.NOT_RESTORED: 2}
-
-
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """A level and why it is not higher; `reasons` is empty if and only if the level is exact."""
@@ -216,12 +213,12 @@ class Exactness:
 
     def lowered(self, level: Level, reason: str) -> Exactness:
         """This with one more reason; the level never rises."""
-        return Exactness(max(self.level, level, key=_RANK.__getitem__), (*self.reasons, reason))
+        return Exactness(max(self.level, level, key=list(Level).index), (*self.reasons, reason))
 
     def also(self, other: Exactness) -> Exactness:
         """The lower level of the two with the reasons of both, none twice."""
         reasons = self.reasons + tuple(r for r in other.reasons if r not in self.reasons)
-        return Exactness(max(self.level, other.level, key=_RANK.__getitem__), reasons)
+        return Exactness(max(self.level, other.level, key=list(Level).index), reasons)
 
 
 class Effect(StrEnum):
@@ -313,18 +310,18 @@ def fingerprint(loader: DataLoader[Any], samples: Samples) -> Fingerprint:
     context = loader.multiprocessing_context
     return {
         "dataset_kind": "iterable" if iterable else "map",
-        "dataset_type": _type_name(loader.dataset),
+        "dataset_type": type_name(loader.dataset),
         "dataset_length": None if iterable else length_of(loader.dataset),
         "batch_size": _named(counters, "batch_size") if loader.batch_size is None else loader.batch_size,
         "batches": known_length(loader),
-        "samplers": [] if iterable else [_type_name(one) for _, one in streams.holders(loader) if one is not loader],
+        "samplers": [] if iterable else [type_name(one) for _, one in streams.holders(loader) if one is not loader],
         "num_replicas": _named(counters, "num_replicas"),
         "rank": _named(counters, "rank"),
         "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
         "persistent_workers": loader.persistent_workers,
         "in_order": getattr(loader, "in_order", True),
-        "loader_type": _type_name(loader),
+        "loader_type": type_name(loader),
         "prefetch_factor": loader.prefetch_factor,
         "start_method": None if context is None else context.get_start_method(),
         "pin_memory": loader.pin_memory,
@@ -373,6 +370,6 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-def _type_name(value: object) -> str:
-    cls = type(value)
-    return f"{cls.__module__}.{cls.__qualname__}"
+def type_name(value: object) -> str:
+    """The full name of a value's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -41,7 +41,7 @@ def recipe_of(loader: DataLoader[Any]) -> Recipe:
         return _unreadable(f"its dataset, a {type(loader.dataset).__name__}, is iterable")
     batches: Any = _real(loader.batch_sampler)
     shared: Recipe = {"rank": 0, "size": 1, "interleaved": True, "tail": str(Tail.PADDED)}
-    if _name(batches) == _SHARD:
+    if exactness.type_name(batches) == _SHARD:
         shared = {
             "rank": batches.process_index,
             "size": batches.num_processes,
@@ -79,7 +79,7 @@ def dealing_of(recipe: Mapping[str, Any], at_first: Mapping[str, Any]) -> Dealin
 
 def _order(loader: DataLoader[Any], sampler: Any) -> Recipe | str:
     """What orders the samples; or why that is not known."""
-    shuffles = type(sampler) is RandomSampler or _name(sampler) == _SEEDABLE
+    shuffles = type(sampler) is RandomSampler or exactness.type_name(sampler) == _SEEDABLE
     if not shuffles and type(sampler) not in (SequentialSampler, DistributedSampler):
         return f"a {type(sampler).__name__} orders its samples"
     length = exactness.length_of(sampler.dataset if type(sampler) is DistributedSampler else sampler.data_source)
@@ -126,10 +126,6 @@ def _origin(recipe: Mapping[str, Any], at_first: Mapping[str, Any]) -> OrderOrig
 
 def _real(sampler: Any) -> Any:
     return sampler.inner if isinstance(sampler, streams.StandIn) else sampler
-
-
-def _name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _unreadable(why: str) -> Recipe:

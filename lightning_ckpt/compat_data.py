@@ -53,8 +53,7 @@ class DataInternals:
     @property
     def fetcher(self) -> object:
         """What fetches training batches; None until loaders are made, another object whenever they are made again."""
-        fetcher: object = self._trainer.fit_loop._data_fetcher
-        return fetcher
+        return self._trainer.fit_loop._data_fetcher
 
     def make_validation_loaders(self) -> None:
         """Make them now, as `fit` does for its progress bar."""

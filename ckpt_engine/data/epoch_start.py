@@ -18,7 +18,7 @@ from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
 from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level, OnChange
-from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate, from_earlier_epoch
+from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, recipe_of
 from ckpt_engine.data.sampling import RecordingSampler, ResumePlan, SamplerOrder, deref
@@ -105,11 +105,6 @@ class Starter:
         if self._recipe is None:
             self._recipe = recipe_of(self._loader)
         return self._recipe
-
-    def length(self) -> int | None:
-        """Batches per epoch where known."""
-        length: int | None = self.fingerprint()["batches"]
-        return length
 
     def alive(self) -> bool:
         """True if the loader keeps its workers for the next epoch."""
@@ -352,7 +347,7 @@ class Starter:
         """Carry over what is known about persistent workers into their next epoch."""
         if previous is None:
             return
-        epoch.workers = [from_earlier_epoch(state) for state in previous.workers]
+        epoch.workers = [state and {**state, "earlier_epoch": True} for state in previous.workers]
         epoch.unknown_roles = set(previous.unknown_roles)
         order = previous.order
         if order is None and not previous.exhausted:

@@ -189,11 +189,6 @@ class RoleInit:
         native.begin_anew(dataset)
 
 
-def from_earlier_epoch(state: WorkerState | None) -> WorkerState | None:
-    """What is known about a persistent worker at the start of the epoch after the one `state` is from."""
-    return None if state is None else {**state, "earlier_epoch": True}
-
-
 _KEPT = "in persistent workers: what they keep between epochs is unknown"
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
@@ -405,8 +405,7 @@ class Verdicts:
             self._tell_stop()
             return self.patience(seconds)
 
-        found: dict[str, Any] = json.loads(hear(self._store, _VERDICT, HEAR_SECONDS, patience, other_than))
-        return found
+        return cast("dict[str, Any]", json.loads(hear(self._store, _VERDICT, HEAR_SECONDS, patience, other_than)))
 
     def answer(self, question: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         """Tell rank 0 what it has asked for; the verdict, or its next question. Raises as `hear`."""

@@ -45,8 +45,8 @@ class VirtualClock:
         return 1.7e9 + self.now
 
 
-class Ruled(SnapshotTimer):
-    """Takes a snapshot as soon as the interval that a rule gives is over, whatever became of the one before.
+class Ruled:
+    """Takes a snapshot as soon as the interval that a rule gives is over.
 
     Args:
         seconds: the interval, counted from the end of the snapshot before.
@@ -64,6 +64,15 @@ class Ruled(SnapshotTimer):
 
     def taken(self, step: int, _stall: float, _wait: float = 0.0, /) -> None:
         self.start(step)
+
+    def skipped(self, _step: int, _reason: str, /) -> None:
+        """It stays due."""
+
+    def committed(self, _step: int, _latency: float, _written: float, _busy: float | None = None, /) -> None:
+        """The interval does not depend on it."""
+
+    def failed(self, _step: int, /) -> None:
+        """The next one comes at the usual interval."""
 
     @property
     def quiet(self) -> tuple[float, float]:
@@ -369,8 +378,7 @@ class SimulatedJob:
             self.clock.now = death
             return not kind
         self.clock.now = ready
-        training = Training(
-            **self.training,
+        training = self._begin(
             rhythm=self.rhythm,
             clock=self.clock,
             first=self.base.step,
@@ -406,6 +414,9 @@ class SimulatedJob:
         self._go_back(training, kind, death)
         self.looked += training.looked + LIFE_BOUNDARIES
         return not kind
+
+    def _begin(self, **how: Any) -> Training:
+        return Training(**self.training, **how)
 
     def _arrived(self, point: Point, now: float) -> None:
         self.durable = point

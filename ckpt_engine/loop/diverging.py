@@ -126,7 +126,7 @@ class Diverging:
                 verdicts.say(_NONE)
                 verdicts.stay()  # a rank that still looks for it finds no store where this process is gone
                 return None
-            error = self._follow(verdicts) or (own and self._silent(own, None))
+            error = self._follow(verdicts) or (None if own is None else self._silent(own, None))
         except (WaitTimeoutError, RanksError) as err:
             if own is None:
                 self._log.warning("whether other ranks have diverged is not known: %s", err)

@@ -133,11 +133,12 @@ def capture() -> RngState:
 
 
 def _devices() -> RngState:
-    state: RngState = {}
-    for kind in _ACCELERATORS:
-        module: Any = getattr(torch, kind)
-        if module.is_initialized():
-            state[kind] = [_tensor_bytes(one) for one in module.get_rng_state_all()]
+    modules: dict[str, Any] = {kind: getattr(torch, kind) for kind in _ACCELERATORS}
+    state: RngState = {
+        kind: [_tensor_bytes(one) for one in module.get_rng_state_all()]
+        for kind, module in modules.items()
+        if module.is_initialized()
+    }
     if torch.backends.mps.is_available():
         state["mps"] = _tensor_bytes(torch.mps.get_rng_state())
     return state

@@ -567,10 +567,11 @@ def live_of(parts: Components) -> Live | None:
     def live(manifest: Manifest) -> Any:
         found: dict[str, Any] = {name: state_of(module, parts.flat) for name, module in parts.modules.items()}
         divided = {} if parts.flat is None else parts.flat.parts()
-        for name, optimizer in parts.optimizers.items():
-            if name in manifest.tree:
-                found[name] = optimizer_shell(optimizer, manifest.tree[name], manifest.entries, divided)
-        return found
+        return found | {
+            name: optimizer_shell(optimizer, manifest.tree[name], manifest.entries, divided)
+            for name, optimizer in parts.optimizers.items()
+            if name in manifest.tree
+        }
 
     return live
 

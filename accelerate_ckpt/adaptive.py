@@ -112,7 +112,7 @@ class AdaptiveCheckpoint(Tracker):
         if engine.config.log.loggers == "on":
             internals.log_too(self.numbers)
         self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
-        self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
+        self._handle = accelerator.register_load_state_pre_hook(lambda *_: self.abandon_resume())
 
     def release(self) -> None:
         """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
@@ -149,9 +149,6 @@ class AdaptiveCheckpoint(Tracker):
                 f"starts after {feed.delivered} batches, was not asked for any",
                 hint="iterate the loader itself: a resumed epoch starts in its middle, without skip_first_batches",
             )
-
-    def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
-        self.abandon_resume()
 
 
 FILES = "hook_files"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -71,13 +72,8 @@ def _curve_of(callback: Any) -> WriterCurve | TrackedRun | None:
 
 def trainer_above() -> Trainer | None:
     """The trainer whose method calls this, through whatever: it hands itself to none of its callbacks."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer):
-            return owner
-        frame = frame.f_back
-    return None
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    return next((owner for owner in owners if isinstance(owner, Trainer)), None)
 
 
 class TrainerInternals:
@@ -89,8 +85,7 @@ class TrainerInternals:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
-        self._skip_first_batches: Any = None
-        self._replaced, self._first_step = Replaced(), Replaced()
+        self._replaced, self._first_step, self._skipping = Replaced(), Replaced(), Replaced()
         self._shown: torch.Tensor | None = None
         self._variables: dict[str, str] = {}
 
@@ -146,25 +141,16 @@ class TrainerInternals:
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
-        original = _MODULE.skip_first_batches
 
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             self.unskip()
             return skip(dataloader, num_batches)
 
-        self._skip_first_batches = original
-        _MODULE.skip_first_batches = skip_first_batches
+        self._skipping.replace(_MODULE, "skip_first_batches", skip_first_batches)
 
-    @property
-    def skips(self) -> bool:
-        """Whether the next call of `skip_first_batches` is ours."""
-        return self._skip_first_batches is not None
-
-    def unskip(self) -> None:
-        """Put `skip_first_batches` back."""
-        if self._skip_first_batches is not None:
-            _MODULE.skip_first_batches = self._skip_first_batches
-            self._skip_first_batches = None
+    def unskip(self) -> bool:
+        """Put `skip_first_batches` back; whether its next call was ours."""
+        return self._skipping.undo()
 
     def unwrap(self) -> None:
         """Leave the trainer and its module as they were found."""

@@ -269,8 +269,7 @@ class TransformersCallback(TrainerCallback):
         self._go_on_logging()  # callbacks behind this one have begun, too
         if self._internals is not None:
             self._internals.forget_runs()
-        if self._internals is not None and self._internals.skips:
-            self._internals.unskip()
+        if self._internals is not None and self._internals.unskip():
             self._require_same_batch(objects["train_dataloader"], 0)
         if self._unchecked:
             self._unchecked = False

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -56,8 +56,7 @@ def set_metric_progress(metric: Metric, update_count: int, cache: torch.Tensor |
 
 def callbacks_of(trainer: Any) -> list[Callback]:
     """The trainer's callbacks (public, but set where type checkers do not see it)."""
-    found: list[Callback] = trainer.callbacks
-    return found
+    return cast("list[Callback]", trainer.callbacks)
 
 
 def is_lightnings(what: Any) -> bool:
@@ -76,7 +75,8 @@ class LightningInternals(DataInternals):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self._replaced = Replaced()
+        self.replaced = Replaced()
+        """Undone by `unwrap`."""
         self._undo_sigterm: Callable[[], None] = lambda: None
 
     # ---- probing
@@ -121,10 +121,6 @@ class LightningInternals(DataInternals):
 
     # ---- wrapping
 
-    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any] | None) -> None:
-        """A method of one object, until `unwrap`."""
-        self._replaced.replace(owner, name, replacement)
-
     def wrap_resume_start(self, around: Callable[..., None]) -> None:
         """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
         connector = self._trainer._checkpoint_connector
@@ -134,7 +130,7 @@ class LightningInternals(DataInternals):
             around(original, checkpoint_path, *args, **kwargs)
 
         resume_start.resolves_auto = True  # type: ignore[attr-defined]
-        self.wrap(connector, "resume_start", resume_start)
+        self.replaced.replace(connector, "resume_start", resume_start)
 
     def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""
@@ -144,11 +140,11 @@ class LightningInternals(DataInternals):
             original()
             after()
 
-        self._replaced.around(self._trainer.fit_loop, "on_advance_start", on_advance_start)
+        self.replaced.around(self._trainer.fit_loop, "on_advance_start", on_advance_start)
 
     def wrap_optimizer_restore(self, around: Callable[[Callable[[Any], None], Any], None]) -> None:
         """`around(original, checkpoint)` runs instead of the strategy's `load_optimizer_state_dict`."""
-        self._replaced.around(self._trainer.strategy, "load_optimizer_state_dict", around)
+        self.replaced.around(self._trainer.strategy, "load_optimizer_state_dict", around)
 
     def wrap_training_restore(self, forgotten: Callable[[], dict[str, Any] | None]) -> None:
         """What `forgotten()` gives is restored where Lightning has nothing: a callback may load a file of its own."""
@@ -159,7 +155,7 @@ class LightningInternals(DataInternals):
                 connector._loaded_checkpoint = forgotten() or {}
             original()
 
-        self._replaced.around(connector, "restore_training_state", restore_training_state)
+        self.replaced.around(connector, "restore_training_state", restore_training_state)
 
     @property
     def batch_sizes(self) -> dict[str, Any]:
@@ -180,7 +176,7 @@ class LightningInternals(DataInternals):
             else:
                 continue
             search = getattr(one, name)
-            self.wrap(one, name, lambda *of, search=search: None if restoring() else search(*of))
+            self.replaced.replace(one, name, lambda *of, search=search: None if restoring() else search(*of))
             notes.append(f"{type(one).__name__} does not search again: {goes_on}")
         return notes
 
@@ -211,7 +207,7 @@ class LightningInternals(DataInternals):
                     warnings.filterwarnings("ignore", _NOT_RESUMABLE)
                 original()
 
-        self._replaced.around(self._trainer.fit_loop.epoch_loop, "reset", reset)
+        self.replaced.around(self._trainer.fit_loop.epoch_loop, "reset", reset)
 
     def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
@@ -229,7 +225,7 @@ class LightningInternals(DataInternals):
                 failed(err)
                 raise
 
-        self._replaced.around(self._trainer.fit_loop.epoch_loop, "advance", advance)
+        self.replaced.around(self._trainer.fit_loop.epoch_loop, "advance", advance)
 
     def wrap_batches(self, took: Callable[[Any], None]) -> None:
         """`took(batch)` gets every training batch as its loader made it (a public method, wrapped)."""
@@ -239,7 +235,7 @@ class LightningInternals(DataInternals):
                 took(batch)
             return original(batch)
 
-        self._replaced.around(self._trainer.precision_plugin, "convert_input", convert)
+        self.replaced.around(self._trainer.precision_plugin, "convert_input", convert)
 
     def skip_idle_hooks(self, *callbacks: Callback) -> None:
         """Lightning does not enter hooks of these callbacks that do nothing.
@@ -250,29 +246,29 @@ class LightningInternals(DataInternals):
         for callback in callbacks:
             for name in _HOOKS_OF_STEPS:
                 if getattr(type(callback), name) is getattr(Callback, name) and name not in vars(callback):
-                    self.wrap(callback, name, None)
+                    self.replaced.replace(callback, name, None)
 
     def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
         """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
         strategy = self._trainer.strategy
-        self._replaced.around(strategy, "process_dataloader", lambda original, loader: after(original(loader)))
+        self.replaced.around(strategy, "process_dataloader", lambda original, loader: after(original(loader)))
 
     def wrap_validation_loaders(self, around: Callable[[Callable[[], None]], None]) -> None:
         """`around(original)` runs instead of what makes the loaders of validation in a `fit`."""
-        self._replaced.around(self._trainer.fit_loop.epoch_loop.val_loop, "setup_data", around)
+        self.replaced.around(self._trainer.fit_loop.epoch_loop.val_loop, "setup_data", around)
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
         """See `compat.defer_sigterm`; `relays`: and `compat.relayed`, of several ranks."""
         connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
         self._undo_sigterm = defer_sigterm(connector, deferred)
         if relays:
-            self.wrap(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
+            self.replaced.replace(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
 
     def unwrap(self) -> None:
         """Puts back every method that was wrapped, and the length of epochs."""
         self.reset_epoch_length()
         self._undo_sigterm()
-        self._replaced.undo()
+        self.replaced.undo()
 
     def set_callbacks(self, callbacks: list[Callback]) -> None:
         """Replace the list; a loop over the old one that is under way is not disturbed."""
@@ -282,8 +278,7 @@ class LightningInternals(DataInternals):
 
     def dump_checkpoint(self) -> dict[str, Any]:
         """What Lightning itself puts into a full checkpoint; references to live tensors."""
-        dumped: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
-        return dumped
+        return cast("dict[str, Any]", self._trainer._checkpoint_connector.dump_checkpoint(False))
 
     def hand_over(self, checkpoint: dict[str, Any], shown_path: str) -> None:
         """Lets Lightning restore `checkpoint` as if it had loaded it from a file called `shown_path`."""
@@ -299,12 +294,11 @@ class LightningInternals(DataInternals):
             with LiveModel(self._trainer.lightning_module).in_place(checkpoint.get("state_dict", {})) as rest:
                 original({**checkpoint, "state_dict": rest}, **options)
 
-        self._replaced.around(self._trainer.strategy, "load_model_state_dict", load_weights)
+        self.replaced.around(self._trainer.strategy, "load_model_state_dict", load_weights)
 
     def hpc_path(self) -> str | None:
         """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""
-        path: str | None = self._trainer._checkpoint_connector._hpc_resume_path
-        return path
+        return cast("str | None", self._trainer._checkpoint_connector._hpc_resume_path)
 
     # ---- loops
 
@@ -447,8 +441,7 @@ class LightningInternals(DataInternals):
     @property
     def results(self) -> dict[str, Any]:
         """The training loop's `self.log` accumulators by key."""
-        results: dict[str, Any] = self._trainer.fit_loop.epoch_loop._results
-        return results
+        return cast("dict[str, Any]", self._trainer.fit_loop.epoch_loop._results)
 
     @property
     def log_position(self) -> tuple[bool | None, str | None]:

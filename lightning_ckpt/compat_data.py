@@ -7,9 +7,9 @@ import importlib
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,8 +53,7 @@ class DataInternals:
     @property
     def fetcher(self) -> object:
         """What fetches training batches; None until loaders are made, another object whenever they are made again."""
-        fetcher: object = self._trainer.fit_loop._data_fetcher
-        return fetcher
+        return self._trainer.fit_loop._data_fetcher
 
     def make_validation_loaders(self) -> None:
         """Make them now, as `fit` does for its progress bar."""
@@ -127,12 +126,10 @@ class DataInternals:
 
 def beginning() -> tuple[pl.Trainer, Any] | None:
     """The trainer that is about to run something, and the `ckpt_path` it was given, seen from what it calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, both(pl.Trainer)) and "ckpt_path" in frame.f_locals:
             return trainer, frame.f_locals["ckpt_path"]
-        frame = frame.f_back
     return None
 
 

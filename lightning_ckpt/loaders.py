@@ -29,7 +29,6 @@ class FitLoaders:
         self._on_change = on_change
         self._positions: list[LoaderPosition | None] = []
         self._types: list[str] = []
-        self._workers: list[int] = []
         self._saved: Sequence[Any] | None = None
         self._waiting = 0
         self._before: object = self
@@ -59,7 +58,6 @@ class FitLoaders:
             self._before = self._internals.fetcher
             self._forget()
         self._types.append(type(loader).__name__)
-        self._workers.append(int(getattr(loader, "num_workers", 0)))
         # Whether Lightning fetches one batch ahead depends on all loaders together, which is known later.
         position = attach(loader, lookahead=1) if isinstance(loader, DataLoader) else None
         self._positions.append(position)
@@ -212,7 +210,8 @@ class FitLoaders:
     @property
     def one_with_workers(self) -> bool:
         """Where a batch that never comes leaves this process as it was: no sample is made here, no loader is ahead."""
-        return len(self._workers) == 1 and self._workers[0] > 0
+        first = self._positions[0] if len(self._positions) == 1 else None
+        return first is not None and first.loader.num_workers > 0
 
     def release(self) -> None:
         """Give all loaders back as they were."""
@@ -222,7 +221,7 @@ class FitLoaders:
         self._forget()
 
     def _forget(self) -> None:
-        self._positions, self._types, self._workers, self._waiting = [], [], [], 0
+        self._positions, self._types, self._waiting = [], [], 0
 
     def _load(self, index: int, *, restart: bool = False) -> None:
         assert self._saved is not None

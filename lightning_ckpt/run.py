@@ -404,7 +404,7 @@ class FitRun:
             "validation": self._loaders.validation_states(),
             "combined": internals.combined_position,
             "progress": internals.progress,
-            "results": run_state.dump_results(internals),
+            "results": run_state.results_now(internals)(),
             "tables": tables,
             **sharded.model_of(self._trainer).entries(),
             "flags_at_start": self._flags_at_start,

@@ -195,13 +195,11 @@ _REDUCTIONS = {
 }
 
 
-def dump_results(internals: LightningInternals) -> dict[str, Any]:
-    """The accumulators behind `self.log`, with everything needed to make them again before the first batch."""
-    return {key: _described(result, _values(result), internals.reduces) for key, result in internals.results.items()}
-
-
 def results_now(internals: LightningInternals) -> Callable[[], dict[str, Any]]:
-    """What makes later what `dump_results` would give now: what describes an accumulator never changes."""
+    """The accumulators behind `self.log` as they are now, with everything needed to make them again.
+
+    They are copied now and described when it is called: what describes an accumulator never changes.
+    """
     rows = [(key, result, _copied(_values(result))) for key, result in internals.results.items()]
     return lambda: {key: _described(result, values, internals.reduces) for key, result, values in rows}
 

@@ -82,8 +82,10 @@ class Pruned:
         found: list[Event] = []
         if self.forgotten:
             found.append(SnapshotsForgotten(self.forgotten, self.collected.freed_bytes))
-        for snapshot, why in self.not_slimmed.items():
-            found.append(Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}"))
+        found += [
+            Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}")
+            for snapshot, why in self.not_slimmed.items()
+        ]
         return found + self.collected.events(url)
 
 

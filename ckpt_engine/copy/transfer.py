@@ -305,12 +305,16 @@ def mapped(
         CkptError: it is damaged, missing or cannot be read.
     """
     folder = source.capabilities.folder
-    memory = _fetch(source, file, pieces, scratch) if folder is None else _map_local(folder, file, pieces)
+    # A scratch file has no name, and is gone when it is unmapped.
+    memory = scratch_file(scratch, file.nbytes) if folder is None else _map_local(folder, file, pieces)
     try:
         with memoryview(memory) as image:
+            if folder is None:
+                _fetch(source, file, pieces, image)
             yield image
     finally:
-        with suppress(BufferError):  # as in `_fetch`: of a put that failed
+        # The frames of what was raised, also in a thread, may still hold views: then the memory goes with them.
+        with suppress(BufferError):
             memory.close()
 
 
@@ -327,26 +331,17 @@ def _map_local(source: Folder, file: DataFile, pieces: Sequence[Piece]) -> mmap.
         return mmap.mmap(fd, file.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
 
 
-def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> mmap.mmap:
-    """The verified file in a scratch file that has no name and is gone when unmapped."""
-    memory = scratch_file(scratch, file.nbytes)
-    try:
-        with memoryview(memory) as image:
+def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], image: memoryview) -> None:
+    """Fill `image` with the file, verified."""
 
-            def fetch(start: int) -> None:
-                with image[start : start + RANGE_BYTES] as part:
-                    source.get_into(file.name, start, part)
+    def fetch(start: int) -> None:
+        with image[start : start + RANGE_BYTES] as part:
+            source.get_into(file.name, start, part)
 
-            ParallelMap(fetch, range(0, file.nbytes, RANGE_BYTES), RANGES_AT_ONCE, "ckpt-fetch").result()
-            for piece in pieces:
-                with image[piece.offset : piece.offset + piece.nbytes] as part:
-                    _require_digest(file, piece, part)
-    except BaseException:
-        # The frames of what was raised in a thread may still hold views: then the memory goes with them.
-        with suppress(BufferError):
-            memory.close()
-        raise
-    return memory
+    ParallelMap(fetch, range(0, file.nbytes, RANGE_BYTES), RANGES_AT_ONCE, "ckpt-fetch").result()
+    for piece in pieces:
+        with image[piece.offset : piece.offset + piece.nbytes] as part:
+            _require_digest(file, piece, part)
 
 
 def _pieces_of(manifest: Manifest, index: int) -> list[Piece]:

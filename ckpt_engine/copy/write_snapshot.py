@@ -251,12 +251,14 @@ class ParallelMap(Generic[T, U]):
             raise self._error
         return [self._found.pop(index) for index in range(count)]
 
-    def abandon(self) -> None:
-        """Stop after the items at hand."""
+    def abandon(self, seconds: float = threading.TIMEOUT_MAX) -> bool:
+        """Stop after the items at hand; whether all threads have ended within `seconds`."""
         self._abandoned.set()
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._items = ()
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 def digesting(image: memoryview, cut_layout: CutLayout) -> ParallelMap[memoryview, str]:

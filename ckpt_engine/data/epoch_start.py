@@ -104,11 +104,6 @@ class Starter:
             self._recipe = recipe_of(self._loader)
         return self._recipe
 
-    def length(self) -> int | None:
-        """Batches per epoch where known."""
-        length: int | None = self.fingerprint()["batches"]
-        return length
-
     def alive(self) -> bool:
         """True if the loader keeps its workers for the next epoch."""
         return private.live_iterator(self._loader) is not None

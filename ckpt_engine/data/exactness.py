@@ -204,9 +204,6 @@ class Level(StrEnum):
     """Not even the order of samples is promised."""
 
 
-_RANK = {Level.EXACT: 0, Level.ORDER_ONLY: 1, Level.NOT_RESTORED: 2}
-
-
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """A level and why it is not higher; `reasons` is empty if and only if the level is exact."""
@@ -216,12 +213,12 @@ class Exactness:
 
     def lowered(self, level: Level, reason: str) -> Exactness:
         """This with one more reason; the level never rises."""
-        return Exactness(max(self.level, level, key=_RANK.__getitem__), (*self.reasons, reason))
+        return Exactness(max(self.level, level, key=list(Level).index), (*self.reasons, reason))
 
     def also(self, other: Exactness) -> Exactness:
         """The lower level of the two with the reasons of both, none twice."""
         reasons = self.reasons + tuple(r for r in other.reasons if r not in self.reasons)
-        return Exactness(max(self.level, other.level, key=_RANK.__getitem__), reasons)
+        return Exactness(max(self.level, other.level, key=list(Level).index), reasons)
 
 
 class Effect(StrEnum):

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -176,8 +176,7 @@ class LoaderPosition:
     @property
     def place(self) -> int | None:
         """Which part of the samples this loader has, from 0; None where its samplers do not tell."""
-        found: int | None = self._starter.recipe().get("rank")
-        return found
+        return cast("int | None", self._starter.recipe().get("rank"))
 
     @property
     def exactness(self) -> Exactness:
@@ -225,7 +224,9 @@ class LoaderPosition:
             )
         if epoch.exhausted and consumed == epoch.fetched:
             phase = "ended" if asked_again else "fresh"
-        elif consumed == (epoch.total or self._starter.length()) or (consumed == epoch.fetched and epoch.ended()):
+        elif consumed == (epoch.total or self._starter.fingerprint()["batches"]) or (
+            consumed == epoch.fetched and epoch.ended()
+        ):
             phase = "ended"
         else:
             phase = "within"

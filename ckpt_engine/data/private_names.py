@@ -230,11 +230,13 @@ class Replaced:
         """`do(original, ...)` runs in the place of what was called before."""
         self.replace(owner, name, partial(do, getattr(owner, name)))
 
-    def undo(self) -> None:
-        """Leave all of them as they were found. Idempotent."""
+    def undo(self) -> bool:
+        """Leave all of them as they were found; whether there were any. Idempotent."""
+        found = bool(self._before)
         while self._before:
             owner, name, before = self._before.pop()
             if before is None:
                 vars(owner).pop(name, None)
             else:
                 setattr(owner, name, before)
+        return found

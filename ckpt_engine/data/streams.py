@@ -158,12 +158,13 @@ def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> No
 def counters(loader: DataLoader[Any], among: Holders | None = None) -> Counters:
     """Every plain scalar attribute of the loader's class and samplers, and what `set_epoch` of iterable datasets got,
     by path."""
-    found: Counters = {f"{path}.epoch": epoch for path, epoch in native.epochs(loader.dataset).items()}
-    for path, holder in among or holders(loader):
-        for name, value in attributes(holder):
-            if isinstance(value, _SCALARS):
-                found[f"{path}.{name}"] = value
-    return found
+    epochs = {f"{path}.epoch": epoch for path, epoch in native.epochs(loader.dataset).items()}
+    return epochs | {
+        f"{path}.{name}": value
+        for path, holder in among or holders(loader)
+        for name, value in attributes(holder)
+        if isinstance(value, _SCALARS)
+    }
 
 
 def changed_counters(loader: DataLoader[Any], baseline: Mapping[str, Any], among: Holders | None = None) -> Counters:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.copy.job import EntryLayout
-from ckpt_engine.copy.write_snapshot import ParallelMap, cut, part_piece_bytes
+from ckpt_engine.copy.job import EntryLayout, Layout
+from ckpt_engine.copy.write_snapshot import CutLayout, ParallelMap
 from ckpt_engine.errors import UnstorableLeafError
 from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.state.entries import dtype_name
 from ckpt_engine.state.flatten import tensor_problem
 from ckpt_engine.state.rebuild import flat_bytes
 from ckpt_engine.store.container import container_form, data_header, digest
-from ckpt_engine.store.manifest import DataFile, Entry, Piece
+from ckpt_engine.store.manifest import DataFile, Entry
 
 DIGEST_THREADS = 4
 
@@ -110,22 +110,20 @@ class Container:
     def blocks(self) -> list[Block]:
         """What the manifest says of each array, in the order of the file."""
         at = len(self._header)
-        layouts = []
-        for one in self._arrays:
-            dtype, shape, nbytes = dtype_name(one.tensor.dtype), tuple(one.tensor.shape), one.tensor.nbytes
-            code, whole = container_form(dtype, shape, nbytes)[0], None if one.whole == shape else one.whole
-            layouts.append(EntryLayout(one.name, dtype, shape, code, at, nbytes, whole))
+        layouts = list[EntryLayout]()
+        for one, (name, code, _, nbytes) in zip(self._arrays, self._rows(), strict=True):
+            shape = tuple(one.tensor.shape)
+            whole = None if one.whole == shape else one.whole
+            layouts.append(EntryLayout(name, dtype_name(one.tensor.dtype), shape, code, at, nbytes, whole))
             at += nbytes
-        pairs, least_bytes = list(zip(self._arrays, layouts, strict=True)), part_piece_bytes(layouts)
-        return ParallelMap(lambda pair: _block(*pair, least_bytes), pairs, DIGEST_THREADS, "ckpt-digest").result()
-
-
-def _block(array: DcpArray, layout: EntryLayout, least_bytes: int) -> Block:
-    data = flat_bytes(array.tensor).data
-    pieces = []
-    for extent in cut(layout, least_bytes):
-        start = extent.offset - layout.offset
-        found = digest(data[start : start + extent.nbytes])
-        pieces.append(Piece(0, extent.offset, extent.nbytes, found, extent.nbytes))
-    entry = Entry(layout.dtype, layout.shape, tuple(pieces), layout.container_dtype)
-    return Block(array.name, array.whole, Box(array.offsets, layout.shape), entry)
+        cut_layout = CutLayout.of(Layout(len(self._header), at, tuple(layouts)))
+        pieces = [
+            flat_bytes(one.tensor).data[extent.offset - layout.offset :][: extent.nbytes]
+            for one, layout, extents in zip(self._arrays, layouts, cut_layout.extents, strict=True)
+            for extent in extents
+        ]
+        entries = cut_layout.entries(ParallelMap(digest, pieces, DIGEST_THREADS, "ckpt-digest").result())
+        return [
+            Block(one.name, one.whole, Box(one.offsets, entry.shape), entry)
+            for one, entry in zip(self._arrays, entries.values(), strict=True)
+        ]

@@ -103,10 +103,8 @@ def read_transformers(folder: Path, advance: Advance) -> Imported:
         step, epoch = whole_number(trainer_state["global_step"]), whole_number((trainer_state.get("epoch") or 0) // 1)
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise CorruptError(f"{folder / STATE_FILE} is not the state of a Trainer: {err}") from err
-    state: dict[str, Any] = {"model": model}
-    for key, name in _STATES.items():
-        if (found := optional(folder, advance, name)) is not None:
-            state[key] = found
+    states = {key: optional(folder, advance, name) for key, name in _STATES.items()}
+    state: dict[str, Any] = {"model": model, **{key: one for key, one in states.items() if one is not None}}
     notes = [f"no {key} in the folder" for key in ("optimizer", "scheduler") if key not in state]
     names = (STREAMS_FILE, "rng_state_0.pth")
     if (recorded := next((folder / name for name in names if (folder / name).exists()), None)) is None:

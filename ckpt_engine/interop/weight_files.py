@@ -60,10 +60,7 @@ def read(folder: Path, name: str, torch_name: str, advance: Advance) -> dict[str
     for one, reader in ((name, _read_safetensors), (torch_name, _read_torch)):
         files = _parts(folder, one)
         if files:
-            state_dict: dict[str, Any] = {}
-            for file in files:
-                state_dict |= reader(file, advance)
-            return state_dict
+            return {key: value for file in files for key, value in reader(file, advance).items()}
     return None
 
 

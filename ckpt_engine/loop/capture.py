@@ -182,10 +182,8 @@ class Packer:
             UnstorableLeafError: a leaf would need pickle; names it.
         """
         components = {ROOT_KEY: tree} if "$" in components_of(tree) else components_of(tree)
-        nodes: dict[str, Any] = {}
         places: dict[int, tuple[int, torch.Tensor]] = {}
-        for key, one in components.items():
-            nodes[key] = self._node(key, one, places)
+        nodes = {key: self._node(key, one, places) for key, one in components.items()}
         live = [tensor for _, tensor in places.values()]
         self._device = next((array.device for array in live if array.is_cuda), self._device)
         arrays: list[dict[str, Any]] = [{} for _ in live]
@@ -569,10 +567,11 @@ def live_of(parts: Components) -> Live | None:
     def live(manifest: Manifest) -> Any:
         found: dict[str, Any] = {name: state_of(module, parts.flat) for name, module in parts.modules.items()}
         divided = {} if parts.flat is None else parts.flat.parts()
-        for name, optimizer in parts.optimizers.items():
-            if name in manifest.tree:
-                found[name] = optimizer_shell(optimizer, manifest.tree[name], manifest.entries, divided)
-        return found
+        return found | {
+            name: optimizer_shell(optimizer, manifest.tree[name], manifest.entries, divided)
+            for name, optimizer in parts.optimizers.items()
+            if name in manifest.tree
+        }
 
     return live
 

@@ -103,11 +103,12 @@ class FlatModels:
 
     def parts(self) -> dict[int, FlatPart]:
         """What this rank has of each parameter that is divided, by its `id`."""
-        found: dict[int, FlatPart] = {}
-        for module in self._modules:
-            for _, unit in units(module):
-                found |= {id(place.parameter): part for place, part in _parts(unit)}
-        return found
+        return {
+            id(place.parameter): part
+            for module in self._modules
+            for _, unit in units(module)
+            for place, part in _parts(unit)
+        }
 
     def state(self, module: nn.Module) -> dict[str, Any]:
         """`module.state_dict()` under the names that it has without FSDP1; the divided parameters as parts."""
@@ -232,11 +233,11 @@ def _parts(unit: Any) -> Iterator[tuple[_Place, FlatPart]]:
 
 
 def _named_parts(module: nn.Module) -> dict[str, FlatPart]:
-    found = {}
-    for prefix, unit in units(module):
-        for place, part in _parts(unit):
-            found[clean_name(f"{prefix}.{place.name}" if prefix else place.name)] = part
-    return found
+    return {
+        clean_name(f"{prefix}.{place.name}" if prefix else place.name): part
+        for prefix, unit in units(module)
+        for place, part in _parts(unit)
+    }
 
 
 def _places_of(unit: Any) -> tuple[_Place, ...]:

@@ -20,7 +20,16 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
 )
 from ckpt_engine.loop.halt import Halt
-from ckpt_engine.loop.rank_decisions import FLUSHED, HEARD_SECONDS, Patience, Verdicts, stop_of_json, stop_to_json
+from ckpt_engine.loop.rank_decisions import (
+    FLUSH_SECONDS,
+    FLUSHED,
+    HEARD_SECONDS,
+    HOLDS,
+    Patience,
+    Verdicts,
+    stop_of_json,
+    stop_to_json,
+)
 from ckpt_engine.preempt.divergence import (
     Divergence,
     RollbackRecord,
@@ -87,11 +96,9 @@ class Diverging:
         if self._verdicts.leads:
             return self._lead(self._verdicts, found)
         try:
-            self._verdicts.come()
-            error = self._follow(self._verdicts)
+            return self._follow(self._verdicts) or self._silent(found, None)
         except (WaitTimeoutError, RanksError) as err:
             return self._silent(found, err)
-        return error or self._silent(found, None)
 
     def at_the_end(self, own: Divergence | None, step: int) -> DivergedError | None:
         """Training has come to its end by itself: no boundary is left at which ranks could end together.
@@ -118,16 +125,12 @@ class Diverging:
                 verdicts.say(_NONE)
                 verdicts.stay()  # a rank that still looks for it finds no store where this process is gone
                 return None
-            verdicts.come()
-            error = self._follow(verdicts)
+            error = self._follow(verdicts) or (None if own is None else self._silent(own, None))
         except (WaitTimeoutError, RanksError) as err:
             if own is None:
                 self._log.warning("whether other ranks have diverged is not known: %s", err)
                 return None
             error = self._silent(own, err)
-        else:
-            if error is None and own is not None:
-                error = self._silent(own, None)
         if own is not None and not self._halt.done:
             self._engine.miss(step, "its loss has diverged")  # others may take it
         return error
@@ -144,7 +147,7 @@ class Diverging:
             found = earliest((found, *verdicts.seen())) or found
             self._take_over(verdicts)
             if self._rollbacks is not None and self._engine.memory:
-                verdicts.ask_to_flush()
+                verdicts.ask(FLUSHED, FLUSH_SECONDS)
         except RanksError as err:
             self._log.error("what other ranks have seen is not known: %s", err)
         error, elsewhere = self._rule(found)
@@ -168,6 +171,7 @@ class Diverging:
 
     def _follow(self, verdicts: Verdicts) -> DivergedError | None:
         """What rank 0 has found; None: no rank has diverged. Raises as `Verdicts.hear`."""
+        verdicts.come()
         said = verdicts.hear()
         while "ask" in said:
             said = verdicts.answer(said, self._answer(said))
@@ -355,7 +359,7 @@ class Rollbacks:
         divided = verdicts is not None and self._engine.divided
         if divided:
             assert verdicts is not None
-            said = verdicts.ask(_PLACES_SECONDS)
+            said = verdicts.ask(HOLDS, _PLACES_SECONDS)
             snapshots = whole(map(_row, infos), *(one["snapshots"] for one in said))
             rows = [None if before is None else to_json(before), *(one["before"] for one in said)]
             before = None if (last := _last(rows)) is None else of_json(last)

@@ -190,7 +190,7 @@ class FailingRun:
 
         def find() -> TakeLast:
             require_unmoved(attributes, self._audit.frozen())
-            if not tensors.are_those_of(self._parts):
+            if tensors.identity() != _Tensors(self._parts).identity():
                 raise ImpossibleError("the model has other parameters or buffers than at that boundary")
             if tensors.versions() != versions or self._left not in (None, tensors.samples()):
                 raise ImpossibleError("weights have changed since that boundary")
@@ -258,11 +258,8 @@ class _Tensors:
         except ImpossibleError as err:
             self.obstacle = str(err)
 
-    def are_those_of(self, parts: Components) -> bool:
-        """Whether nothing was added to the models or optimizers, or taken away."""
-        return self._identity() == _Tensors(parts)._identity()
-
-    def _identity(self) -> list[Any]:
+    def identity(self) -> list[Any]:
+        """The same as long as nothing is added to the models or optimizers, or taken away."""
         named = [(name, path, id(one)) for name, path, one in (*self._modules, *self._parameters)]
         return [named, self._loose, [id(one) for one in self._weights], self.obstacle]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
@@ -308,7 +308,7 @@ FLUSH_SECONDS = 20.0
 _SEEN = "diverged"
 _THERE = "there"
 _VERDICT = "verdict"
-_HOLDS = "holds"
+HOLDS = "holds"
 _HEARD = "heard"
 FLUSHED = "flushed"
 
@@ -405,8 +405,7 @@ class Verdicts:
             self._tell_stop()
             return self.patience(seconds)
 
-        found: dict[str, Any] = json.loads(hear(self._store, _VERDICT, HEAR_SECONDS, patience, other_than))
-        return found
+        return cast("dict[str, Any]", json.loads(hear(self._store, _VERDICT, HEAR_SECONDS, patience, other_than)))
 
     def answer(self, question: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         """Tell rank 0 what it has asked for; the verdict, or its next question. Raises as `hear`."""
@@ -433,15 +432,15 @@ class Verdicts:
         found = [self._store.get(f"{_THERE}/{rank}") for rank in range(1, self._ranks.size)]
         return [stop_of_json(json.loads(text), time.monotonic()) for text in found if text]
 
-    def ask_to_flush(self) -> None:
-        """All others ask the writers of their machines: rank 0 reaches those of its own only."""
-        self.say({"ask": FLUSHED})
-        self._said_by_others(FLUSHED, FLUSH_SECONDS)
+    def ask(self, what: str, seconds: float) -> list[dict[str, Any]]:
+        """The answers of other ranks, of those that answer in time.
 
-    def ask(self, seconds: float) -> list[dict[str, Any]]:
-        """What other ranks hold, of those that answer in time."""
-        self.say({"ask": _HOLDS})
-        return [json.loads(text) for text in self._said_by_others(_HOLDS, seconds)]
+        Args:
+            what: HOLDS: which snapshots they hold. FLUSHED: that the writers of their machines are asked, of which
+                rank 0 reaches those of its own only.
+        """
+        self.say({"ask": what})
+        return [json.loads(text) for text in self._said_by_others(what, seconds)]
 
     def say(self, verdict: dict[str, Any]) -> None:
         """All others may hear it now."""

@@ -198,9 +198,8 @@ def _nearest_first(
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far, near = list[Repository](), list[Repository]()
-    for place in holders:
-        (far if place.storage.capabilities.slow_answers else near).append(place)
+    far = [place for place in holders if place.storage.capabilities.slow_answers]
+    near = [place for place in holders if place not in far]
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
@@ -261,9 +260,8 @@ class _Copies:
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near, far = list[Repository](), list[Repository]()
-        for place in self.parts:
-            (far if place.storage.capabilities.nodes is None else near).append(place)
+        far = [place for place in self.parts if place.storage.capabilities.nodes is None]
+        near = [place for place in self.parts if place not in far]
         return (*near, *self.whole, *far)
 
 
@@ -371,9 +369,11 @@ def notes_about(
     if served != where[0].storage.url:
         yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
     yield from candidate.notes
-    for one in search.rejected:
-        if one.snapshot == candidate.info.id:
-            yield f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
+    yield from (
+        f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
+        for one in search.rejected
+        if one.snapshot == candidate.info.id
+    )
     yield from _notes_of_repairs(repairs)
 
 

@@ -44,8 +44,7 @@ class MemoryStorage(ReadOnlyStorage):
         self, texts: Mapping[str, bytes], files: Mapping[str, memoryview], beat: Heartbeat | None = None
     ) -> None:
         self._beat = beat
-        self._texts = texts
-        self._files = dict(files)
+        self._objects = {name: memoryview(text) for name, text in texts.items()} | dict(files)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -53,51 +52,36 @@ class MemoryStorage(ReadOnlyStorage):
         return Capabilities(view=self.view, cheap_reads=True, slow_answers=False, died_at_step=step)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        file = self._files.get(name)
-        if file is not None:
-            return bytes(file[start:] if nbytes is None else file[start : start + nbytes])
-        text = self._text(name)
-        return text[start:] if nbytes is None else text[start : start + nbytes]
+        return bytes(self._object(name)[start : None if nbytes is None else start + nbytes])
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        if name in self._files:
-            view = self.view(name, start, out.nbytes)
-            if not out.nbytes:
-                return
+        view = self.view(name, start, out.nbytes)
+        if out.nbytes:
             # Unlike a slice assignment this lets go of the GIL.
             ctypes.memmove(address_of(out), address_of(view), out.nbytes)
-            return
-        found = self._text(name)[start : start + out.nbytes]
-        if len(found) < out.nbytes:
-            raise CorruptError(f"{URL}/{name} ends before byte {start + out.nbytes}")
-        out[:] = found
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview:
-        """Bytes of the data file where they are.
+        """Bytes of an object where they are.
 
         Raises:
             StorageMissingError
-            CorruptError: the file ends too early.
+            CorruptError: it ends too early.
         """
-        file = self._files.get(name)
-        if file is None:
-            raise StorageMissingError(f"{URL} does not have {name} as memory")
-        if start + nbytes > file.nbytes:
+        found = self._object(name)
+        if start + nbytes > found.nbytes:
             raise CorruptError(f"{URL}/{name} ends before byte {start + nbytes}")
-        return file[start : start + nbytes].toreadonly()
+        return found[start : start + nbytes].toreadonly()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = [ObjectInfo(name, len(text)) for name, text in self._texts.items()]
-        found += [ObjectInfo(name, file.nbytes) for name, file in self._files.items()]
-        return iter([item for item in found if item.name.startswith(prefix)])
+        return iter([ObjectInfo(name, one.nbytes) for name, one in self._objects.items() if name.startswith(prefix)])
 
     def close(self) -> None:
         """Give up the memory. Idempotent."""
-        self._files.clear()
+        self._objects.clear()
 
-    def _text(self, name: str) -> bytes:
+    def _object(self, name: str) -> memoryview:
         try:
-            return self._texts[name]
+            return self._objects[name]
         except KeyError as err:
             raise StorageMissingError(f"{URL} does not have {name}") from err
 

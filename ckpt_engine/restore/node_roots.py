@@ -89,7 +89,7 @@ class JointTiers:
         """
         if self._spread is None:
             return None
-        known = self._spread.known(chosen.info.id)
+        known = self._spread.known.get(chosen.info.id)
         if known is None:
             homes = {
                 file.name: number
@@ -105,7 +105,7 @@ class JointTiers:
 
     def learn(self, snapshot: str, parts: str | None) -> None:
         """Take what `parts_of` has on rank 0."""
-        if parts is not None and self._spread is not None and self._spread.known(snapshot) is None:
+        if parts is not None and self._spread is not None and snapshot not in self._spread.known:
             self._spread.learn(snapshot, JointSnapshot.unpacked(parts))
 
     def _meet(self, roots: RanksByRoot, own: Folder) -> None:
@@ -210,7 +210,7 @@ class RemoteData(ReadOnlyStorage):
         homes: filled by `JointStorage`.
     """
 
-    def __init__(self, url: str, lenders: Sequence[FolderClient | None], homes: Mapping[str, int]) -> None:
+    def __init__(self, url: str, lenders: Sequence[FolderClient | None], homes: dict[str, int]) -> None:
         self.url = url
         self._lenders = lenders
         self._homes = homes
@@ -257,19 +257,18 @@ class JointStorage(RemoteData):
         silent: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.silent = silent
-        self._known: dict[str, JointSnapshot] = {}
+        self.known: dict[str, JointSnapshot] = {}
+        """What was gathered of snapshots."""
         self.sizes: dict[str, int] = {}
         """Of the data files of snapshots that were gathered."""
         self.unfinished: set[str] = set()
         """Snapshots that never were whole, and that nothing is lost of."""
-        homes: dict[str, int] = {}
-        super().__init__(own.url, lenders, homes)
-        self._all_homes = homes
+        super().__init__(own.url, lenders, {})
         self._own = own
         self._place = place
         self._record = record
         self._offers = offers
-        self.far: Storage = RemoteData(own.url, lenders, homes)
+        self.far: Storage = RemoteData(own.url, lenders, self._homes)
         """What other places have; `NodeStorage` where the ranks of this node read it once."""
 
     @property
@@ -288,16 +287,12 @@ class JointStorage(RemoteData):
         """Begin with what comes from elsewhere, where ranks of this node share it."""
         announce = self.far.capabilities.announce
         if announce is not None:
-            announce(manifest, {name for name, home in self._all_homes.items() if home != self._place})
-
-    def known(self, snapshot: str) -> JointSnapshot | None:
-        """What was gathered of a snapshot."""
-        return self._known.get(snapshot)
+            announce(manifest, {name for name, home in self._homes.items() if home != self._place})
 
     def learn(self, snapshot: str, known: JointSnapshot) -> None:
         """It was gathered by another rank."""
-        self._known[snapshot] = known
-        self._all_homes.update(known.homes)
+        self.known[snapshot] = known
+        self._homes.update(known.homes)
         self.sizes.update(known.sizes)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -307,13 +302,13 @@ class JointStorage(RemoteData):
             parsed = names.manifest_id(name)
             if parsed is None or parsed.id not in self._snapshots():
                 raise StorageMissingError(f"{self.url} does not have {name}")
-            if parsed.id not in self._known and self._offers is not None:
+            if parsed.id not in self.known and self._offers is not None:
                 self.learn(parsed.id, self._offers[1](parsed.id))
-            text = self._known[parsed.id].text
+            text = self.known[parsed.id].text
         return text[start:] if nbytes is None else text[start : start + nbytes]
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        if self._all_homes.get(name) == self._place:
+        if self._homes.get(name) == self._place:
             self._own.get_into(name, start, out)
         else:
             self.far.get_into(name, start, out)
@@ -324,4 +319,4 @@ class JointStorage(RemoteData):
         return iter([item for item in found if item.name.startswith(prefix)])
 
     def _snapshots(self) -> Collection[str]:
-        return self._offers[0] if self._offers is not None else self._known.keys()
+        return self._offers[0] if self._offers is not None else self.known.keys()

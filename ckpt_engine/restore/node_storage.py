@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
+from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.restore.shared_blocks import (
@@ -94,8 +96,7 @@ class NodeStorage(WrapperStorage):
         self._snapshot = ""
         self._blocks: NodeBlocks | None = None
         self._region: SharedBlocks | None = None
-        self._threads: list[threading.Thread] = []
-        self._stopped = threading.Event()
+        self._ahead: ParallelMap[int, None] | None = None
         self._alone = False
 
     @property
@@ -115,23 +116,12 @@ class NodeStorage(WrapperStorage):
         # Ranks that need other files number their blocks otherwise.
         region = manifest.info.id if files is None else f"{manifest.info.id}/{'/'.join(blocks.names)}"
         self._region, self._blocks, self._alone = SharedBlocks(self._fd, region), blocks, False
-        self._stopped = threading.Event()
-        todo = iter(self._order(len(blocks)))
-        lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._ahead, args=(todo, lock), name="ckpt-node", daemon=True)
-            for _ in range(min(AHEAD_THREADS, len(blocks)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        read = partial(self._read_ahead, blocks, self._region)
+        self._ahead = ParallelMap(read, self._order(len(blocks)), AHEAD_THREADS, "ckpt-node")
 
     def stop(self) -> bool:
         """End reading ahead; whether nothing uses the shared file any more."""
-        self._stopped.set()
-        deadline = time.monotonic() + END_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._ahead is None or self._ahead.abandon(END_SECONDS)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         blocks, region = self._blocks, self._region
@@ -184,20 +174,10 @@ class NodeStorage(WrapperStorage):
             self._give_up_waiting(f"shared memory takes no more ({err.strerror})")
         return data
 
-    def _ahead(self, todo: Iterator[int], lock: threading.Lock) -> None:
-        blocks, region = self._blocks, self._region
-        assert blocks is not None
-        assert region is not None
-        while not self._stopped.is_set() and not self._alone:
-            with lock:
-                number = next(todo, None)
-            if number is None:
-                return
-            if region.claim(number) is BlockClaim.MINE:
-                try:
-                    self._fetch(blocks, region, number)
-                except CkptError:
-                    return  # the reader that needs the block gets the error
+    def _read_ahead(self, blocks: NodeBlocks, region: SharedBlocks, number: int) -> None:
+        if not self._alone and region.claim(number) is BlockClaim.MINE:
+            with suppress(CkptError):  # the reader that needs the block gets the error
+                self._fetch(blocks, region, number)
 
     def _order(self, count: int) -> Sequence[int]:
         """This rank's share first, then what the others may not get to."""

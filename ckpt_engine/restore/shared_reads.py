@@ -6,9 +6,7 @@ They meet before they load, and each byte is requested by one of them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ def meet(session: Session, timeout: float = MEET_SECONDS, *, wanted: bool = True
             node = found
     members: list[int] = []
     try:
-        members = _members(session, meeting, node, timeout)
+        members = _members(session, node, timeout)
     finally:
         if made:
             remove_shared(name)  # all who are members have it open by now
@@ -84,31 +82,17 @@ def meet(session: Session, timeout: float = MEET_SECONDS, *, wanted: bool = True
     return Seat(fd, members.index(session.ranks.rank), len(members)) if len(members) > 1 else None
 
 
-def _members(session: Session, meeting: str, node: str, timeout: float) -> list[int]:
+def _members(session: Session, node: str, timeout: float) -> list[int]:
     """The ranks of this node; none if this one is not among them."""
-    ranks, store = session.ranks, session.ranks.store
-    deadline = time.monotonic() + timeout
-    if not session.coordinates:
-        store.set(f"node/{meeting}/{ranks.rank}", node)
-        try:
-            store.wait(f"node/{meeting}/closed", 2 * timeout)
-        except WaitTimeoutError:
-            return []
-        found = store.get(f"node/{meeting}/of/{node}") if node else None
-        members = list(json.loads(found)) if found is not None else []
-        return members if ranks.rank in members else []
-    nodes: dict[str, list[int]] = {node: [0]}
-    for rank in range(1, ranks.size):
-        try:
-            where = store.wait(f"node/{meeting}/{rank}", max(0.001, deadline - time.monotonic()))
-        except WaitTimeoutError:
-            continue
-        nodes.setdefault(where, []).append(rank)
-    for where, members in nodes.items():
-        if where:
-            store.set(f"node/{meeting}/of/{where}", json.dumps(members))
-    store.set(f"node/{meeting}/closed", "")
-    return nodes[node] if node else []
+
+    def by_node(said: list[str | None]) -> dict[str, list[int]]:
+        return {where: [rank for rank, one in enumerate(said) if one == where] for where in said if where}
+
+    try:
+        members = session.meet(lambda: node, by_node, timeout).get(node, [])
+    except WaitTimeoutError:
+        return []
+    return members if session.ranks.rank in members else []
 
 
 class Sharing:

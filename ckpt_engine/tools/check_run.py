@@ -169,12 +169,8 @@ class Checker:
 
     def check_others(self) -> tuple[SnapshotProblem, ...]:
         """What is wrong with the files that are of no snapshot: `SnapshotProblem.file` names them."""
-        problems: list[SnapshotProblem] = []
-        for item in self._storage.list(""):
-            check = self._other(item.name)
-            if check is not None:
-                problems += self._found(item.name, check)
-        return tuple(problems)
+        checks = ((item.name, self._other(item.name)) for item in self._storage.list(""))
+        return tuple(one for name, check in checks if check is not None for one in self._found(name, check))
 
     def _other(self, name: str) -> Callable[[bytes, str], object] | None:
         """What reads all of the file of this name and raises if that is not possible; None: it is not to be checked."""

@@ -123,8 +123,8 @@ def test_each_rank_begins_with_its_own_share(stored: tuple[Counting, Manifest, t
     storage = NodeStorage(inner, shared(), 1, 2)
     assert list(storage._order(4)) == [2, 3, 0, 1]
     storage.announce(manifest)
-    for thread in storage._threads:
-        thread.join(60)
+    assert storage._ahead is not None
+    storage._ahead.result()
     assert len(inner.asked) == 4
 
 

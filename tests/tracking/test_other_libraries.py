@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torchdata import nodes
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
+from tests.tracking.test_hidden import report
 
 ROWS = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
 STEPS = 10
@@ -152,3 +162,58 @@ def test_an_optimizer_around_a_torch_optimizer_names_it(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="needs the optimizer") as caught:
             checkpointer.track(model=model)
         assert "save(state, step=step)" in str(caught.value)
+
+
+class Shuffling(Sampler[int]):
+    """A sampler of the user's own, with a stream of its own."""
+
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=self.own).tolist())
+
+
+class Resumable(Shuffling):
+    """The same, which keeps its place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.set_state(state["own"])
+
+
+NODES: Mapping[str, tuple[Callable[[], Any], bool]] = {
+    "a stream of its own": (lambda: RandomSampler(range(12), generator=torch.Generator().manual_seed(3)), True),
+    "torch's stream": (lambda: RandomSampler(range(12)), True),
+    "a subset": (lambda: SubsetRandomSampler(range(0, 12, 2)), True),
+    "of the user": (Shuffling, True),
+    "with a state": (Resumable, False),
+    "in order": (lambda: SequentialSampler(range(12)), False),
+    "by epochs": (lambda: DistributedSampler(range(12), num_replicas=1, rank=0), False),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_sampler_whose_order_no_state_has_is_named(name: str, tmp_path: Path) -> None:
+    """Of nodes of torchdata, which count what a sampler has given and begin it again: also after a stop."""
+    make, is_named = NODES[name]
+
+    def life(steps: int) -> None:
+        loader = nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(make()), 2))
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with Checkpointer(tmp_path, every_n_steps=1, writer="thread") as checkpointer:
+            run = checkpointer.track(model=model, optimizer=optimizer, loader=loader)
+            for rows in loader:
+                model(torch.tensor(rows).float() / 12).square().mean().backward()
+                optimizer.step()
+                run.step()
+                if run.global_step == steps:
+                    break
+
+    life(2)
+    life(3)
+    named = [row["name"] for row in report(tmp_path)["not_restored"]]
+    assert named == (["loader.root.source.sampler"] if is_named else [])

@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from tests.exact.silent.lab import ROWS, STEPS, at, by_epochs, by_steps, checkpoints, end, learn, parts, shuffled
 
@@ -301,6 +309,10 @@ def nodes_shuffled_without_a_stream() -> None:
 
 def nodes_shuffled_by_a_sampler() -> None:
     _nodes(OwnOrder(12))
+
+
+def nodes_shuffled_by_epochs() -> None:
+    _nodes(DistributedSampler(range(12), num_replicas=1, rank=0))  # type: ignore[arg-type]
 
 
 class Buffered(IterableDataset[torch.Tensor]):

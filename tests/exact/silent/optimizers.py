@@ -213,6 +213,39 @@ def velocities_by_hand() -> None:
     end(model, optimizer)
 
 
+def weights_changed_by_hand() -> None:
+    model, _ = parts()
+    loader, velocities = shuffled(), [torch.zeros_like(p) for p in model.parameters()]
+    with checkpoints() as ckpt:
+        run = ckpt.track(model=model, loader=loader)
+        for epoch in range(run.epoch, 2):
+            for number, x in enumerate(loader, run.resumed_batches):
+                at(epoch * 12 + number, model, velocities)
+                (model(x) - 1).square().mean().backward()
+                for p, velocity in zip(model.parameters(), velocities, strict=True):
+                    velocity.mul_(0.9).add_(p.grad)
+                    p.data -= 0.05 * velocity
+                    p.grad = None
+                run.step()
+    end(model, velocities)
+
+
+def weights_changed_by_hand_at_a_hidden_rate() -> None:
+    model, _ = parts()
+    rates = iter([0.05 * 0.9**step for step in range(STEPS)])
+    with checkpoints() as ckpt:
+        run = ckpt.track(model=model)
+        for step in range(run.global_step, STEPS):
+            at(step, model)
+            grads = torch.autograd.grad((model(torch.randn(2, 4)) - 1).square().mean(), list(model.parameters()))
+            rate = next(rates)
+            with torch.no_grad():
+                for p, grad in zip(model.parameters(), grads, strict=True):
+                    p.add_(grad, alpha=-rate)
+            run.step()
+    end(model)
+
+
 def inputs_scaled_by_a_running_mean() -> None:
     mean, count = 0.0, 0
 

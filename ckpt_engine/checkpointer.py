@@ -19,7 +19,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
 from ckpt_engine.loop.feed import LoaderSource
-from ckpt_engine.loop.tracker import Tracker
+from ckpt_engine.loop.tracker import Tracker, needs_optimizer
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
@@ -87,7 +87,8 @@ class Checkpointer:
     def track(self, **objects: Any) -> Tracker:
         """Resume `objects` from the newest snapshot if there is one, and take snapshots while they train from here on.
 
-        The loop's body stays as it is; see docs/plain-loops.md. One call per checkpointer.
+        The loop's body stays as it is; one without an optimizer of torch ends in `tracker.step()`. See
+        docs/plain-loops.md. One call per checkpointer.
 
         Args:
             **objects: whatever belongs to the run, by name: modules, optimizers, schedulers, scalers, `DataLoader`s,
@@ -98,7 +99,8 @@ class Checkpointer:
             Where the loop is: `for epoch in range(tracker.epoch, n)`.
 
         Raises:
-            ConfigError: an object has no state to save, there is no optimizer, or this is one of several processes.
+            ConfigError: an object has no state to save, an optimizer is only within one, or this is one of several
+                processes.
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the newest snapshot is of other objects; names them. Nothing was changed.
             LeaseHeldError, StorageError, WriterError: as `Engine.start`.
@@ -307,13 +309,9 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
                 hint=_instead(name, value),
             )
     parts = NamedParts({name: value for name, value in objects.items() if name not in sources})
-    if not parts.optimizers:
-        held = [name + path for name, value in objects.items() for path in _paths(value, (Optimizer,))]
-        raise ConfigError(
-            "track() needs the optimizer: its steps are the steps of the run",
-            hint=f"track(model=model, optimizer={held[0] if held else 'optimizer'}, loader=loader); "
-            "of an optimizer that is none of torch's no step is seen: call save(state, step=step)",
-        )
+    held = [name + path for name, value in objects.items() for path in _paths(value, (Optimizer,))]
+    if held and not parts.optimizers:
+        raise needs_optimizer(held[0])
     return Tracker(engine, parts, sources, Surroundings(), trainer="loop", folder=Path.cwd())
 
 
@@ -327,8 +325,8 @@ def _instead(name: str, value: Any) -> str:
             "run.step() as the last statement of the loop's body: its samples begin again at a resume"
         )
     return (
-        "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods; in a loop "
-        "without an optimizer of torch call load() at its start and save(state, step=step) instead of track()"
+        "track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods; a loop without "
+        "an optimizer of torch calls run.step() as the last statement of its body"
     )
 
 

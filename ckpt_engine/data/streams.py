@@ -26,6 +26,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -279,6 +280,16 @@ def fields_of(**roots: Any) -> Iterator[tuple[str, Any, str, Any]]:
             yield f"{path}.{name}", owner, attribute, value
             parts = value if isinstance(value, list | tuple) and len(value) <= _MOST_PARTS else [value]
             queue += [(f"{path}.{name}", part) for part in parts if _kind(part) is None]
+
+
+def unsaved_orders(**roots: Any) -> list[str]:
+    """Paths of samplers in these objects that draw their order, and have neither a state nor `set_epoch`."""
+    return [
+        path
+        for path, *_, one in fields_of(**roots)
+        if isinstance(one, Sampler) and not is_stateful(one) and not hasattr(one, "set_epoch")
+        if any(name == "generator" or _kind(value) is not None for name, value in attributes(one))
+    ]
 
 
 def _own_fields(one: Any) -> list[tuple[str, Any, str]]:

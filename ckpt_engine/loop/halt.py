@@ -268,15 +268,16 @@ class Halt(Ending):
 
 
 class MissedBoundaries:
-    """Counts the optimizer steps of a loop since its last boundary.
+    """Counts the optimizer steps of a loop since its last boundary, or the batches of a loop without an optimizer.
 
     Args:
         halt: ends the run.
         log: of the adapter.
+        what: is counted.
     """
 
-    def __init__(self, halt: Halt, log: logging.Logger) -> None:
-        self._halt, self._log = halt, log
+    def __init__(self, halt: Halt, log: logging.Logger, what: str) -> None:
+        self._halt, self._log, self._what = halt, log, what
         self._steps = self._unstopped = 0
         self._has_boundaries = False
         """There was a boundary where a stop could end the run."""
@@ -288,7 +289,7 @@ class MissedBoundaries:
             self._unstopped, self._has_boundaries = 0, True
 
     def stepped(self) -> Stop | None:
-        """An optimizer has made a step; the stop that ends the run here, as no boundary comes."""
+        """One more; the stop that ends the run here, as no boundary comes."""
         self._steps += 1
         self._unstopped += 1
         if self._steps == _REPORTED_STEPS:
@@ -306,9 +307,9 @@ class MissedBoundaries:
     def _report(self) -> None:
         self._halt.watch.unseen = True
         self._log.warning(
-            "%s, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
-            "call step() at the end of the loop's body, or iterate the tracked loader",
-            count(self._steps, "optimizer step"),
+            "%s without a boundary: no snapshot can be taken; call step() at the end of the loop's body, "
+            "or track the optimizer and iterate the tracked loader",
+            count(self._steps, self._what),
         )
 
 

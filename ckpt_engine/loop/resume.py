@@ -15,6 +15,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.changed_loader import require_between_epochs
 from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.data.rng import Teams
+from ckpt_engine.data.streams import unsaved_orders
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import MismatchError, ResumeError
 from ckpt_engine.loop import components
@@ -46,6 +47,10 @@ from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _OVER = "where nothing more is trained, the random streams are the uninterrupted run's from close() on, and not before"
+_DRAWN = (
+    "this sampler draws its order at the start of a pass, and no snapshot has that order: use one with set_epoch(), "
+    "such as DistributedSampler(data, num_replicas=1, rank=0), or with a state_dict()"
+)
 _NOT_OF_OBJECTS = ("loaders", "rng")
 _NOT_FROM_OTHERS = {
     "random streams": "streams without a data position repeat nothing: they go on as this process has seeded them",
@@ -229,6 +234,8 @@ class LoopResume(Resume):
 
     def _conclude(self) -> None:
         self._missing += [problem for feed in self._feeds for problem in _inexact_of(feed)]
+        others = {name: one for name, one in self._parts.objects.items() if name not in self._parts.modules}
+        self._missing += [NotRestored(path, _DRAWN) for path in unsaved_orders(**others)]
         if self._own.get("finished"):
             self._late = ([], [one for one in self._missing if one.name not in self._parts.objects])
             self._missing = [one for one in self._missing if one.name in self._parts.objects]

@@ -21,6 +21,7 @@ from ckpt_engine.audit.carried import calls_now, taking_part
 from ckpt_engine.audit.roots import read_by_loading
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
@@ -39,6 +40,18 @@ from ckpt_engine.loop.steps_made import StepsMade
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
+
+
+def needs_optimizer(name: str) -> ConfigError:
+    """Of a run whose weights an optimizer of torch changes that is not tracked.
+
+    Args:
+        name: how to track it.
+    """
+    return ConfigError(
+        "track() needs the optimizer: its steps are the steps of the run",
+        hint=f"track(model=model, optimizer={name}, loader=loader)",
+    )
 
 
 class Tracker(LoopProgress):
@@ -88,7 +101,9 @@ class Tracker(LoopProgress):
         self._capture = Capture(parts, self._audit, engine.ranks, lambda: wrappers_of(parts.modules.values()))
         self._run = TrainingRun(engine, trainer, components.device_of(parts), self._capture.is_lazy, self._log, parts)
         self._failing = FailingRun(parts, self._audit, self._run)
-        self._missed = MissedBoundaries(self._run.stopping.halt, self._log)
+        self._missed = MissedBoundaries(
+            self._run.stopping.halt, self._log, "optimizer step" if parts.optimizers else "batch"
+        )
         self._counted = self._announced = self._prepared = False
         """A loop without a loader has said that a step is done; the arena knows what it is for."""
         self._stepped = StepsMade(parts.optimizers)
@@ -130,8 +145,10 @@ class Tracker(LoopProgress):
             ClosedError: this is closed, or a newer one of this process has taken the run over.
             SystemExit, KeyboardInterrupt: a request to stop; what fits into the grace is durable.
         """
-        feed = next((one for one in self._due if one.phase in OPEN), None)
         self._engine.tenure.require_open()
+        if not self._parts.optimizers:
+            self._count_step()
+        feed = next((one for one in self._due if one.phase in OPEN), None)
         others = self._surroundings.accumulating() or any(one.phase in OPEN for one in self._feeds)
         if self._steps == self._reached and not others and self._training is None:
             self._steps += 1
@@ -265,6 +282,8 @@ class Tracker(LoopProgress):
         """It gave one: the restored position is final now."""
         self._failing.waits = False
         self._run.took(batch)
+        if not (self._parts.optimizers or self._announced) and (stop := self._missed.stepped()) is not None:
+            raise self._end(stop, None)
         if feed in (self._training, self._resumed):
             self._resume.publish()
 
@@ -299,10 +318,19 @@ class Tracker(LoopProgress):
 
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         if (optimizer := self._loops.tracked(stepped)) is None:
+            modules = () if self._parts.optimizers else self._parts.modules.values()
+            own = {id(p) for module in modules for p in module.parameters()}
+            if not own.isdisjoint(map(id, components.managed([stepped]))):
+                raise needs_optimizer("optimizer")
             return
+        self._count_step()
+        self._stepped.mark(optimizer)
+        if (stop := self._missed.stepped()) is not None:
+            raise self._end(stop, None)
+
+    def _count_step(self) -> None:
         self._resume.trains()
         self._trains_again()
-        self._stepped.mark(optimizer)
         self._steps += not self._counted
         self._counted = True
         self._loops.stepped()
@@ -311,8 +339,6 @@ class Tracker(LoopProgress):
             self._due.add(feed)
         if self._recent and self._training not in self._recent:
             self._training = next(one for one in self._feeds if one in self._recent)
-        if (stop := self._missed.stepped()) is not None:
-            raise self._end(stop, None)
 
     # ---- boundaries
 

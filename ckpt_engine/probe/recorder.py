@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ class FlightRecorder:
         self._ring = Ring(memory)
         self._process = os.getpid()
         self._samplers: dict[int, Sampler] = {}
+        self._by_hand: Any = SimpleNamespace(param_groups=[], state={})
+        """Stands for the optimizer of a run without one of torch's."""
         self._number = self._calls = self._step = self._skips = 0
         self._batch = 0
         self.note = {"calls": 0, "batch": 0, "world": size}
@@ -140,11 +143,13 @@ class FlightRecorder:
         self._batch = digest_of(batch, self._batch)
 
     def boundary(self, step: int) -> None:
-        """Step `step` is complete."""
+        """Step `step` is complete. Where the run has no optimizer of torch, that makes a row."""
+        if step != self._step and not self._optimizers():
+            self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
+            self._stepped(self._by_hand)
         self._step = step
         self.note = {**self.note, "calls": self._calls, "batch": self._batch}
-        if self._resumed is not None:
-            self._join(last=False)
+        self._join(last=False)
 
     def expect(
         self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], *, other_way: str = ""
@@ -227,7 +232,7 @@ class FlightRecorder:
         self._ring.put(row)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> Sampler | None:
-        for name, one in self._optimizers().items():
+        for name, one in {**self._optimizers(), "": self._by_hand}.items():
             if one is optimizer or any(each is optimizer for each in vars(one).values()):
                 found = name if one is optimizer else f"{name}, inner"
                 return self._samplers.setdefault(id(optimizer), Sampler(optimizer, found))

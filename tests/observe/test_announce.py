@@ -168,7 +168,7 @@ def test_a_loop_of_which_no_snapshot_can_be_taken_says_so(tmp_path: Path, caplog
         for _ in range(3):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-    assert "3 optimizer steps, and no tracked loader was asked for a batch" in caplog.text
+    assert "3 optimizer steps without a boundary: no snapshot can be taken" in caplog.text
     assert "no snapshot was taken; no snapshot is durable on" in caplog.text
     assert "nothing was left" not in caplog.text
 

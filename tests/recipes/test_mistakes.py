@@ -120,12 +120,15 @@ def a_loop(place: Place, **parts: Any) -> None:
         pass
 
 
-def two_loops(place: Place) -> None:
+def no_optimizer(place: Place) -> None:
     model = torch.nn.Linear(2, 1)
-    ckpt = place.new()
-    loader = torch.utils.data.DataLoader(torch.ones(4, 2))
-    ckpt.track(model=model, loader=loader)
-    ckpt.track(model=model, loader=loader)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2))  # type: ignore[arg-type]
+    with place.new() as ckpt:
+        ckpt.track(model=model, loader=loader)
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
 
 
 def lightning(*callbacks: dict[str, Any], **fit: Any) -> Do:
@@ -298,7 +301,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a step below zero": (save(ONE, -1), "not -1", "step", "whole number from 0"),
     "a metric of several numbers": (save(ONE, metrics={"loss": torch.ones(2)}), "2 elements", "metrics/loss", "notes"),
     "a function in the state": (save({"f": lambda: 0}), "builtins.function", "at f ", "opt in with pickle"),
-    "no optimizer": (two_loops, "needs the optimizer", r"track\(\)", "model=model, optimizer=optimizer"),
+    "no optimizer": (no_optimizer, "needs the optimizer", r"track\(\)", "model=model, optimizer=optimizer"),
     "a generator as the loader": (
         lambda place: a_loop(place, loader=(x for x in range(3))),
         r"has no state_dict\(\)",

@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torchdata import nodes
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
+from tests.tracking.test_hidden import report
 
 ROWS = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
 STEPS = 10
@@ -129,7 +139,7 @@ def test_a_loader_around_a_torch_loader_names_it_and_the_advice_resumes_exactly(
         ({"loader": Batches()}, "call run.step() as the last statement"),
         ({"net": Net(nn.Linear(3, 1))}, "track what it holds: net.module_, net.optimizer_"),
         ({"thing": object()}, "give the class these two methods"),
-        ({"optimizer": Foreign()}, "call load() at its start and save(state, step=step) instead of track()"),
+        ({"optimizer": Foreign()}, "a loop without an optimizer of torch calls run.step()"),
     ],
 )
 def test_what_cannot_be_tracked_says_what_can(objects: dict[str, Any], advice: str, tmp_path: Path) -> None:
@@ -143,12 +153,64 @@ def test_what_cannot_be_tracked_says_what_can(objects: dict[str, Any], advice: s
 
 
 def test_an_optimizer_around_a_torch_optimizer_names_it(tmp_path: Path) -> None:
-    """Its hooks see the steps; of one that has none of torch's the state is saved by hand."""
+    """Its hooks see the steps."""
     model = nn.Linear(3, 1)
     with Checkpointer(tmp_path, writer="thread") as checkpointer:
         with pytest.raises(ConfigError, match="needs the optimizer") as caught:
             checkpointer.track(model=model, optimizer=Scheduled(model))
         assert "optimizer=optimizer._optimizer" in str(caught.value)
-        with pytest.raises(ConfigError, match="needs the optimizer") as caught:
-            checkpointer.track(model=model)
-        assert "save(state, step=step)" in str(caught.value)
+
+
+class Shuffling(Sampler[int]):
+    """A sampler of the user's own, with a stream of its own."""
+
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=self.own).tolist())
+
+
+class Resumable(Shuffling):
+    """The same, which keeps its place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own.set_state(state["own"])
+
+
+NODES: Mapping[str, tuple[Callable[[], Any], bool]] = {
+    "a stream of its own": (lambda: RandomSampler(range(12), generator=torch.Generator().manual_seed(3)), True),
+    "torch's stream": (lambda: RandomSampler(range(12)), True),
+    "a subset": (lambda: SubsetRandomSampler(range(0, 12, 2)), True),
+    "of the user": (Shuffling, True),
+    "with a state": (Resumable, False),
+    "in order": (lambda: SequentialSampler(range(12)), False),
+    "by epochs": (lambda: DistributedSampler(range(12), num_replicas=1, rank=0), False),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_sampler_whose_order_no_state_has_is_named(name: str, tmp_path: Path) -> None:
+    """Of nodes of torchdata, which count what a sampler has given and begin it again: also after a stop."""
+    make, is_named = NODES[name]
+
+    def life(steps: int) -> None:
+        loader = nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(make()), 2))
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with Checkpointer(tmp_path, every_n_steps=1, writer="thread") as checkpointer:
+            run = checkpointer.track(model=model, optimizer=optimizer, loader=loader)
+            for rows in loader:
+                model(torch.tensor(rows).float() / 12).square().mean().backward()
+                optimizer.step()
+                run.step()
+                if run.global_step == steps:
+                    break
+
+    life(2)
+    life(3)
+    named = [row["name"] for row in report(tmp_path)["not_restored"]]
+    assert named == (["loader.root.source.sampler"] if is_named else [])

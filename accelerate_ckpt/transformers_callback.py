@@ -136,7 +136,7 @@ class TransformersCallback(TrainerCallback):
         engine, internals = self._open(trainer)
         self._hear(trainer)  # of a trainer that has got this callback later
         self._asked = True
-        if self.config.resume == "off":
+        if self.config.resume_word == "off":
             return None
         candidate = engine.choose()
         if candidate is None:
@@ -191,7 +191,7 @@ class TransformersCallback(TrainerCallback):
         if trainer is None:
             raise ConfigError("the trainer that calls this callback cannot be found", hint=_RESUME)
         engine, _ = self._open(trainer)
-        if self.config.resume == "auto" and not step and engine.snapshots(nearest=True):
+        if self.config.resume_word == "auto" and not step and engine.snapshots(nearest=True):
             self._release()
             raise ConfigError(
                 "resume='auto' needs a callback that the trainer is made with, and this one was added later",
@@ -344,7 +344,7 @@ class TransformersCallback(TrainerCallback):
         return (0, 0.0) if tracker is None else (tracker.global_step + self._shift, float(tracker.epoch))
 
     def _hear(self, trainer: Trainer) -> None:
-        auto = self.config.resume == "auto"
+        auto = self.config.resume_word == "auto"
         TrainerInternals(trainer).train_with(
             lambda: self.resume_from(trainer) if auto and not self._asked else None, self._failed
         )

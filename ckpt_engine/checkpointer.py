@@ -19,13 +19,16 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
 from ckpt_engine.loop.feed import LoaderSource
+from ckpt_engine.loop.taking_over import folder_of_report, publish, report_of
 from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.load_in_place import copy_into
+from ckpt_engine.restore.match import require_fit
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.state.flatten import LazyPredicate
+from ckpt_engine.state.flatten import LazyPredicate, shapes_of
 from ckpt_engine.state.wrapped import kinds_of, with_made
 from ckpt_engine.store.manifest import SnapshotInfo
 
@@ -218,7 +221,16 @@ class Checkpointer:
                 tensors, whose class only the live one may have.
         """
         state = self.engine.load(step, into=into)
-        loaded = self.engine.loaded
+        loaded, changes = self.engine.loaded, self.engine.changes
+        if changes and loaded is not None:
+            if isinstance(state, dict):
+                changes.change(state, into or {})
+            if isinstance(into, dict):
+                state = {**into, **state}
+                require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)
+                state = copy_into(state, into)
+            url, log = self.engine.root_url, logging.getLogger(LOGGER_NAME)
+            publish(report_of(url, loaded, changes=changes), folder_of_report(url, Path.cwd()), log)
         return with_made(state, kinds_of()) if loaded is not None and loaded.has_wrapped else state
 
     def snapshots(self) -> list[SnapshotInfo]:

@@ -151,7 +151,7 @@ class Parts(Protocol):
 
 Groups = list[list[str]]
 """The names of the parameters in each group of an optimizer."""
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.", "_original_module.")
 _OF_PARAMETERS = {"params", "param_names"}
 MOVED = "the script gives its parameters in another order now: each has its own state, by its name"
 _HINT = "make the parameter groups as in the saved run, or use another folder for the new run"
@@ -159,7 +159,7 @@ _SHOWN = 3
 
 
 def clean_name(name: str) -> str:
-    """The name of a parameter without what FSDP1 puts into it."""
+    """The name of a parameter without what FSDP1 and Fabric put into it."""
     for wrapped in _WRAPPED:
         name = name.replace(wrapped, "")
     return name
@@ -223,7 +223,7 @@ def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:
         found: Any = {} if stored is None else json.loads(stored.numpy().tobytes())
         names = chain.from_iterable(chain.from_iterable(found.values()))
         if all(isinstance(name, str) for name in names):
-            return dict(found)
+            return {key: [list(map(clean_name, names)) for names in groups] for key, groups in found.items()}
     except (AttributeError, TypeError, ValueError, RecursionError):
         pass
     raise CorruptError("the names of the optimizers' parameters cannot be read from the snapshot")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class Objects:
     optimizer: Any
     scheduler: Any
     loader: Any
+    backward: Callable[[Any], object] = torch.Tensor.backward
     trace: list[Entry] = field(default_factory=list)
 
     @classmethod
@@ -67,42 +69,52 @@ class Objects:
         loader = DataLoader(Augmented(), batch_size=setup.batch, shuffle=True)
         return cls(model, optimizer, schedules[setup.schedule](), loader)
 
-    def step(self, epoch: int, x: Any, y: Any, ids: Any, backward: Callable[[Any], object]) -> None:
+    def step(self, epoch: int, x: Any, y: Any, ids: Any) -> None:
         loss = ((self.model(x) - y) ** 2).mean()
         self.optimizer.zero_grad()
-        backward(loss)
+        self.backward(loss)
         self.optimizer.step()
         self.scheduler.step()
         rates = tuple(group["lr"] for group in self.optimizer.param_groups)
         self.trace.append((epoch, tuple(ids.tolist()), loss.detach().item().hex(), rates))
 
-    def ends(self) -> tuple[list[Entry], dict[str, str]]:
+    def ends(self) -> End:
         return self.trace, digest(weights=self.model.state_dict(), optimizer=self.optimizer.state_dict())
 
 
 Hand = Callable[[Objects], Objects]
-Trainer = Callable[[Setup, Mapping[str, Any], int], tuple[list[Entry], dict[str, str]]]
+End = tuple[list[Entry], dict[str, str]]
 
 
-def by_hand(setup: Setup, change: Hand | None = None, *, epochs: int | None = None) -> tuple[list[Entry], dict[str, str]]:
+class Trainer(Protocol):
+    """A kind of loop."""
+
+    def make(self, setup: Setup) -> Objects:
+        """The objects of a script, ready to train."""
+
+    def train(self, setup: Setup, options: Mapping[str, Any], seed: int) -> End:
+        """One process of a script whose snapshots are ours."""
+
+
+def by_hand(trainer: Trainer, setup: Setup, change: Hand | None = None) -> End:
     """The script without interruption; the change is made between two steps."""
     seed_everything(0)
-    mine, steps = Objects.of(setup), 0
-    for epoch in range(epochs or setup.epochs):
+    mine, steps = trainer.make(setup), 0
+    for epoch in range(setup.epochs):
         batches = iter(mine.loader)
         for _ in range(len(mine.loader)):
             if steps == AT and change is not None:
                 mine = change(mine)
-            mine.step(epoch, *next(batches), lambda loss: loss.backward())
+            mine.step(epoch, *next(batches))
             steps += 1
     return mine.ends()
 
 
-def made_by(setup: Setup, seed: int) -> tuple[Objects, Any]:
+def made_by(trainer: Trainer, setup: Setup, seed: int) -> tuple[Objects, Any]:
     """The objects as the resumed process makes them, and its random streams then; those of the caller stay."""
     streams = rng.capture()
     seed_everything(seed)
-    made, after = Objects.of(setup), rng.capture()
+    made, after = trainer.make(setup), rng.capture()
     rng.restore(streams)
     return made, after
 
@@ -114,15 +126,13 @@ def states(one: Objects) -> dict[str, Any]:
 
 
 def _saved(value: Any) -> Any:
-    import io
-
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
 
 
-def begun_again(setup: Setup, old: Setup, seed: int, *parts: str) -> tuple[list[Entry], dict[str, str]]:
+def begun_again(trainer: Trainer, setup: Setup, old: Setup, seed: int, *parts: str) -> End:
     """By hand: a script of its own from step 0 on, with parts of the other one's state after `AT` steps."""
     found: dict[str, Any] = {}
 
@@ -130,8 +140,8 @@ def begun_again(setup: Setup, old: Setup, seed: int, *parts: str) -> tuple[list[
         found.update(states(mine))
         return mine
 
-    by_hand(old, look)
-    made, streams = made_by(setup, seed)
+    by_hand(trainer, old, look)
+    made, streams = made_by(trainer, setup, seed)
     rng.restore(streams)
     rates = [(group["lr"], group["initial_lr"]) for group in made.optimizer.param_groups]
     for part in parts:
@@ -140,28 +150,28 @@ def begun_again(setup: Setup, old: Setup, seed: int, *parts: str) -> tuple[list[
         group["lr"], group["initial_lr"] = rate, initial
     for epoch in range(setup.epochs):
         for x, y, ids in made.loader:
-            made.step(epoch, x, y, ids, lambda loss: loss.backward())
+            made.step(epoch, x, y, ids)
     return made.ends()
 
 
-def first_part(train: Trainer, setup: Setup, root: Path, target: Path) -> Path:
+def first_part(trainer: Trainer, setup: Setup, root: Path, target: Path) -> Path:
     """The folder of a run that was killed after `AT` steps."""
-    train(setup, every_boundary(root), 0)
+    trainer.train(setup, every_boundary(root), 0)
     return only(root, next(one for one in saved(root) if one.step == AT and one.reason != "end"), target)
 
 
 def assert_branch(
-    train: Trainer,
+    trainer: Trainer,
     setup: Setup,
     folder: Path,
     section: Mapping[str, Any],
-    expected: tuple[list[Entry], dict[str, str]],
+    expected: End,
     *,
     seed: int = 11,
 ) -> Any:
     """Resume with the section, and again with the same one after two kills: each is the rest of what is expected."""
     options = {"resume": dict(section)}
-    first = train(setup, every_boundary(folder, **options), seed)
+    first = trainer.train(setup, every_boundary(folder, **options), seed)
     trace, final = expected
     assert first[0] == trace[len(trace) - len(first[0]) :]
     assert first[1] == final
@@ -172,7 +182,7 @@ def assert_branch(
     branch = [one for one in line[1:] if one.id > line[0].id]
     for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
         again = only(folder, kill, folder.with_name(f"{folder.name}-{number}"))
-        resumed = train(setup, every_boundary(again, **options), seed + 100 + number)
+        resumed = trainer.train(setup, every_boundary(again, **options), seed + 100 + number)
         assert resumed[0] == trace[len(trace) - len(resumed[0]) :], f"kill {number}"
         assert len(resumed[0]) == len(trace) - kill.step
         assert resumed[1] == final, f"kill {number}"
@@ -180,7 +190,3 @@ def assert_branch(
         assert after.changes == (), "it is applied once"
         assert after.not_restored == ()
     return told
-
-
-def with_(setup: Setup, **changes: Any) -> Setup:
-    return replace(setup, **changes)

@@ -7,77 +7,120 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from lightning.fabric import Fabric
 
+from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
+from tests.accelerate.runs import durable as durable_accelerate
+from tests.accelerate.runs import make_accelerator
 from tests.tracking.changes import (
-    Entry,
+    End,
     Objects,
     Setup,
+    Trainer,
     assert_branch,
     begun_again,
     by_hand,
     first_part,
     made_by,
     states,
-    with_,
 )
+from tests.tracking.runs import Case, durable, every_boundary, seed_everything
 
 SEED = 11
 
 
-def plain(setup: Setup, options: Mapping[str, Any], seed: int) -> tuple[list[Entry], dict[str, str]]:
-    from tests.tracking.runs import durable, seed_everything
+class Plain:
+    """A loop of plain PyTorch."""
 
-    seed_everything(seed)
-    mine = Objects.of(setup)
-    ckpt = Checkpointer(options)
-    objects = {name: getattr(mine, name) for name in ("model", "optimizer", "scheduler", "loader")}
-    run = ckpt.track(**objects)
-    for epoch in range(run.epoch, setup.epochs):
-        for x, y, ids in mine.loader:
-            durable(ckpt)
-            mine.step(epoch, x, y, ids, lambda loss: loss.backward())
-    found = mine.ends()
-    ckpt.close()
-    return found
+    def make(self, setup: Setup) -> Objects:
+        return Objects.of(setup)
+
+    def train(self, setup: Setup, options: Mapping[str, Any], seed: int) -> End:
+        seed_everything(seed)
+        mine, ckpt = self.make(setup), Checkpointer(options)
+        run = ckpt.track(model=mine.model, optimizer=mine.optimizer, scheduler=mine.scheduler, loader=mine.loader)
+        for epoch in range(run.epoch, setup.epochs):
+            for x, y, ids in mine.loader:
+                durable(ckpt)
+                mine.step(epoch, x, y, ids)
+        found = mine.ends()
+        ckpt.close()
+        return found
 
 
-TRAINERS = {"plain": plain}
+class WithFabric(Plain):
+    """The same under Lightning Fabric."""
+
+    def make(self, setup: Setup) -> Objects:
+        tool, mine = Fabric(accelerator="cpu", devices=1), Objects.of(setup)
+        mine.model, mine.optimizer = tool.setup(mine.model, mine.optimizer)
+        mine.loader, mine.backward = tool.setup_dataloaders(mine.loader), tool.backward
+        return mine
+
+
+class WithAccelerate:
+    """The same under Accelerate."""
+
+    def make(self, setup: Setup) -> Objects:
+        return self._prepared(setup)[0]
+
+    def _prepared(self, setup: Setup) -> tuple[Objects, Any]:
+        accelerator, mine = make_accelerator(Case()), Objects.of(setup)
+        mine.model, mine.optimizer, mine.loader, mine.scheduler = accelerator.prepare(
+            mine.model, mine.optimizer, mine.loader, mine.scheduler
+        )
+        mine.backward = accelerator.backward
+        return mine, accelerator
+
+    def train(self, setup: Setup, options: Mapping[str, Any], seed: int) -> End:
+        seed_everything(seed)
+        mine, accelerator = self._prepared(setup)
+        ckpt = AdaptiveCheckpoint(accelerator, options)
+        for epoch in range(ckpt.epoch, setup.epochs):
+            for x, y, ids in mine.loader:
+                durable_accelerate(ckpt)
+                mine.step(epoch, x, y, ids)
+        found = mine.ends()
+        accelerator.end_training()
+        return found
+
+
+TRAINERS: dict[str, Trainer] = {"plain": Plain(), "fabric": WithFabric(), "accelerate": WithAccelerate()}
 
 
 @pytest.fixture(params=TRAINERS)
-def train(request: pytest.FixtureRequest) -> Any:
+def trainer(request: pytest.FixtureRequest) -> Trainer:
     return TRAINERS[request.param]
 
 
-def test_weights_only_begin_at_step_0(train: Any, tmp_path: Path) -> None:
+def test_weights_only_begin_at_step_0(trainer: Trainer, tmp_path: Path) -> None:
     """Nothing but the weights is the old run's."""
-    folder = first_part(train, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
     new = Setup(rate=3e-3, schedule="step")
-    told = assert_branch(train, new, folder, {"only": ["model"]}, begun_again(new, Setup(), SEED, "model"))
+    told = assert_branch(trainer, new, folder, {"only": ["model"]}, begun_again(trainer, new, Setup(), SEED, "model"))
     assert told.step == 0
     assert {one.name for one in told.changes} == {"optimizer", "scheduler"}
 
 
 @pytest.mark.parametrize("schedule", ["step", "warmup"])
-def test_weights_and_moments_with_a_new_schedule(schedule: str, train: Any, tmp_path: Path) -> None:
+def test_weights_and_moments_with_a_new_schedule(schedule: str, trainer: Trainer, tmp_path: Path) -> None:
     """The new schedule begins with its own rate."""
-    folder = first_part(train, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
     new = Setup(schedule=schedule)
-    expected = begun_again(new, Setup(), SEED, "model", "optimizer")
-    assert_branch(train, new, folder, {"only": ["model", "optimizer"]}, expected)
+    expected = begun_again(trainer, new, Setup(), SEED, "model", "optimizer")
+    assert_branch(trainer, new, folder, {"only": ["model", "optimizer"]}, expected)
 
 
 @pytest.mark.parametrize("section", [{"strict": False}, {"skip": ["model.head.*"]}], ids=str)
-def test_another_head(section: Any, train: Any, tmp_path: Path) -> None:
+def test_another_head(section: Any, trainer: Trainer, tmp_path: Path) -> None:
     """The run continues in its place with a head that is new, and so are its moments."""
     outputs = 3 if "strict" in section else 1
     new = Setup(outputs=outputs)
 
     def change(old: Objects) -> Objects:
-        made, _ = made_by(new, SEED)
+        made, _ = made_by(trainer, new, SEED)
         found = states(old)
         heads = [name for name in found["model"] if name.startswith("head")]
         weights = made.model.state_dict()
@@ -89,25 +132,25 @@ def test_another_head(section: Any, train: Any, tmp_path: Path) -> None:
         made.trace, made.loader = old.trace, old.loader
         return made
 
-    folder = first_part(train, Setup(), tmp_path / "run", tmp_path / "1")
-    told = assert_branch(train, new, folder, section, by_hand(Setup(), change))
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    told = assert_branch(trainer, new, folder, section, by_hand(trainer, Setup(), change))
     assert [one.name for one in told.changes] == ["model.head.weight", "model.head.bias"]
 
 
-def test_fresh_random_streams(train: Any, tmp_path: Path) -> None:
+def test_fresh_random_streams(trainer: Trainer, tmp_path: Path) -> None:
     """The data stays in its place, and what is drawn is this process's."""
 
     def change(old: Objects) -> Objects:
-        rng.restore(made_by(Setup(), SEED)[1])
+        rng.restore(made_by(trainer, Setup(), SEED)[1])
         return old
 
-    folder = first_part(train, Setup(), tmp_path / "run", tmp_path / "1")
-    streams = by_hand(Setup(), change)
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    streams = by_hand(trainer, Setup(), change)
     # The batch of the change was drawn before it by hand.
-    assert_branch(train, Setup(), folder, {"skip": ["rng"]}, streams)
+    assert_branch(trainer, Setup(), folder, {"skip": ["rng"]}, streams)
 
 
-def test_an_overridden_value(train: Any, tmp_path: Path) -> None:
+def test_an_overridden_value(trainer: Trainer, tmp_path: Path) -> None:
     """A learning rate and a list, once."""
 
     def change(old: Objects) -> Objects:
@@ -115,27 +158,29 @@ def test_an_overridden_value(train: Any, tmp_path: Path) -> None:
             group["lr"], group["betas"] = 3e-4, (0.8, 0.99)
         return old
 
-    folder = first_part(train, Setup(), tmp_path / "run", tmp_path / "1")
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
     values = {"optimizer.param_groups.*.lr": 3e-4, "optimizer.param_groups.*.betas": [0.8, 0.99]}
-    told = assert_branch(train, Setup(), folder, {"override": values}, by_hand(Setup(), change))
+    told = assert_branch(trainer, Setup(), folder, {"override": values}, by_hand(trainer, Setup(), change))
     assert [(one.how, one.name) for one in told.changes] == [
         ("set", "optimizer.param_groups.0.lr"),
         ("set", "optimizer.param_groups.0.betas"),
     ]
 
 
-def test_renamed_weights(train: Any, tmp_path: Path) -> None:
+def test_renamed_weights(trainer: Trainer, tmp_path: Path) -> None:
     """The moments go with them."""
-    folder = first_part(train, Setup(), tmp_path / "run", tmp_path / "1")
-    told = assert_branch(train, Setup(body="trunk"), folder, {"map": {"model.body.*": "model.trunk.*"}}, _renamed())
+    folder = first_part(trainer, Setup(), tmp_path / "run", tmp_path / "1")
+    told = assert_branch(
+        trainer, Setup(body="trunk"), folder, {"map": {"model.body.*": "model.trunk.*"}}, _renamed(trainer)
+    )
     assert ("renamed", "model.body.0.weight", "is model.trunk.0.weight") in [
         (one.how, one.name, one.detail) for one in told.changes
     ]
 
 
-def _renamed() -> Any:
+def _renamed(trainer: Trainer) -> Any:
     def change(old: Objects) -> Objects:
-        made, _ = made_by(with_(Setup(), body="trunk"), SEED)
+        made, _ = made_by(trainer, Setup(body="trunk"), SEED)
         found = states(old)
         made.model.load_state_dict({name.replace("body", "trunk"): one for name, one in found["model"].items()})
         made.optimizer.load_state_dict(found["optimizer"])
@@ -143,19 +188,16 @@ def _renamed() -> Any:
         made.trace, made.loader = old.trace, old.loader
         return made
 
-    return by_hand(Setup(), change)
+    return by_hand(trainer, Setup(), change)
 
 
-def test_more_epochs(train: Any, tmp_path: Path) -> None:
+def test_more_epochs(trainer: Trainer, tmp_path: Path) -> None:
     """A run that ended continues, without a section."""
     folder = tmp_path / "run"
-    from tests.tracking.runs import every_boundary
-
-    train(Setup(), every_boundary(folder), 0)
+    trainer.train(Setup(), every_boundary(folder), 0)
     longer = Setup(epochs=3)
-    resumed = train(longer, every_boundary(folder), SEED)
-    expected = by_hand(longer)
+    resumed = trainer.train(longer, every_boundary(folder), SEED)
+    expected = by_hand(trainer, longer)
     assert resumed[0] == expected[0][-len(resumed[0]) :]
     assert len(resumed[0]) == len(expected[0]) // 3
     assert resumed[1] == expected[1]
-    assert torch.is_tensor(torch.zeros(1))

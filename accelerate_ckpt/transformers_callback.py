@@ -139,7 +139,7 @@ class TransformersCallback(TrainerCallback):
         if self.config.resume_word == "off":
             return None
         candidate = engine.choose()
-        if candidate is None:
+        if candidate is None or engine.restarts_from(candidate.manifest):
             return None
         state = candidate.manifest.notes.get(NOTE)
         if state is None:
@@ -458,8 +458,8 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
 
 def _saved_epoch(engine: Engine, counted: int) -> int:
     """In which the snapshot goes on; the loader has not counted an epoch whose end was not asked for."""
-    loaded = engine.loaded
-    return counted if loaded is None else max(counted, int(loaded.manifest.notes[NOTE]["epoch"] or 0))
+    notes = {} if engine.loaded is None else engine.loaded.manifest.notes
+    return max(counted, int(notes[NOTE]["epoch"] or 0)) if NOTE in notes else counted
 
 
 def _require_same_step(
@@ -471,8 +471,8 @@ def _require_same_step(
         saved: the step of the snapshot that was chosen.
         counted: the step that stands for it with this loader.
     """
-    loaded = engine.loaded
-    there = None if loaded is None else (loaded.manifest.notes[NOTE]["global_step"], counted)
+    notes = {} if engine.loaded is None else engine.loaded.manifest.notes
+    there = (notes[NOTE]["global_step"], counted) if NOTE in notes else None
     if there == ((saved, state.global_step) if resumed else None):
         return
     tracker.release()

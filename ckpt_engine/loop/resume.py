@@ -41,13 +41,11 @@ from ckpt_engine.observe.resume_report import (
     Restored,
 )
 from ckpt_engine.observe.units import count
-from ckpt_engine.restore.changes import is_due
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _OVER = "where nothing more is trained, the random streams are the uninterrupted run's from close() on, and not before"
-_ONE_RANK = "leave the model out of the section; or make the change in a run of one process, and export its snapshot"
 _NOT_OF_OBJECTS = ("loaders", "rng")
 _NOT_FROM_OTHERS = {
     "random streams": "streams without a data position repeat nothing: they go on as this process has seeded them",
@@ -316,10 +314,7 @@ class LoopResume(Resume):
             return
         live = {name: components.state_of(one, parts.flat) for name, one in parts.objects.items()}
         changes.change(state, live)
-        if any_sharded(parts.modules.values()) and any(map(changes.touches, parts.modules)):
-            raise MismatchError(
-                "resume: the weights of a model that ranks have parts of cannot be changed", hint=_ONE_RANK
-            )
+        self._require_whole(*parts.modules, divided=any_sharded(parts.modules.values()))
         for name, expected in parts.shapes().items():
             if name in state:
                 found = components.without_metrics(parts.modules[name], components.shapes_in(state[name]))
@@ -379,8 +374,7 @@ class LoopResume(Resume):
                 f"snapshot {manifest.info.id} was not taken by a tracked loop",
                 hint="give this run its own folder, or use Checkpointer.load",
             )
-        due = is_due(self._engine.config.resume, manifest.notes)
-        for name, expected in () if due else self._parts.shapes().items():
+        for name, expected in () if self._changes_are_due(manifest) else self._parts.shapes().items():
             found = components.without_metrics(self._parts.modules[name], saved_shapes(manifest, name))
             if Surroundings.IMPORTED in manifest.notes:
                 found = with_tied(self._parts.modules[name], found)

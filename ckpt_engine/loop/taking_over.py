@@ -48,7 +48,7 @@ from ckpt_engine.observe.resume_report import (
 )
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore import choose
-from ckpt_engine.restore.changes import Changes, restarts
+from ckpt_engine.restore.changes import Changes, is_due, restarts
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_size
@@ -57,6 +57,9 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.names import RECORD
 from ckpt_engine.store.repository import Repository
+
+
+_ONE_RANK = "leave the model out of the section; or make the change in a run of one process, and export its snapshot"
 
 
 class Resume(ABC):
@@ -166,10 +169,24 @@ class Resume(ABC):
         moved = stored.put_in_order(order, parts, divided=divided)
         self._notes += [f"{name}: {stored.MOVED}" for name in moved]
         optimizers, schedulers = (
-            {name: one for name, one in objects.items() if not self._engine.changes.touches(name)}
+            {name: one for name, one in objects.items() if not self._engine.changes.touches(self._component(name))}
             for objects in (parts.optimizers, schedulers)
         )
         return made_otherwise(self._own.get("made"), optimizers, schedulers)
+
+    def _changes_are_due(self, manifest: Manifest) -> bool:
+        """Whether the option `resume` changes this snapshot, which then need not fit as it is."""
+        return is_due(self._engine.config.resume, manifest.notes)
+
+    def _require_whole(self, *components: str, divided: bool) -> None:
+        """Raises MismatchError where ranks have parts of these models, and they are changed."""
+        if divided and any(map(self._engine.changes.touches, components)):
+            raise MismatchError("resume: weights that are divided over ranks cannot be changed", hint=_ONE_RANK)
+
+    @staticmethod
+    def _component(name: str) -> str:
+        """The component of an optimizer or scheduler in the section `resume`."""
+        return name
 
     def _fit_optimizers(self, parts: stored.Parts, states: dict[str, Any], order: dict[str, stored.Groups]) -> None:
         """Where a resume changes weights, give each parameter of the optimizers its own state, or none.

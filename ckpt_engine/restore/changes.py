@@ -136,7 +136,7 @@ class Changes:
     def _name(self, above: str, path: _Path) -> str:
         last = path[-1]
         if self._lightning and len(path) == 1:
-            return _ALIASES.get(last, last)
+            return _ALIASES.get(last, _LISTS.get(last, last))
         if self._lightning and len(path) == 2 and path[0] in _LISTS:
             return f"{_LISTS[path[0]]}_{last}" if last else _LISTS[path[0]]
         return f"{above}.{last}" if above else str(last)
@@ -251,7 +251,7 @@ class Changes:
                 self._leave(f"{name}.{key}", f"{_MADE}: the snapshot has {why}")
 
     def _leave(self, name: str, why: str) -> None:
-        if name not in self.left:
+        if name not in self.left | _PLACE:
             self.rows.append(Change("left", name, why))
         self.left.add(name)
 

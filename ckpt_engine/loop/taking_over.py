@@ -58,7 +58,6 @@ from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.names import RECORD
 from ckpt_engine.store.repository import Repository
 
-
 _ONE_RANK = "leave the model out of the section; or make the change in a run of one process, and export its snapshot"
 
 

@@ -225,6 +225,7 @@ class Checkpointer:
         if changes and loaded is not None:
             if isinstance(state, dict):
                 changes.change(state, into or {})
+                changes.require_used()
             if isinstance(into, dict):
                 state = {**into, **state}
                 require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)

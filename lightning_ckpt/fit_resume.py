@@ -212,9 +212,10 @@ class FitResume(TrainerResume):
         }
         self._engine.changes.change(checkpoint, live, _OPTIMIZERS, _SCHEDULERS)
         parts = run_state.FitParts(self._internals, self._trainer, self._module)
-        states = dict(zip(parts.optimizers, checkpoint.get(_OPTIMIZERS, ()), strict=False))
+        states = dict(zip(parts.optimizers, checkpoint[_OPTIMIZERS], strict=False))
         self._fit_optimizers(parts, states, self._own["parameters"])
-        checkpoint |= {_OPTIMIZERS: list(states.values()), _SCHEDULERS: checkpoint.get(_SCHEDULERS, [])}
+        checkpoint[_OPTIMIZERS] = list(states.values())
+        self._engine.changes.require_used()
         self._unchanged = {}
 
     def _resume_imported(self, manifest: Manifest) -> None:

@@ -523,16 +523,6 @@ def _patterns(value: object) -> list[str]:
     return [nonempty_text(item) for item in items]
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float | None) or (isinstance(value, list) and all(map(_is_plain, value)))
-
-
-def _plain(value: object) -> object:
-    if not _is_plain(value):
-        raise ValueError("must be a number, a text, true, false or null, or a list of these")
-    return value
-
-
 Patterns = Annotated[
     tuple[str, ...],
     checked(_patterns),
@@ -554,9 +544,7 @@ class ResumeChanges(Section):
     map: dict[Text, Text] = Field(
         default_factory=dict, description="New names of components and of what is right below them, by their old names."
     )
-    override: dict[Text, Annotated[Any, checked(_plain)]] = Field(
-        default_factory=dict, description="Values to set, by name."
-    )
+    override: dict[Text, Any] = Field(default_factory=dict, description="Values to set, by name.")
     strict: Flag = Field(
         default=True, description="no: weights that only the program or only the snapshot has stay as they are."
     )

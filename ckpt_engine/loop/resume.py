@@ -314,6 +314,7 @@ class LoopResume(Resume):
             return
         live = {name: components.state_of(one, parts.flat) for name, one in parts.objects.items()}
         changes.change(state, live)
+        changes.require_used()
         self._require_whole(*parts.modules, divided=any_sharded(parts.modules.values()))
         for name, expected in parts.shapes().items():
             if name in state:

@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Mapping
 from itertools import chain, zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -33,12 +33,12 @@ _LIGHTNING = "pytorch-lightning_version"
 _PLACE = {"counters", "data", "epoch", "global_step", "loader", "loaders", "loops", "position", "sampler", _LIGHTNING}
 """What a trainer's snapshot has of the place in the run: restored together, or not at all."""
 _ALIASES = {"state_dict": "model", "current_model_state": "model"}
-_LISTS = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
+_OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
+_LISTS = {_OPTIMIZERS: "optimizer", _SCHEDULERS: "scheduler"}
 _SCHEDULED = re.compile(r".*\.param_groups\.\d+\.(lr|initial_lr|max_lr|min_lr|base_momentum|max_momentum)")
 """What a schedule writes into the groups of its optimizer."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MADE = "as the program made it"
-_TAKEN = "leave out with skip what has that name"
 _SHOWN = 3
 _GONE: Any = object()
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -86,212 +86,173 @@ class Changes:
 
     Attributes:
         rows: for the report, as far as the state is changed already.
-        left: names of what is as the program made it.
         restarts: training begins at step 0.
         loose: weights that only one side has stay as they are.
         new_streams: random streams are those of this process.
 
     Raises:
-        MismatchError: a pattern matches nothing, or what it matches cannot be changed so.
+        MismatchError: a pattern is of what cannot be changed.
     """
 
     def __init__(self, section: ResumeChanges | None = None, state: Any = _NOTHING) -> None:
-        self.rows, self.left = list[Change](), set[str]()
+        self.rows, self._left, self._seen = list[Change](), set[str](), set[str]()
         self._section, self._lightning = section, _LIGHTNING in state
-        self._kept, self._names, self._values = set[str](), dict[str, str](), dict[str, Any]()
-        self.restarts = self.new_streams = self._new_schedule = False
+        self.restarts = section is not None and section.only is not None
         self.loose = section is not None and not section.strict
+        self.new_streams = self._new_schedule = False
+        self._globs: list[_Glob] = []
         if section is None:
             return
-        self.restarts = section.only is not None
-        self._only = [_Glob("only", text) for text in section.only or ()]
-        self._skip = [_Glob("skip", text) for text in section.skip]
-        self._map = [_Glob("map", *row) for row in section.map.items()]
-        self._override = [_Glob("override", *row) for row in section.override.items()]
-        globs = [*self._only, *self._skip, *self._map, *self._override]
+        self._globs += [_Glob("only", text) for text in section.only or ()]
+        self._globs += [_Glob("skip", text) for text in section.skip]
+        self._globs += [_Glob("map", *row) for row in section.map.items()]
+        self._globs += [_Glob("override", *row) for row in section.override.items()]
+        for glob in self._globs if OWN_KEY in state else ():
+            if glob.text.partition(".")[0] in _PLACE:
+                raise MismatchError(
+                    f"resume.{glob.option}: {glob.text!r} is of the place in the run, which is restored whole",
+                    hint="only: [...] begins at step 0; data: restart_epoch begins the epoch again",
+                )
         if OWN_KEY in state:
-            _refuse_place(globs)
-            self.new_streams = _STREAMS not in state and _matches(self._skip, _STREAMS)
-        named = [row for key, value in state.items() if key != OWN_KEY for row in self._named(value, (), (key,))]
-        schedules = [names[-1] for names, _ in named if re.fullmatch(r"[^.]*\.last_epoch", names[-1])]
-        self._new_schedule = not all(map(self._keeps, schedules))
-        for names, value in named:
-            if not _children(value) and self._keeps(names[-1]):
-                self._kept.update(names)
-            self._plan(names, value)
-        for glob in globs:
-            if not glob.used:
-                _refuse(glob, [names[-1] for names, _ in named])
+            self.new_streams = _STREAMS not in state and self._matches("skip", _STREAMS)
+            named = [(("", key), one) for key, one in state.items()]
+            named += [((_SCHEDULERS, n), one) for n, one in enumerate(state.get(_SCHEDULERS, ()))] * self._lightning
+            schedules = [self._name("", path) for path, one in named if isinstance(one, dict) and "last_epoch" in one]
+            self._new_schedule = not all(self._keeps(f"{name}.last_epoch") for name in schedules)
 
     def __bool__(self) -> bool:
         return self._section is not None
 
-    def _named(self, value: Any, above: tuple[str, ...], path: _Path) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """A value and all below it, each with the names above it and its own."""
-        names = (*above, self._name(above[-1] if above else "", path))
-        yield names, value
-        for key, child in _children(value):
-            yield from self._named(child, names, (*path, key))
+    def require_used(self) -> None:
+        """After the last change. Raises MismatchError where a pattern matches nothing."""
+        for glob in self._globs:
+            if not glob.used:
+                near = difflib.get_close_matches(glob.text, self._seen, _SHOWN, cutoff=0.5)
+                raise MismatchError(
+                    f"resume.{glob.option}: {glob.text!r} matches nothing in the snapshot",
+                    hint=f"similar names: {', '.join(near or sorted(self._seen)[:_SHOWN])}",
+                )
+
+    # ---- names
 
     def _name(self, above: str, path: _Path) -> str:
         last = path[-1]
-        if self._lightning and len(path) == 1:
-            return _ALIASES.get(last, _LISTS.get(last, last))
-        if self._lightning and len(path) == 2 and path[0] in _LISTS:
+        if self._lightning and path[:-1] in ((_OPTIMIZERS,), (_SCHEDULERS,)):
             return f"{_LISTS[path[0]]}_{last}" if last else _LISTS[path[0]]
-        return f"{above}.{last}" if above else str(last)
+        return f"{above}.{last}" if above else _ALIASES.get(last, str(last)) if self._lightning else str(last)
+
+    def _matches(self, option: str, name: str) -> bool:
+        """Whether one does; all are asked, so that each one learns that it is of use."""
+        return len([glob for glob in self._globs if glob.option == option and glob.match(name)]) > 0
 
     def _keeps(self, name: str) -> bool:
         """Whether a leaf is restored."""
-        skipped = _matches(self._skip, name) or self._is_scheduled(name)
-        wanted = _matches(self._only, name)
-        if self.restarts:
-            return wanted and not skipped
-        return not skipped or name.partition(".")[0] in _PLACE
+        skipped, wanted = self._matches("skip", name) or self._is_scheduled(name), self._matches("only", name)
+        return wanted and not skipped if self.restarts else not skipped or name.partition(".")[0] in _PLACE
 
     def _is_scheduled(self, name: str) -> bool:
         return self._new_schedule and _SCHEDULED.fullmatch(name) is not None
 
-    def _plan(self, names: tuple[str, ...], value: Any) -> None:
-        name = names[-1]
-        for glob in self._override:
-            found = glob.match(name)
-            if found and not found[-1]:
-                _require_settable(name, value, glob.value)
-                self._values[name] = glob.value
-                self._kept.update(names)
-        for glob in self._map if len(names) <= 2 else ():
-            if found := glob.match(name):
-                *marks, below = found
-                text = chain.from_iterable(zip_longest(glob.value.split("*"), marks, fillvalue=""))
-                self._names[name] = "".join(text) + below
-
-    # ---- of states
-
     def leaves(self, name: str) -> bool:
         """Whether a weight or a component is as the program made it."""
-        return any(f"{name}.".startswith(f"{one}.") for one in self.left)
+        return any(f"{name}.".startswith(f"{one}.") for one in self._left)
 
     def touches(self, component: str) -> bool:
         """Whether something in a component is left out, renamed or set."""
-        changed = (*self.left, *self._values, *self._names)
-        return any(f"{one}.".startswith(f"{component}.") for one in changed)
+        return any(f"{row.name}.".startswith(f"{component}.") for row in self.rows)
 
     def renamed(self, name: str) -> str:
         """The new name of a component or of what is right below it."""
-        return self._names.get(name, name)
+        for glob in self._globs:
+            if glob.option == "map" and (found := glob.match(name)):
+                marks = zip_longest(glob.value.split("*"), found[:-1], fillvalue="")
+                return "".join(chain.from_iterable(marks)) + found[-1]
+        return name
+
+    # ---- states
 
     def change(self, state: dict[str, Any], live: Mapping[str, Any] = _NOTHING, *keys: str) -> None:
         """Change components of a state, all or some. What is left out is as the live state has it; a component that is
         left out is absent.
 
         Raises:
-            MismatchError: a new name is that of something else.
+            MismatchError: a value cannot become what it is to be.
         """
         for key in (keys or tuple(state)) if self._section is not None else ():
-            if key == OWN_KEY or key not in state:
-                continue
-            name, value, new = self._name("", (key,)), state.pop(key), self._names.get(key, key)
-            if name not in self._kept:
-                self._leave(name, _MADE)
-                continue
-            if new != key:
-                self.rows.append(Change("renamed", key, f"is {new}"))
-            if new in state:
-                raise MismatchError(f"resume.map: {key!r} cannot become {new!r}", hint=_TAKEN)
-            state[new] = self._changed(value, name, (key,), live.get(new, _GONE))
+            if key != OWN_KEY and key in state:
+                name, new = self._name("", (key,)), self._new_key(key, key, "", state)
+                value = self._changed(state.pop(key), name, (key,), live.get(new, _GONE))
+                if not self.leaves(name):
+                    state[new] = value
 
     def _changed(self, saved: Any, name: str, path: _Path, live: Any) -> Any:
-        if name in self._values:
-            self.rows.append(Change("set", name, f"{_shown(saved)} becomes {self._values[name]}"))
-            return _as(self._values[name], saved)
-        if name not in self._kept:
-            self._leave(name, "as the new schedule has set it" if self._is_scheduled(name) else _MADE)
-            return live
-        if type(saved) in (list, tuple):
-            rows = [((*path, number), one, _at(live, number)) for number, one in enumerate(saved)]
-            items = [self._changed(one, self._name(name, where), where, other) for where, one, other in rows]
-            return type(saved)(None if one is _GONE else one for one in items)
-        if not isinstance(saved, dict):
-            return saved
-        made: dict[Any, Any] = {}
-        for key, value in saved.items():
+        self._seen.add(_NUMBER.sub("*", name))
+        for glob in self._globs:
+            if glob.option == "override" and (found := glob.match(name)) and not found[-1]:
+                self.rows.append(Change("set", name, f"{_shown(saved)} becomes {glob.value}"))
+                return _as(name, glob.value, saved)
+        if not (children := _children(saved)):
+            return saved if self._keeps(name) else self._leave(name, live)
+        mark, made, gone = len(self.rows), dict[Any, Any](), 0
+        for key, value in children:
             inner = self._name(name, (*path, key))
-            new = self._new_key(inner, key, self._names.get(name, name))
-            if new in made:
-                raise MismatchError(f"resume.map: {inner!r} cannot become {new!r}", hint=_TAKEN)
+            new = self._new_key(inner, key, f"{self.renamed(name)}.", made) if len(path) == 1 else key
             made[new] = self._changed(value, inner, (*path, key), _at(live, new))
+            gone += self.leaves(inner)
+        if gone == len(made) and not (self._lightning and path[0] in _LISTS and len(path) == 1):
+            del self.rows[mark:]
+            return self._leave(name, live)
         if self.loose and len(path) == 1 and any(isinstance(one, torch.Tensor) for _, one in _children(live)):
             self._fit(made, live, name)
-        found = copy.copy(saved)  # with what else its class has
-        found.clear()
-        found.update((key, value) for key, value in made.items() if value is not _GONE)
-        return found
+        return _like(saved, made)
 
-    def _new_key(self, name: str, key: Any, component: str) -> Any:
-        new = self._names.get(name)
-        if new is None:
-            return key
-        if not new.startswith(f"{component}."):
-            raise MismatchError(f"resume.map: {name!r} cannot become {new!r}", hint="a name stays in its component")
-        if new != f"{component}.{key}":
+    def _new_key(self, name: str, key: Any, above: str, others: Container[Any]) -> Any:
+        """The new key of what has this name.
+
+        Args:
+            above: what the new name begins with.
+            others: the new keys beside it.
+        """
+        new = self.renamed(name)
+        found = key if new == name else new.removeprefix(above)
+        if found in others or not (new == name or new.startswith(above)):
+            raise MismatchError(
+                f"resume.map: {name!r} cannot become {new!r}", hint="a name stays in its component, and is given once"
+            )
+        if found != key:
             self.rows.append(Change("renamed", name, f"is {new}"))
-        return new.removeprefix(f"{component}.")
+        return found
 
     def _fit(self, made: dict[Any, Any], live: Mapping[Any, Any], name: str) -> None:
         """With `strict: no`, leave the weights alone that only one of both has, or that have another shape."""
-        for key in [key for key in made if key not in live]:
-            del made[key]
-            self._leave(f"{name}.{key}", "the program has none of this name")
-        for key, one in live.items():
-            shape, saved = getattr(one, "shape", None), made.get(key, _GONE)
-            if saved is _GONE or getattr(saved, "shape", None) != shape:
-                made[key] = one
-                why = "none" if saved is _GONE else f"one of shape {list(getattr(saved, 'shape', ()))}"
-                self._leave(f"{name}.{key}", f"{_MADE}: the snapshot has {why}")
+        for key in {**live, **made}:
+            one, saved = live.get(key, _GONE), made.get(key, _GONE)
+            if getattr(saved, "shape", None) != getattr(one, "shape", None):
+                shapes = [list(getattr(side, "shape", ())) if side is not _GONE else "none" for side in (saved, one)]
+                made[key] = self._leave(f"{name}.{key}", one, f"{_MADE}: {shapes[0]} saved, {shapes[1]} here")
 
-    def _leave(self, name: str, why: str) -> None:
-        if name not in self.left | _PLACE:
-            self.rows.append(Change("left", name, why))
-        self.left.add(name)
+    def _leave(self, name: str, live: Any, why: str = "") -> Any:
+        if name not in _PLACE:
+            scheduled = "as the new schedule has set it" if self._is_scheduled(name) else _MADE
+            self.rows.append(Change("left", name, why or scheduled))
+        self._left.add(name)
+        return live
 
 
-def _matches(globs: Iterable[_Glob], name: str) -> bool:
-    """Whether one of them does; all are asked, so that each one learns that it is of use."""
-    return len([glob for glob in globs if glob.match(name)]) > 0
-
-
-def _refuse_place(globs: Iterable[_Glob]) -> None:
-    for glob in globs:
-        if glob.text.partition(".")[0] in _PLACE:
-            raise MismatchError(
-                f"resume.{glob.option}: {glob.text!r} is of the place in the run, which is restored whole",
-                hint="only: [...] begins at step 0; data: restart_epoch begins the epoch again",
-            )
-
-
-def _refuse(glob: _Glob, names: Iterable[str]) -> None:
-    forms = {_NUMBER.sub("*", name) for name in names}
-    near = difflib.get_close_matches(glob.text, forms, _SHOWN, cutoff=0.5) or sorted(forms)[:_SHOWN]
-    raise MismatchError(
-        f"resume.{glob.option}: {glob.text!r} matches nothing in the snapshot", hint=f"similar: {', '.join(near)}"
-    )
-
-
-def _require_settable(name: str, old: Any, new: Any) -> None:
-    is_number = isinstance(old, int | float | torch.Tensor)
-    same = is_number == isinstance(new, int | float) and isinstance(old, list | tuple) == isinstance(new, list)
-    if isinstance(old, dict) or (old is not None and not same):
-        raise MismatchError(
-            f"resume.override: {name!r} is {_shown(old)}, and cannot become {new!r}",
-            hint="override sets numbers, texts and flags, and lists of them where there is a list",
-        )
-
-
-def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+def _children(value: Any) -> Collection[tuple[Any, Any]]:
     if isinstance(value, dict):
         return value.items()
     return list(enumerate(value)) if type(value) in (list, tuple) else ()
+
+
+def _like(saved: Any, made: dict[Any, Any]) -> Any:
+    """A container like the saved one."""
+    if not isinstance(saved, dict):
+        return type(saved)(None if one is _GONE else one for one in made.values())
+    found = copy.copy(saved)  # with what else its class has
+    found.clear()
+    found.update((key, value) for key, value in made.items() if value is not _GONE)
+    return found
 
 
 def _at(value: Any, key: Any) -> Any:
@@ -305,8 +266,15 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}" if isinstance(value, torch.Tensor | dict) else str(value)
 
 
-def _as(new: Any, old: Any) -> Any:
+def _as(name: str, new: Any, old: Any) -> Any:
     """A value in the form of the one that it replaces."""
+    is_number = isinstance(old, int | float | torch.Tensor)
+    same = is_number == isinstance(new, int | float) and isinstance(old, list | tuple) == isinstance(new, list)
+    if isinstance(old, dict) or (old is not None and not same):
+        raise MismatchError(
+            f"resume.override: {name!r} is {_shown(old)}, and cannot become {new!r}",
+            hint="override sets numbers, texts and flags, and lists of them where there is a list",
+        )
     if isinstance(old, torch.Tensor):
         return torch.full_like(old, new)
     return tuple(new) if type(old) is tuple else float(new) if type(old) is float else new

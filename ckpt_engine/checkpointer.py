@@ -223,10 +223,10 @@ class Checkpointer:
         state = self.engine.load(step, into=into)
         loaded, changes = self.engine.loaded, self.engine.changes
         if changes and loaded is not None:
-            if isinstance(state, dict):
-                changes.change(state, into or {})
-                changes.require_used()
-            if isinstance(into, dict):
+            state = {} if state is None else state
+            changes.change(state, into or {})
+            changes.require_used()
+            if into is not None:
                 state = {**into, **state}
                 require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)
                 state = copy_into(state, into)

@@ -87,7 +87,7 @@ class FlightRecorder:
         self._samplers: dict[int, Sampler] = {}
         self._number = self._calls = self._step = self._skips = 0
         self._batch = 0
-        self.note = {"calls": 0, "batch": 0, "world": size}
+        self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size}
         self._saved_batch = 0
         self._comparison: RepeatedSteps | None = None
         self._why = ""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Container, Mapping
 from itertools import chain, zip_longest
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -52,14 +52,14 @@ def digest_of(section: object) -> str | None:
     return digest(json.dumps(section.model_dump(mode="json"), sort_keys=True).encode())
 
 
-def is_due(section: object, notes: Mapping[str, Any]) -> bool:
+def is_due(section: object, notes: Mapping[str, Any]) -> TypeGuard[ResumeChanges]:
     """Whether a section is to be applied to a snapshot with these notes: it was not the last one of its line."""
     return isinstance(section, ResumeChanges) and notes.get(NOTE) != digest_of(section)
 
 
 def restarts(section: object, notes: Mapping[str, Any]) -> bool:
     """Whether a snapshot with these notes gives parts only, and training begins at step 0."""
-    return is_due(section, notes) and isinstance(section, ResumeChanges) and section.only is not None
+    return is_due(section, notes) and section.only is not None
 
 
 class _Glob:
@@ -165,8 +165,8 @@ class Changes:
         """The new name of a component or of what is right below it."""
         for glob in self._globs:
             if glob.option == "map" and (found := glob.match(name)):
-                marks = zip_longest(glob.value.split("*"), found[:-1], fillvalue="")
-                return "".join(chain.from_iterable(marks)) + found[-1]
+                parts, (*marks, below) = glob.value.split("*"), found
+                return "".join(chain.from_iterable(zip_longest(parts, marks[: len(parts) - 1], fillvalue=""))) + below
         return name
 
     # ---- states
@@ -180,8 +180,9 @@ class Changes:
         """
         for key in (keys or tuple(state)) if self._section is not None else ():
             if key != OWN_KEY and key in state:
-                name, new = self._name("", (key,)), self._new_key(key, key, "", state)
-                value = self._changed(state.pop(key), name, (key,), live.get(new, _GONE))
+                name, saved = self._name("", (key,)), state.pop(key)
+                new = self._new_key(key, key, "", state)
+                value = self._changed(saved, name, (key,), live.get(new, _GONE))
                 if not self.leaves(name):
                     state[new] = value
 

@@ -274,7 +274,7 @@ def matched(saved: Any, before: Groups, live: Any, now: Groups, is_new: Callable
     origins = {name: group for names, group in zip(before, saved["param_groups"], strict=False) for name in names}
     state, groups = {}, []
     for names, group in zip(now, live["param_groups"], strict=True):
-        origin = next((origins[name] for name in names if name in origins), {})
+        origin: dict[str, Any] = next((origins[name] for name in names if name in origins), {})
         own = {key: group[key] for key in _OF_PARAMETERS & group.keys()}
         groups.append({**group, **origin, **own})
         for name, number in zip(names, group["params"], strict=True):

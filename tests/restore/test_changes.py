@@ -1,4 +1,4 @@
-"""The section `resume` as a plan: what it refuses, and that each value is restored, left, renamed or set by its name."""
+"""The section `resume` as a plan: what it refuses, and that each value is restored, left out or set by its name."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_each_value_is_restored_or_as_the_program_made_it_by_its_name(seed: int)
     names = [f"{part}.{key}.{leaf}" for part in "ab" for key in "xyz" for leaf in (0, 1)]
 
     def tree(value: int) -> dict[str, Any]:
-        return {part: {key: {leaf: value for leaf in (0, 1)} for key in "xyz"} for part in "ab"}
+        return {part: {key: dict.fromkeys((0, 1), value) for key in "xyz"} for part in "ab"}
 
     def patterns() -> list[str]:
         picked = draw.sample(names, draw.randint(1, 3))

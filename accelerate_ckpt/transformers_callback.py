@@ -45,6 +45,7 @@ from ckpt_engine.adapter import (
     Options,
     ResumeError,
     Tracker,
+    TrainerResume,
     load_config,
     write_streams,
 )
@@ -139,7 +140,7 @@ class TransformersCallback(TrainerCallback):
         if self.config.resume_word == "off":
             return None
         candidate = engine.choose()
-        if candidate is None or engine.restarts_from(candidate.manifest):
+        if candidate is None or TrainerResume.restarts(self.config.resume, candidate.manifest.notes):
             return None
         state = candidate.manifest.notes.get(NOTE)
         if state is None:

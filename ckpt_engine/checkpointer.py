@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ckpt_engine.config import Config, Options
+from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
@@ -220,19 +221,27 @@ class Checkpointer:
             MismatchError: `into` has other tensors; names them. Nothing was overwritten. Or it lacks a tensor of other
                 tensors, whose class only the live one may have.
         """
-        state = self.engine.load(step, into=into)
-        loaded, changes = self.engine.loaded, self.engine.changes
+        changes = isinstance(self.config.resume, ResumeChanges)
+        state = self.engine.load(step, into=None if changes else into)
+        loaded = self.engine.loaded
         if changes and loaded is not None:
-            state = {} if state is None else state
-            changes.change(state, into or {})
-            changes.require_used()
-            if into is not None:
-                state = {**into, **state}
-                require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)
-                state = copy_into(state, into)
-            url, log = self.engine.root_url, logging.getLogger(LOGGER_NAME)
-            publish(report_of(url, loaded, changes=changes), folder_of_report(url, Path.cwd()), log)
+            state = self._changed(state, into, loaded)
         return with_made(state, kinds_of()) if loaded is not None and loaded.has_wrapped else state
+
+    def _changed(self, state: Any, into: Any, loaded: Loaded) -> Any:
+        """The state with the changes of the option `resume`, in the tensors of `into`."""
+        changes, url = self.engine.changes, self.engine.root_url
+        if isinstance(state, dict):
+            changes.change(state, into or {})
+            state = {**(into or {}), **state}
+        changes.require_used()
+        if into is not None:
+            require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)
+            state = copy_into(state, into)
+        if changes:
+            log = logging.getLogger(LOGGER_NAME)
+            publish(report_of(url, loaded, changes=changes), folder_of_report(url, Path.cwd()), log)
+        return state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

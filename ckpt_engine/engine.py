@@ -47,7 +47,7 @@ from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore.changes import OTHER_WAY, Changes, restarts
+from ckpt_engine.restore.changes import OTHER_WAY, Changes
 from ckpt_engine.restore.choose import Candidate, ManifestCheck
 from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
@@ -56,7 +56,7 @@ from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
-from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.rows import read_lives
 from ckpt_engine.writer.client import WriterClient
 
@@ -288,10 +288,6 @@ class Engine:
         other_way = other_way or (OTHER_WAY if self.changes else "")
         step = 0 if self.changes.restarts else found.info.step
         recorder.expect(found.manifest.notes.get(NOTE), step, earlier, other_way=other_way)
-
-    def restarts_from(self, manifest: Manifest) -> bool:
-        """Whether this snapshot gives parts only, and training begins at step 0."""
-        return restarts(self.config.resume, manifest.notes)
 
     @property
     def changes(self) -> Changes:

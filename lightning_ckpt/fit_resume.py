@@ -66,7 +66,7 @@ class FitResume(TrainerResume):
         self._module = module
         super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
         self._loaders = loaders
-        self._run, self._rollbacks = run, None if run is None else run.rollbacks
+        self._run = run
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: restart.Dtypes = {}
         self._unchanged: dict[str, Any] = {}
@@ -86,6 +86,10 @@ class FitResume(TrainerResume):
         kind, _, number = name.rstrip("]").partition("[")
         base = {"optimizers": "optimizer", _SCHEDULERS: "scheduler"}.get(kind, name)
         return base if number in ("", "0") else f"{base}_{number}"
+
+    @property
+    def _rollbacks(self) -> Any:
+        return None if self._run is None else self._run.rollbacks
 
     # ---- choosing
 

@@ -48,7 +48,7 @@ from ckpt_engine.observe.resume_report import (
 )
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore import choose
-from ckpt_engine.restore.changes import Changes, is_due, restarts
+from ckpt_engine.restore.changes import UNCHANGED, Changes, is_due, restarts
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_size
@@ -281,7 +281,7 @@ def inexact(name: str, restoration: Restoration | None) -> list[NotRestored]:
 class TrainerResume(Resume):
     """What a trainer that restores models and optimizers itself leaves to the engine."""
 
-    count = staticmethod(count)
+    count, restarts = staticmethod(count), staticmethod(restarts)
     own_copy = staticmethod(stored.own_copy)
     inexact = staticmethod(inexact)
 
@@ -362,7 +362,7 @@ def report_of(
     missing: Sequence[NotRestored] = (),
     notes: Sequence[str] = (),
     rhythm: str = "",
-    changes: Changes | None = None,
+    changes: Changes = UNCHANGED,
 ) -> ResumeReport:
     """The report of a resume.
 
@@ -372,7 +372,7 @@ def report_of(
         rhythm: how often snapshots are taken from here on, and why.
         changes: that were made.
     """
-    info, changes = loaded.info, changes or Changes()
+    info = loaded.info
     if loaded.from_memory:
         notes = [resumed_from_memory(loaded.lost_steps), *notes]
     return ResumeReport(

@@ -40,7 +40,7 @@ class NotRestored:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedPart:
     """What the option `resume` has changed.
 
     Args:
@@ -148,7 +148,7 @@ class ResumeReport:
     away: tuple[str, ...] = ()
     rhythm: str = ""
     replay: Replay | None = None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[ChangedPart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""

@@ -1,4 +1,4 @@
-"""A resume with changes: what of the state of a snapshot is left out, renamed and set, by name. Pure.
+"""Changes the state of a snapshot before a run resumes from it, as the option `resume` says.
 
 A name is the path of a value with dots, `optimizer.param_groups.0.lr`. In a snapshot of Lightning the `state_dict` is
 called `model`, its optimizers `optimizer`, `optimizer_1` and so on, and its schedulers likewise.
@@ -11,6 +11,7 @@ import difflib
 import json
 import re
 from collections.abc import Collection, Container, Mapping
+from dataclasses import replace
 from itertools import chain, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -19,14 +20,14 @@ import torch
 
 from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.errors import MismatchError
-from ckpt_engine.observe.resume_report import Change
+from ckpt_engine.observe.resume_report import ChangedPart
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.manifest import OWN_KEY
+from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 NOTE = "resumed_with"
 """The note of a snapshot whose line has changes: the digest of the section `resume` that was applied last."""
 OTHER_WAY = "resumed with changes"
-KEPT = {"imported"}
+_KEPT = {"imported"}
 """The notes of a snapshot that count where training begins at step 0."""
 _STREAMS = "rng"
 _LIGHTNING = "pytorch-lightning_version"
@@ -86,8 +87,6 @@ class Changes:
 
     Attributes:
         rows: for the report, as far as the state is changed already.
-        restarts: training begins at step 0.
-        loose: weights that only one side has stay as they are.
         new_streams: random streams are those of this process.
 
     Raises:
@@ -95,10 +94,8 @@ class Changes:
     """
 
     def __init__(self, section: ResumeChanges | None = None, state: Any = _NOTHING) -> None:
-        self.rows, self._left, self._seen = list[Change](), set[str](), set[str]()
+        self.rows, self._left, self._seen = list[ChangedPart](), set[str](), set[str]()
         self._section, self._lightning = section, _LIGHTNING in state
-        self.restarts = section is not None and section.only is not None
-        self.loose = section is not None and not section.strict
         self.new_streams = self._new_schedule = False
         self._globs: list[_Glob] = []
         if section is None:
@@ -122,6 +119,16 @@ class Changes:
 
     def __bool__(self) -> bool:
         return self._section is not None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether training begins at step 0."""
+        return self._section is not None and self._section.only is not None
+
+    @property
+    def loose(self) -> bool:
+        """Whether weights that only one side has stay as they are."""
+        return self._section is not None and not self._section.strict
 
     def require_used(self) -> None:
         """After the last change. Raises MismatchError where a pattern matches nothing."""
@@ -190,7 +197,7 @@ class Changes:
         self._seen.add(_NUMBER.sub("*", name))
         for glob in self._globs:
             if glob.option == "override" and (found := glob.match(name)) and not found[-1]:
-                self.rows.append(Change("set", name, f"{_shown(saved)} becomes {glob.value}"))
+                self.rows.append(ChangedPart("set", name, f"{_shown(saved)} becomes {glob.value}"))
                 return _as(name, glob.value, saved)
         if not (children := _children(saved)):
             return saved if self._keeps(name) else self._leave(name, live)
@@ -221,7 +228,7 @@ class Changes:
                 f"resume.map: {name!r} cannot become {new!r}", hint="a name stays in its component, and is given once"
             )
         if found != key:
-            self.rows.append(Change("renamed", name, f"is {new}"))
+            self.rows.append(ChangedPart("renamed", name, f"is {new}"))
         return found
 
     def _fit(self, made: dict[Any, Any], live: Mapping[Any, Any], name: str) -> None:
@@ -235,9 +242,31 @@ class Changes:
     def _leave(self, name: str, live: Any, why: str = "") -> Any:
         if name not in _PLACE:
             scheduled = "as the new schedule has set it" if self._is_scheduled(name) else _MADE
-            self.rows.append(Change("left", name, why or scheduled))
+            self.rows.append(ChangedPart("left", name, why or scheduled))
         self._left.add(name)
         return live
+
+
+UNCHANGED = Changes()
+
+
+def note_of(section: object) -> dict[str, Any]:
+    """The note of the snapshots of a run that has this section; nothing without one."""
+    return {NOTE: digest_of(section)} if isinstance(section, ResumeChanges) else {}
+
+
+def planned(section: object, manifest: Manifest, state: Any) -> tuple[Changes, Manifest, dict[str, Any]]:
+    """What is to be changed in a snapshot that was read, its manifest, and the note of those that continue it.
+
+    If training begins at step 0, the notes of the manifest are those of no run.
+    """
+    notes = manifest.notes
+    line = note_of(section) or {NOTE: notes[NOTE]}
+    if not is_due(section, notes):
+        return UNCHANGED, manifest, line
+    changes = Changes(section, state if isinstance(state, dict) else {})
+    kept = notes.keys() & _KEPT if changes.restarts else notes.keys()
+    return changes, replace(manifest, notes={one: notes[one] for one in kept}), line
 
 
 def _children(value: Any) -> Collection[tuple[Any, Any]]:

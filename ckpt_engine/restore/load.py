@@ -37,7 +37,7 @@ from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
-from ckpt_engine.restore.changes import KEPT, NOTE, Changes, digest_of, is_due
+from ckpt_engine.restore.changes import NOTE, UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
     Candidate,
     ManifestCheck,
@@ -139,7 +139,6 @@ def load(
     rank: int = 0,
     size: int = 1,
     known: dict[bytes, Manifest] | None = None,
-    section: object = None,
 ) -> Loaded | None:
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
@@ -156,7 +155,6 @@ def load(
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
         known: see `choose.SearchLog`.
-        section: the option `resume`. What is changed is read without `into`.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
@@ -167,7 +165,7 @@ def load(
 
     def fits(found: Manifest) -> None:
         manifest = found.as_rank(rank)
-        if into is not None and not is_due(section, manifest.notes):
+        if into is not None:
             require_fit(into, shapes_of(into), tensor_shapes(manifest), manifest.info.id)
         if check is not None:
             check(manifest)
@@ -180,7 +178,7 @@ def load(
                 candidate = candidate.unpacked()
             manifest = candidate.manifest.as_rank(rank)
             others = candidate.manifest.own_trees if manifest.world_size != size else {}
-            takes = live(manifest) if live is not None else None if is_due(section, manifest.notes) else into
+            takes = into if live is None else live(manifest)
             nbytes = sum([piece.nbytes for _, piece in stored_pieces(manifest)])
             place = candidate.sources[0].storage.url
             line = partial(_reading, candidate.info.id, nbytes, place)
@@ -290,7 +288,6 @@ def load_together(
     check: ManifestCheck | None,
     pickle_paths: Sequence[str],
     known: dict[bytes, Manifest],
-    section: object,
 ) -> Loaded | None:
     """As `load`, on all ranks at once: what one of them cannot read none of them takes.
 
@@ -300,7 +297,6 @@ def load_together(
     rank, size = session.ranks.rank, session.ranks.size
     seen = None if check is None else lambda manifest: check(manifest.as_rank(0))
     how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths, "known": known}
-    how["section"] = section
     refused: dict[str, CkptError] = {}
     with (
         JointTiers(session, where) as gathered,
@@ -375,12 +371,8 @@ class Restorer:
         """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
-        self.changes = Changes()
-        """Of the snapshot that was loaded last."""
-        self.line_note: dict[str, Any] = {}
-        """For each snapshot: which changes its line has."""
-        if (section := digest_of(config.resume)) is not None:
-            self.line_note[NOTE] = section
+        self.changes, self.line_note = UNCHANGED, note_of(config.resume)
+        """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 
     def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
         """See `Engine.choose`."""
@@ -394,7 +386,7 @@ class Restorer:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
         if self._memory and self._owner.settle_older():
             self._owner.claim()  # what it has in memory only becomes durable when it is closed
-        how["section"] = self._config.resume
+        self.changes = UNCHANGED
         try:
             if self._session is not None:
                 self.attach()
@@ -406,22 +398,14 @@ class Restorer:
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
                 self.away = {one.url for one in found.away}
-                found = self._plan(found)
+                if self.line_note or NOTE in found.manifest.notes:
+                    self.changes, manifest, self.line_note = planned(self._config.resume, found.manifest, found.state)
+                    found = replace(found, manifest=manifest)
                 look = partial(before_of, found, self._listed_once, newest=step is None, back=back)
-                self._agree(found.info, tuple if self.changes.restarts else look)
+                self._agree(found.info, tuple if self.changes is not UNCHANGED and self.changes.restarts else look)
         finally:
             self.detach()
         return found
-
-    def _plan(self, found: Loaded) -> Loaded:
-        """What is to be changed in a loaded snapshot; if training begins at step 0, its notes are those of no run."""
-        section, notes = self._config.resume, found.manifest.notes
-        self.changes = Changes(section if is_due(section, notes) else None, found.state)
-        if NOTE in notes:
-            self.line_note.setdefault(NOTE, notes[NOTE])
-        if not self.changes.restarts:
-            return found
-        return replace(found, manifest=replace(found.manifest, notes={one: notes[one] for one in notes.keys() & KEPT}))
 
     def _let_finish(self) -> None:
         """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""

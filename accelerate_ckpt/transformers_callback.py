@@ -45,6 +45,7 @@ from ckpt_engine.adapter import (
     Options,
     ResumeError,
     Tracker,
+    TrainerResume,
     load_config,
     write_streams,
 )
@@ -136,10 +137,10 @@ class TransformersCallback(TrainerCallback):
         engine, internals = self._open(trainer)
         self._hear(trainer)  # of a trainer that has got this callback later
         self._asked = True
-        if self.config.resume == "off":
+        if self.config.resume_word == "off":
             return None
         candidate = engine.choose()
-        if candidate is None:
+        if candidate is None or TrainerResume.restarts(self.config.resume, candidate.manifest.notes):
             return None
         state = candidate.manifest.notes.get(NOTE)
         if state is None:
@@ -191,7 +192,7 @@ class TransformersCallback(TrainerCallback):
         if trainer is None:
             raise ConfigError("the trainer that calls this callback cannot be found", hint=_RESUME)
         engine, _ = self._open(trainer)
-        if self.config.resume == "auto" and not step and engine.snapshots(nearest=True):
+        if self.config.resume_word == "auto" and not step and engine.snapshots(nearest=True):
             self._release()
             raise ConfigError(
                 "resume='auto' needs a callback that the trainer is made with, and this one was added later",
@@ -343,7 +344,7 @@ class TransformersCallback(TrainerCallback):
         return (0, 0.0) if tracker is None else (tracker.global_step + self._shift, float(tracker.epoch))
 
     def _hear(self, trainer: Trainer) -> None:
-        auto = self.config.resume == "auto"
+        auto = self.config.resume_word == "auto"
         TrainerInternals(trainer).train_with(
             lambda: self.resume_from(trainer) if auto and not self._asked else None, self._failed
         )
@@ -457,8 +458,8 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
 
 def _saved_epoch(engine: Engine, counted: int) -> int:
     """In which the snapshot goes on; the loader has not counted an epoch whose end was not asked for."""
-    loaded = engine.loaded
-    return counted if loaded is None else max(counted, int(loaded.manifest.notes[NOTE]["epoch"] or 0))
+    notes = {} if engine.loaded is None else engine.loaded.manifest.notes
+    return max(counted, int(notes[NOTE]["epoch"] or 0)) if NOTE in notes else counted
 
 
 def _require_same_step(
@@ -470,8 +471,8 @@ def _require_same_step(
         saved: the step of the snapshot that was chosen.
         counted: the step that stands for it with this loader.
     """
-    loaded = engine.loaded
-    there = None if loaded is None else (loaded.manifest.notes[NOTE]["global_step"], counted)
+    notes = {} if engine.loaded is None else engine.loaded.manifest.notes
+    there = (notes[NOTE]["global_step"], counted) if NOTE in notes else None
     if there == ((saved, state.global_step) if resumed else None):
         return
     tracker.release()

@@ -14,18 +14,22 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ckpt_engine.config import Config, Options
+from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
 from ckpt_engine.loop.feed import LoaderSource
+from ckpt_engine.loop.taking_over import folder_of_report, publish, report_of
 from ckpt_engine.loop.tracker import Tracker, needs_optimizer
 from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.load_in_place import copy_into
+from ckpt_engine.restore.match import require_fit
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
-from ckpt_engine.state.flatten import LazyPredicate
+from ckpt_engine.state.flatten import LazyPredicate, shapes_of
 from ckpt_engine.state.wrapped import kinds_of, with_made
 from ckpt_engine.store.manifest import SnapshotInfo
 
@@ -219,9 +223,27 @@ class Checkpointer:
             MismatchError: `into` has other tensors; names them. Nothing was overwritten. Or it lacks a tensor of other
                 tensors, whose class only the live one may have.
         """
-        state = self.engine.load(step, into=into)
+        changes = isinstance(self.config.resume, ResumeChanges)
+        state = self.engine.load(step, into=None if changes else into)
         loaded = self.engine.loaded
+        if changes and loaded is not None:
+            state = self._changed(state, into, loaded)
         return with_made(state, kinds_of()) if loaded is not None and loaded.has_wrapped else state
+
+    def _changed(self, state: Any, into: Any, loaded: Loaded) -> Any:
+        """The state with the changes of the option `resume`, in the tensors of `into`."""
+        changes, url = self.engine.changes, self.engine.root_url
+        if isinstance(state, dict):
+            changes.change(state, into or {})
+            state = {**(into or {}), **state}
+        changes.require_used()
+        if into is not None:
+            require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)
+            state = copy_into(state, into)
+        if changes:
+            log = logging.getLogger(LOGGER_NAME)
+            publish(report_of(url, loaded, changes=changes), folder_of_report(url, Path.cwd()), log)
+        return state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

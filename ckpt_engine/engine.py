@@ -47,6 +47,7 @@ from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore import load as restore
+from ckpt_engine.restore.changes import OTHER_WAY, Changes
 from ckpt_engine.restore.choose import Candidate, ManifestCheck
 from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
@@ -284,7 +285,14 @@ class Engine:
             return
         storages = (tier.storage for tier in self._restorer.places() if tier.storage.url not in self._restorer.away)
         earlier = read_lives(storages, recorder.rank, but=recorder.name)
-        recorder.expect(found.manifest.notes.get(NOTE), found.info.step, earlier, other_way=other_way)
+        other_way = other_way or (OTHER_WAY if self.changes else "")
+        step = 0 if self.changes.restarts else found.info.step
+        recorder.expect(found.manifest.notes.get(NOTE), step, earlier, other_way=other_way)
+
+    @property
+    def changes(self) -> Changes:
+        """What is to be changed in the snapshot that was loaded last."""
+        return self._restorer.changes
 
     @property
     def memory(self) -> bool:
@@ -341,6 +349,7 @@ class Engine:
             raise
         if not wanted.durable and self.config.memory is None:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
+        wanted = replace(wanted, notes={**wanted.notes, **self._restorer.line_note})
         self._rehearse(wanted.step)
         self._surface()
         self._restorer.detach()

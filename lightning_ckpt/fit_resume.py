@@ -27,11 +27,12 @@ from lightning_ckpt.compat_data import both, is_overridden
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.loggers import FitLoggers
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
-from lightning_ckpt.run_state import BoundaryKind
+from lightning_ckpt.run_state import MODEL, BoundaryKind
 
 _log = logging.getLogger("lightning_ckpt")
 
 TRAIN_START = "on_train_start"
+_OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
 _NOT_IN_A_FILE = {
     "random streams": "a file of Lightning has none: they go on as this process has seeded them",
     "data position": "a file of Lightning has none: the loaders start again at their beginning",
@@ -65,9 +66,11 @@ class FitResume(TrainerResume):
         self._module = module
         super().__init__(engine, _log, lambda: trainer.log_dir or trainer.default_root_dir)
         self._loaders = loaders
-        self._run, self._rollbacks = run, None if run is None else run.rollbacks
+        self._run = run
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: restart.Dtypes = {}
+        self._unchanged: dict[str, Any] = {}
+        """What Lightning has been handed whose optimizers are still to be changed."""
         self.to_restore: dict[str, Any] | None = None
         """What Lightning has been handed and has not put back yet."""
         self._callbacks: Mapping[str, Any] = {}
@@ -76,6 +79,17 @@ class FitResume(TrainerResume):
         self.fresh = Fresh(trainer, module, engine, self.start_fresh)
         self.pending = False
         self.loggers: FitLoggers | None = None
+
+    @staticmethod
+    @override
+    def _component(name: str) -> str:
+        kind, _, number = name.rstrip("]").partition("[")
+        base = {"optimizers": "optimizer", _SCHEDULERS: "scheduler"}.get(kind, name)
+        return base if number in ("", "0") else f"{base}_{number}"
+
+    @property
+    def _rollbacks(self) -> Any:
+        return None if self._run is None else self._run.rollbacks
 
     # ---- choosing
 
@@ -126,6 +140,8 @@ class FitResume(TrainerResume):
         assert state is not None
         assert loaded is not None
         own = self._open(state, loaded)
+        if self._loaders is not None and self._engine.changes:
+            own = self._change(own, state, divided=live is not None)
         if live is not None:
             model.load(state["state_dict"], self._trainer.optimizers, state.get("optimizer_states", []))
         model.prepare(own or {}, state, ("state_dict", "current_model_state"))
@@ -168,8 +184,48 @@ class FitResume(TrainerResume):
             if own["gradients"]:
                 self._own["gradients"] = self._merged_gradients(self._module, model.root)
 
+    def _change(self, own: dict[str, Any] | None, state: dict[str, Any], *, divided: bool) -> dict[str, Any] | None:
+        """Make the changes of the option `resume`, but for those of optimizers, which are not made yet.
+
+        Raises:
+            MismatchError: the model does not have what is left then.
+        """
+        changes, model = self._engine.changes, sharded.model_of(self._trainer)
+        weights = {} if divided else model.state()
+        others = (key for key in tuple(state) if key not in (_OPTIMIZERS, _SCHEDULERS))
+        changes.change(state, {"state_dict": weights, "current_model_state": weights}, *others)
+        self._require_whole(MODEL, divided=divided)
+        state.setdefault("state_dict", weights)
+        if not divided:
+            assert self._loaded is not None
+            shapes = model.shapes_in(state["state_dict"])
+            model.require_fits(shapes, self._loaded.info.id, strict=self._module.strict_loading)
+        self._unchanged = state
+        if own is None or not changes.touches(MODEL):
+            return own
+        gradients = {
+            name: one for name, one in (own["gradients"] or {}).items() if not changes.leaves(f"{MODEL}.{name}")
+        }
+        return {**own, "flags": own["flags_at_start"], "gradients": gradients}
+
+    def _change_optimizers(self, checkpoint: dict[str, Any]) -> None:
+        """The same for optimizers and schedulers."""
+        live = {
+            _OPTIMIZERS: [one.state_dict() for one in self._trainer.optimizers],
+            _SCHEDULERS: [one.scheduler.state_dict() for one in self._trainer.lr_scheduler_configs],
+        }
+        self._engine.changes.change(checkpoint, live, _OPTIMIZERS, _SCHEDULERS)
+        parts = run_state.FitParts(self._internals, self._trainer, self._module)
+        states = dict(zip(parts.optimizers, checkpoint[_OPTIMIZERS], strict=False))
+        self._fit_optimizers(parts, states, self._own["parameters"])
+        checkpoint[_OPTIMIZERS] = list(states.values())
+        self._engine.changes.require_used()
+        self._unchanged = {}
+
     def _resume_imported(self, manifest: Manifest) -> None:
         """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
+        if self._engine.changes.restarts:
+            return
         imported = manifest.notes.get("imported", {"from": "a state that was saved by hand"})
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
         self.note(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
@@ -186,9 +242,11 @@ class FitResume(TrainerResume):
         if self._loaders is not None:
             self._require_ranks(manifest)
             sharded.require_layout(manifest, self._trainer)
-        if is_overridden("on_load_checkpoint", module):
+        if is_overridden("on_load_checkpoint", module) or self._changes_are_due(manifest):
             return  # the user's hook may well convert the old weights
-        sharded.model_of(self._trainer).require_fits(manifest, "state_dict", strict=module.strict_loading)
+        model = sharded.model_of(self._trainer)
+        shapes = model.saved_shapes(manifest, "state_dict")
+        model.require_fits(shapes, manifest.info.id, strict=module.strict_loading)
 
     def _newer_hpc(self, manifest: Manifest | None) -> str | None:
         """The Slurm requeue file if it is newer than our snapshot."""
@@ -266,12 +324,14 @@ class FitResume(TrainerResume):
             MismatchError: the optimizers are not those of the saved run.
         """
         mine = self.to_restore
+        if checkpoint["optimizer_states"] is self._unchanged.get(_OPTIMIZERS):
+            self._change_optimizers(checkpoint)
         if not self.pending or (mine and checkpoint["optimizer_states"] is not mine["optimizer_states"]):
             original(checkpoint)  # of a callback that trains before the run, as one that looks for a learning rate
             return
         self.to_restore = None
         before, now = len(checkpoint["lr_schedulers"]), len(self._trainer.lr_scheduler_configs)
-        if before != now and not restart.averages(self._trainer):
+        if before != now and not restart.averages(self._trainer) and not self._engine.changes:
             why = f"the snapshot has {before} of them, and configure_optimizers() makes {now} now"
             self.add([], [NotRestored("schedulers", why)])
         states, parts = checkpoint["optimizer_states"], run_state.FitParts(self._internals, self._trainer, self._module)

@@ -78,7 +78,7 @@ class FitLoggers:
         Args:
             path: the argument `ckpt_path`.
         """
-        resume = self._config.resume
+        resume = self._config.resume_word
         resumes = resume != "off" and (path == AUTO or (path is None and resume == AUTO))
         if self._curves:
             self._curves.begin(TrainerResume.newest_notes(self._config) if resumes else {})

@@ -76,7 +76,7 @@ class Fresh:
 
     def path(self, path: Any) -> Any:
         """What the argument `ckpt_path` comes to with the option `resume`; if that is not `auto`, the run is begun."""
-        self._asked, option = True, self._engine.config.resume
+        self._asked, option = True, self._engine.config.resume_word
         if path == AUTO and option == "off":
             path = None
         elif path is None and option == AUTO:
@@ -105,7 +105,7 @@ class Fresh:
             if found is not None and found.line.attempt == fitted.attempt:
                 engine.go_on_after(found)
                 return
-        off = engine.config.resume == "off"
+        off = engine.config.resume_word == "off"
         how = (
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )

@@ -134,6 +134,16 @@ class RollbackOptions(TypedDict, total=False):
     at_most: int
 
 
+class ResumeOptions(TypedDict, total=False):
+    """The section `resume`."""
+
+    only: str | Sequence[str]
+    skip: str | Sequence[str]
+    map: Mapping[str, str]
+    override: Mapping[str, Any]
+    strict: bool
+
+
 class Options(TypedDict, total=False):
     """The keywords of `Checkpointer`, both `AdaptiveCheckpoint`s and `TransformersCallback`; None: not given."""
 
@@ -153,7 +163,7 @@ class Options(TypedDict, total=False):
     log: LogOptions | None
     guard: Literal["off", "nan", "loss_spike"] | None
     rollback: RollbackOptions | None
-    resume: Literal["auto", "off"] | None
+    resume: Literal["auto", "off"] | ResumeOptions | None
     on_error: Literal["raise_at_end", "raise", "warn"] | None
     writer: Literal["process", "thread"] | None
     linger: Duration | None

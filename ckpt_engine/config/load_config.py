@@ -28,8 +28,8 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
-from ckpt_engine.config.models import Config, Tier
-from ckpt_engine.config.sections import Best, Keep, Log, Preemption, Section, Source, Status
+from ckpt_engine.config.models import SECTION, Config, Tier
+from ckpt_engine.config.sections import Best, Keep, Log, Preemption, ResumeChanges, Section, Source, Status
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -197,6 +197,7 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "preemption.sources": Source,
     "status": Status,
     "log": Log,
+    "resume": ResumeChanges,
 }
 _MAX_VALUE_CHARACTERS = 60
 
@@ -283,7 +284,7 @@ def explain(
     """
     problems = []
     for detail in error.errors(include_url=False)[:_MAX_PROBLEMS]:
-        loc: KeyPath = detail["loc"]
+        loc: KeyPath = tuple(part for part in detail["loc"] if part != SECTION)
         path = _as_written(loc, values, detail["type"])
         problems.append(OptionProblem(origins.get(str(path[0]), default), path, _text(detail, loc, path, values)))
     return problems

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
+    Tag,
     ValidationInfo,
     WithJsonSchema,
     field_serializer,
@@ -31,7 +33,9 @@ from ckpt_engine.config.sections import (
     Keep,
     Log,
     LostWork,
+    Patterns,
     Preemption,
+    ResumeChanges,
     Rollback,
     Section,
     Share,
@@ -50,6 +54,8 @@ from ckpt_engine.observe.units import LOGIN
 from ckpt_engine.plugins import CODECS, plugin
 
 MEMORY = "memory"
+SECTION = "section"
+"""Tells pydantic that an option is a section here, and no word; no user writes it."""
 MEMORY_SLOTS = 3
 """With a memory tier: one snapshot that is complete, one being staged, one being written."""
 LEAST_PARITY = 3
@@ -118,14 +124,6 @@ def _options(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be a mapping of options for the storage")
     return value
-
-
-def _patterns(value: object) -> list[str]:
-    """One text or a list of texts → a list."""
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list | tuple):
-        raise ValueError("must be a list of paths such as ['loop/custom', 'callbacks/*']")
-    return [nonempty_text(item) for item in items]
 
 
 def _not_lossy(value: object) -> object:
@@ -329,11 +327,18 @@ class Config(Section):
         default=None,
         description="As guard, and the next start goes back to the newest snapshot from before, and skips batches.",
     )
-    resume: Annotated[Literal["auto", "off"], one_of("auto", "off")] | None = Field(
+    resume: (
+        Annotated[
+            Annotated[Literal["auto", "off"], one_of("auto", "off"), Tag("word")]
+            | Annotated[ResumeChanges, Tag(SECTION)],
+            Discriminator(lambda value: SECTION if isinstance(value, dict | ResumeChanges) else "word"),
+        ]
+        | None
+    ) = Field(
         default=None,
         description="auto: a start goes on from the newest snapshot, without a word in the script; off: it never does, "
         "and what is there stays. Not given: Lightning's ckpt_path and transformers' resume_from_checkpoint say it; "
-        "Accelerate and track go on.",
+        "Accelerate and track go on. A section: auto, with changes that are made once.",
     )
     on_error: Annotated[Literal["raise_at_end", "raise", "warn"], one_of("raise_at_end", "raise", "warn")] = Field(
         default="raise_at_end",
@@ -386,11 +391,7 @@ class Config(Section):
         description="When a resumed run repeats a step otherwise than the earlier process did it: warn says so; stop "
         "ends the run before anything is saved or removed; off records no steps.",
     )
-    pickle: Annotated[
-        tuple[str, ...],
-        checked(_patterns),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
-    ] = Field(
+    pickle: Patterns = Field(
         default=(),
         description="Paths in the state (* and ? match) that may be stored with pickle. Loading these can run code.",
     )
@@ -449,6 +450,11 @@ class Config(Section):
     def memory(self) -> Tier | None:
         """The memory tier; only its rhythm is of use."""
         return self.tiers.memory if isinstance(self.tiers, Tiers) else None
+
+    @property
+    def resume_word(self) -> Literal["auto", "off"] | None:
+        """The option `resume`, in which a section of changes counts as auto."""
+        return "auto" if isinstance(self.resume, ResumeChanges) else self.resume
 
     @property
     def arena_slots(self) -> int:

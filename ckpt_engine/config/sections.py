@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import PurePath
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -513,6 +513,41 @@ class Rollback(Section):
         default=100, description="Batches that each rank leaves out from there on; whole optimizer steps."
     )
     at_most: Count = Field(default=3, description="Rollbacks in a run; one more divergence ends it for good.")
+
+
+def _patterns(value: object) -> list[str]:
+    """One text or a list of texts → a list."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("must be a list of paths such as ['loop/custom', 'callbacks/*']")
+    return [nonempty_text(item) for item in items]
+
+
+Patterns = Annotated[
+    tuple[str, ...],
+    checked(_patterns),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
+]
+
+
+class ResumeChanges(Section):
+    """What the next start changes in the snapshot that it resumes from, once."""
+
+    only: Patterns | None = Field(
+        default=None,
+        description="What is restored, and nothing else: training begins at step 0, with fresh counters, positions and "
+        "random streams.",
+    )
+    skip: Patterns = Field(
+        default=(), description="What is left as the program made it; rng: the random streams of this process."
+    )
+    map: dict[Text, Text] = Field(
+        default_factory=dict, description="New names of components and of what is right below them, by their old names."
+    )
+    override: dict[Text, Any] = Field(default_factory=dict, description="Values to set, by name.")
+    strict: Flag = Field(
+        default=True, description="no: weights that only the program or only the snapshot has stay as they are."
+    )
 
 
 class Status(Section):

@@ -209,6 +209,11 @@ def saved_shapes(manifest: Manifest, component: str) -> Shapes:
     return _without_extra_state(tensor_shapes(manifest, (component,)))
 
 
+def shapes_in(state: Any) -> Shapes:
+    """The same of a state."""
+    return _without_extra_state(shapes_of(state))
+
+
 def _without_extra_state(shapes: Shapes) -> Shapes:
     """What `get_extra_state` returns may be of another shape each time; `set_extra_state` decides what fits."""
     return {key: shape for key, shape in shapes.items() if not key.split("/")[0].endswith(_EXTRA_STATE)}

@@ -31,6 +31,7 @@ class LiveModel:
     """
 
     without_lazy = staticmethod(components.without_lazy)
+    saved_shapes, shapes_in = staticmethod(components.saved_shapes), staticmethod(components.shapes_in)
 
     def __init__(self, module: nn.Module, root: nn.Module | None = None) -> None:
         self._module = module
@@ -63,22 +64,23 @@ class LiveModel:
         for optimizer, saved in zip(optimizers, states, strict=False):
             components.put_back("optimizer_states", optimizer, saved, self.flat)
 
-    def require_fits(self, manifest: Manifest, component: str, *, strict: bool) -> None:
+    def require_fits(self, saved: components.Shapes, snapshot: str, *, strict: bool) -> None:
         """Compare names and shapes of the weights with those of a snapshot.
 
         Args:
-            component: the weights in the snapshot.
+            saved: those of the snapshot, as of `saved_shapes` or `shapes_in`.
+            snapshot: its id.
             strict: False: weights that only one of both has are left alone.
 
         Raises:
             MismatchError: names the keys.
         """
-        found = components.without_metrics(self._module, components.saved_shapes(manifest, component))
+        found = components.without_metrics(self._module, saved)
         expected = components.weight_shapes(self.root, self.flat)
         if not strict:
             common = expected.keys() & found.keys()
             expected, found = ({name: one[name] for name in common} for one in (expected, found))
-        require_match(expected, found, what="model", snapshot=manifest.info.id)
+        require_match(expected, found, what="model", snapshot=snapshot)
 
     def entries(self) -> dict[str, Any]:
         """What a snapshot has of the model besides its `state_dict`: `restore` takes it."""

@@ -109,7 +109,7 @@ class LoopResume(Resume):
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
             ResumeError: the snapshot is not of such a loop.
         """
-        if self._begins_at is not None or self._engine.config.resume == "off":
+        if self._begins_at is not None or self._engine.config.resume_word == "off":
             self.start_fresh("leave out resume='off'" if self._begins_at is None else "")
             return None
         self._flags = self._flags_now()
@@ -163,6 +163,9 @@ class LoopResume(Resume):
                 state[name] = with_tied(module, state[name])
         self._load_parts(state)
         self._restored += adopted
+        if self._engine.changes.restarts:
+            self.publish()
+            return {"step": 0, "metrics": {}, "cadence": None, "training": None}
         found = {one.name for one in adopted}
         self._missing += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
         self._missing += missing
@@ -307,14 +310,44 @@ class LoopResume(Resume):
         if saved:
             self._restored.append(Restored("data position", count(len(saved), "loader")))
 
-    def _load_parts(self, state: Mapping[str, Any]) -> None:
+    def _change(self, state: dict[str, Any]) -> None:
+        """Make the changes that the option `resume` asks for.
+
+        Raises:
+            MismatchError: the models do not have what is left then.
+        """
+        changes, parts = self._engine.changes, self._parts
+        if not changes:
+            return
+        live = {name: components.state_of(one, parts.flat) for name, one in parts.objects.items()}
+        changes.change(state, live)
+        changes.require_used()
+        self._require_whole(*parts.modules, divided=any_sharded(parts.modules.values()))
+        for name, expected in parts.shapes().items():
+            if name in state:
+                found = components.without_metrics(parts.modules[name], components.shapes_in(state[name]))
+                assert self._engine.loaded is not None
+                require_match(expected, found, what=f"model ({name!r})", snapshot=self._engine.loaded.info.id)
+        gradients = self._own.get("gradients", {}).items()
+        self._own = {
+            **self._own,
+            "gradients": {
+                name: {key: one for key, one in saved.items() if not changes.leaves(f"{name}.{key}")}
+                for name, saved in gradients
+            },
+        }
+
+    def _load_parts(self, state: dict[str, Any]) -> None:
+        self._change(state)
         for name, module in components.those_with(self._parts.objects):
             components.grow(module, self._own.get("metric_states", {}).get(name, {}))
         names, divided = self._own.get("parameters", {}), any_sharded(self._parts.modules.values())
+        self._fit_optimizers(self._parts, state, names)
         changed = self._match_optimizers(self._parts, names, self._parts.objects, divided=divided)
         restored, missing = self._parts.load(state)
         without = self._restore_metrics()
         self._restored += [one for one in restored if one.name not in without]
+        missing = [one for one in missing if not self._engine.changes.leaves(one.name)]
         self._missing += missing + changed + [problem for problems in without.values() for problem in problems]
 
     def _restore_metrics(self) -> dict[str, list[NotRestored]]:
@@ -330,7 +363,7 @@ class LoopResume(Resume):
         saved, now = self._own["flags"], self._flags_now()
         if now == self._flags:
             for name, module in self._parts.modules.items():
-                if name in saved:
+                if name in saved and not self._engine.changes.touches(name):
                     components.restore_flags(module, saved[name])
         elif {name: one["frozen"] for name, one in now.items()} != {n: one["frozen"] for n, one in saved.items()}:
             return [NotRestored("frozen parameters", "the script sets others now")]
@@ -349,7 +382,7 @@ class LoopResume(Resume):
                 f"snapshot {manifest.info.id} was not taken by a tracked loop",
                 hint="give this run its own folder, or use Checkpointer.load",
             )
-        for name, expected in self._parts.shapes().items():
+        for name, expected in () if self._changes_are_due(manifest) else self._parts.shapes().items():
             found = components.without_metrics(self._parts.modules[name], saved_shapes(manifest, name))
             if Surroundings.IMPORTED in manifest.notes:
                 found = with_tied(self._parts.modules[name], found)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import reduce
+from itertools import chain
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from ckpt_engine.observe.resume_report import (
 )
 from ckpt_engine.observe.units import count, place
 from ckpt_engine.restore import choose
+from ckpt_engine.restore.changes import UNCHANGED, Changes, is_due, restarts
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_size
@@ -55,6 +57,8 @@ from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.names import RECORD
 from ckpt_engine.store.repository import Repository
+
+_ONE_RANK = "leave the model out of the section; or make the change in a run of one process, and export its snapshot"
 
 
 class Resume(ABC):
@@ -88,6 +92,12 @@ class Resume(ABC):
         self._engine.expect_replay(loaded, self._other_way)
         if (recorder := self._engine.recorder) is not None:
             recorder.told = self._replayed
+        if self._engine.changes.new_streams:
+            own["rng"] = rng.capture()
+        if self._engine.changes.restarts:
+            self._elastic, self._own = None, {"parameters": own["parameters"]}
+            self._notes.append(f"training begins at step 0 with parts of step {loaded.info.step:,}")
+            return None
         return own
 
     @property
@@ -102,7 +112,8 @@ class Resume(ABC):
             with suppress(CkptError):  # the resume itself finds the same, and raises it
                 found = choose.choose([Repository(storage_of(tier)) for tier in tiers]) if tiers else None
                 if found is not None:
-                    return found.manifest.notes
+                    notes = found.manifest.notes
+                    return {} if restarts(config.resume, notes) else notes
         return {}
 
     def start_fresh(self, how: str) -> None:
@@ -156,7 +167,45 @@ class Resume(ABC):
         """
         moved = stored.put_in_order(order, parts, divided=divided)
         self._notes += [f"{name}: {stored.MOVED}" for name in moved]
-        return made_otherwise(self._own.get("made"), parts.optimizers, schedulers)
+        optimizers, schedulers = (
+            {name: one for name, one in objects.items() if not self._engine.changes.touches(self._component(name))}
+            for objects in (parts.optimizers, schedulers)
+        )
+        return made_otherwise(self._own.get("made"), optimizers, schedulers)
+
+    def _changes_are_due(self, manifest: Manifest) -> bool:
+        """Whether the option `resume` changes this snapshot, which then need not fit as it is."""
+        return is_due(self._engine.config.resume, manifest.notes)
+
+    def _require_whole(self, *components: str, divided: bool) -> None:
+        """Raises MismatchError where ranks have parts of these models, and they are changed."""
+        if divided and any(map(self._engine.changes.touches, components)):
+            raise MismatchError("resume: weights that are divided over ranks cannot be changed", hint=_ONE_RANK)
+
+    @staticmethod
+    def _component(name: str) -> str:
+        """The component of an optimizer or scheduler in the section `resume`."""
+        return name
+
+    def _fit_optimizers(self, parts: stored.Parts, states: dict[str, Any], order: dict[str, stored.Groups]) -> None:
+        """Where a resume changes weights, give each parameter of the optimizers its own state, or none.
+
+        Args:
+            states, order: by component; the order becomes that of the live optimizers.
+        """
+        changes = self._engine.changes
+        if not changes:
+            return
+        order |= {changes.renamed(key): order.pop(key) for key in tuple(order)}
+        for key, now in stored.names_of(parts).items():
+            before = [[changes.renamed(name) for name in names] for names in order.pop(key, [])]
+            known = set(chain.from_iterable(before))
+            if key in states and before:
+                unknown = [one for names in now for one in names if one not in known and not changes.leaves(one)]
+                order[key] = now if changes.loose or not unknown else before
+                if order[key] is now:
+                    live = parts.optimizers[key].state_dict()
+                    states[key] = stored.matched(states[key], before, live, now, changes.leaves)
 
     def _replayed(self, replay: Replay) -> None:
         """What the repeated steps have shown."""
@@ -182,7 +231,7 @@ class Resume(ABC):
         """Of a report that is published already."""
         if self._report is not None:
             self._report = replace(self._report, **more)
-            write(self._report, self._report_folder, self._log, self._rank)
+            write(self._report, folder_of_report(self._engine.root_url, self._folder()), self._log, self._rank)
 
     def note(self, text: str) -> None:
         """One more sentence for the report."""
@@ -195,20 +244,22 @@ class Resume(ABC):
         loaded, self._loaded = self._loaded, None
         self._conclude()
         self._report = report_of(
-            self._engine.root_url, loaded, self._restored, self._missing, self._notes, self._engine.rhythm
+            self._engine.root_url,
+            loaded,
+            self._restored,
+            self._missing,
+            self._notes,
+            self._engine.rhythm,
+            self._engine.changes,
         )
         if (recorder := self._engine.recorder) is not None:
             self._report = replace(self._report, replay=recorder.replay)
-        publish(self._report, self._report_folder, self._log, rank=self._rank)
+        folder = folder_of_report(self._engine.root_url, self._folder())
+        publish(self._report, folder, self._log, rank=self._rank)
 
     @abstractmethod
     def _conclude(self) -> None:
         """Add to the lists what is known last."""
-
-    @property
-    def _report_folder(self) -> Path:
-        url = place(self._engine.root_url)
-        return Path(url if "://" not in url else self._folder())
 
     @property
     def _rank(self) -> int:
@@ -230,7 +281,7 @@ def inexact(name: str, restoration: Restoration | None) -> list[NotRestored]:
 class TrainerResume(Resume):
     """What a trainer that restores models and optimizers itself leaves to the engine."""
 
-    count = staticmethod(count)
+    count, restarts = staticmethod(count), staticmethod(restarts)
     own_copy = staticmethod(stored.own_copy)
     inexact = staticmethod(inexact)
 
@@ -311,6 +362,7 @@ def report_of(
     missing: Sequence[NotRestored] = (),
     notes: Sequence[str] = (),
     rhythm: str = "",
+    changes: Changes = UNCHANGED,
 ) -> ResumeReport:
     """The report of a resume.
 
@@ -318,6 +370,7 @@ def report_of(
         url: the run's root.
         loaded: the snapshot.
         rhythm: how often snapshots are taken from here on, and why.
+        changes: that were made.
     """
     info = loaded.info
     if loaded.from_memory:
@@ -325,8 +378,8 @@ def report_of(
     return ResumeReport(
         url=url,
         snapshot=info.id,
-        step=info.step,
-        epoch=info.epoch,
+        step=0 if changes.restarts else info.step,
+        epoch=None if changes.restarts else info.epoch,
         restored=tuple(restored),
         not_restored=tuple(missing),
         rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in loaded.rejected),
@@ -336,7 +389,14 @@ def report_of(
         place="" if loaded.from_memory else loaded.place,
         away=loaded.left_out,
         rhythm=rhythm,
+        changes=tuple(changes.rows),
     )
+
+
+def folder_of_report(root_url: str, other: str | Path) -> Path:
+    """Where the report of a resume goes: the run's own place if that is a local folder, else `other`."""
+    url = place(root_url)
+    return Path(url if "://" not in url else other)
 
 
 def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:

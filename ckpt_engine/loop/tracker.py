@@ -114,7 +114,7 @@ class Tracker(LoopProgress):
         self._gradient_hooks = ExitStack()
         self._reloaded: list[Feed] = []
         self._asked_at: dict[Feed, float] = {}
-        engine.start(resumes=begins_at is None and engine.config.resume != "off")
+        engine.start(resumes=begins_at is None and engine.config.resume_word != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._loops = Loops(self._feeds, self._log, parts.optimizers.values(), parts.objects.values())

@@ -17,6 +17,8 @@ from ckpt_engine.observe.units import duration, place, size
 
 FILE_NAME = "resume-report.json"
 """Where a run's folder has the report of its last resume."""
+_SHOWN = 20
+"""Changes that the log names; the file has all."""
 _FROM_MEMORY = "resumed from memory"
 _BY_OTHERS = "another number of ranks"
 
@@ -35,6 +37,21 @@ class NotRestored:
 
     name: str
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedPart:
+    """What the option `resume` has changed.
+
+    Args:
+        how: `left`, `renamed` or `set`.
+        name: of the component or value.
+        detail: what became of it.
+    """
+
+    how: str
+    name: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,7 @@ class ResumeReport:
         away: sentences about places that were left out and may have something newer.
         rhythm: how often snapshots are taken from here on, and why.
         replay: whether the steps that it repeated were those of the earlier process; None: that was not asked.
+        changes: what the option `resume` has changed.
     """
 
     url: str
@@ -130,6 +148,7 @@ class ResumeReport:
     away: tuple[str, ...] = ()
     rhythm: str = ""
     replay: Replay | None = None
+    changes: tuple[ChangedPart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -147,6 +166,8 @@ class ResumeReport:
     def text(self) -> str:
         """The report for people, several lines, no trailing newline."""
         lines = [self._headline()]
+        lines += _section("changed", [(one.name, one.detail) for one in self.changes[:_SHOWN]])
+        lines += [f"    … and {len(self.changes) - _SHOWN} more"] if len(self.changes) > _SHOWN else []
         lines += _section("restored", [(one.name, one.detail) for one in self.restored])
         lines += _section("not restored", [(one.name, one.why) for one in self.not_restored])
         lines += _section("passed over", [(one.id, f"[{one.code}] {one.reason}") for one in self.rejected])

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,8 @@ from ckpt_engine.store.rows import ROW_BYTES, ROWS, ProcessRows, Ring, Row
 
 NOTE = "replay"
 """The note of a snapshot that says how many steps were recorded."""
+_SINCE = "since"
+"""Its entry that says when a process has gone another way than those before it: what they did counts no more."""
 _OTHER_STREAMS_EACH = 16
 """Python's stream takes longer to read than torch's."""
 VERSION = 3
@@ -87,7 +90,7 @@ class FlightRecorder:
         """Stands for the optimizer of a run without one of torch's."""
         self._number = self._calls = self._step = self._skips = 0
         self._batch = 0
-        self.note = {"calls": 0, "batch": 0, "world": size}
+        self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size}
         self._saved_batch = 0
         self._comparison: RepeatedSteps | None = None
         self._why = ""
@@ -173,16 +176,19 @@ class FlightRecorder:
         self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], other_way: str
     ) -> None:
         if saved is None:
-            self._why = "the snapshot has no record of its steps"
+            self._why = other_way or "the snapshot has no record of its steps"
             return
         self._calls, self._saved_batch = int(saved["calls"]), int(saved["batch"])
         self._batch = self._saved_batch
         self.boundary(step)
         if saved["world"] != self.about["world"]:
             other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
+        since = time.time() if other_way else float(saved.get(_SINCE, 0.0))
+        self.note = {**self.note, _SINCE: since}
         if other_way:
             self._why = other_way
             return
+        earlier = [replace(one, rows=tuple(row for row in one.rows if row.time >= since)) for one in earlier]
         earlier = [life for life in earlier if life.about.get("version") == VERSION]
         self._why = "no step was repeated" if earlier else "no earlier process has left a record"
         expected = steps_behind(earlier, self._calls)

@@ -37,6 +37,7 @@ from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
+from ckpt_engine.restore.changes import NOTE, UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
     Candidate,
     ManifestCheck,
@@ -50,7 +51,7 @@ from ckpt_engine.restore.choose import (
 )
 from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
-from ckpt_engine.restore.match import require_fit
+from ckpt_engine.restore.match import require_fit, tensor_shapes
 from ckpt_engine.restore.node_roots import JointTiers
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
@@ -165,7 +166,7 @@ def load(
     def fits(found: Manifest) -> None:
         manifest = found.as_rank(rank)
         if into is not None:
-            require_fit(into, shapes_of(into), manifest)
+            require_fit(into, shapes_of(into), tensor_shapes(manifest), manifest.info.id)
         if check is not None:
             check(manifest)
 
@@ -370,6 +371,8 @@ class Restorer:
         """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
+        self.changes, self.line_note = UNCHANGED, note_of(config.resume)
+        """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 
     def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
         """See `Engine.choose`."""
@@ -383,6 +386,7 @@ class Restorer:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
         if self._memory and self._owner.settle_older():
             self._owner.claim()  # what it has in memory only becomes durable when it is closed
+        self.changes = UNCHANGED
         try:
             if self._session is not None:
                 self.attach()
@@ -394,8 +398,11 @@ class Restorer:
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
                 self.away = {one.url for one in found.away}
+                if self.line_note or NOTE in found.manifest.notes:
+                    self.changes, manifest, self.line_note = planned(self._config.resume, found.manifest, found.state)
+                    found = replace(found, manifest=manifest)
                 look = partial(before_of, found, self._listed_once, newest=step is None, back=back)
-                self._agree(found.info, look)
+                self._agree(found.info, tuple if self.changes is not UNCHANGED and self.changes.restarts else look)
         finally:
             self.detach()
         return found

@@ -96,14 +96,18 @@ def require_size(manifest: Manifest, size: int) -> None:
         )
 
 
-def require_fit(into: Any, shapes: TensorShapes, manifest: Manifest) -> None:
-    """Raises where the snapshot has others than `into`, whose shapes these are, but for components that are None there.
+def require_fit(into: Any, shapes: TensorShapes, saved: TensorShapes, snapshot: str) -> None:
+    """Raises where a snapshot has others than `into`, but for components that are None there.
+
+    Args:
+        shapes, saved: those of `into`, and of the snapshot.
+        snapshot: its id.
 
     Raises:
         MismatchError: names them.
     """
     # Deeper down a None may be what a fresh optimizer has, and what the snapshot has must not get lost.
     made = {str(key) for key, value in into.items() if value is None} if isinstance(into, Mapping) else set()
-    found = {path: shape for path, shape in tensor_shapes(manifest).items() if path.split("/")[0] not in made}
+    found = {path: shape for path, shape in saved.items() if path.split("/")[0] not in made}
     hint = "use the state this run was started with; None takes a component as it is read: into={..., 'rng': None}"
-    require_match(shapes, found, what="state", snapshot=manifest.info.id, hint=hint)
+    require_match(shapes, found, what="state", snapshot=snapshot, hint=hint)

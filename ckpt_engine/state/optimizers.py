@@ -154,14 +154,15 @@ class Parts(Protocol):
 
 Groups = list[list[str]]
 """The names of the parameters in each group of an optimizer."""
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.", "_original_module.")
+_OF_PARAMETERS = {"params", "param_names"}
 MOVED = "the script gives its parameters in another order now: each has its own state, by its name"
 _HINT = "make the parameter groups as in the saved run, or use another folder for the new run"
 _SHOWN = 3
 
 
 def clean_name(name: str) -> str:
-    """The name of a parameter without what FSDP1 puts into it."""
+    """The name of a parameter without what FSDP1 and Fabric put into it."""
     for wrapped in _WRAPPED:
         name = name.replace(wrapped, "")
     return name
@@ -220,7 +221,7 @@ def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:
         found: Any = {} if stored is None else json.loads(stored.numpy().tobytes())
         names = chain.from_iterable(chain.from_iterable(found.values()))
         if all(isinstance(name, str) for name in names):
-            return dict(found)
+            return {key: [list(map(clean_name, names)) for names in groups] for key, groups in found.items()}
     except (AttributeError, TypeError, ValueError, RecursionError):
         pass
     raise CorruptError("the names of the optimizers' parameters cannot be read from the snapshot")
@@ -257,6 +258,27 @@ def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> li
             optimizer.param_groups[index] = group
         moved.append(key)
     return moved
+
+
+def matched(saved: Any, before: Groups, live: Any, now: Groups, is_new: Callable[[str], bool]) -> dict[str, Any]:
+    """The state of an optimizer for the parameters that it has now: each gets its own by its name.
+
+    Args:
+        saved, live: its `state_dict`.
+        before, now: the names of its parameters.
+        is_new: whether a parameter begins without a state.
+    """
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(before))}
+    origins = {name: group for names, group in zip(before, saved["param_groups"], strict=False) for name in names}
+    state, groups = {}, []
+    for names, group in zip(now, live["param_groups"], strict=True):
+        origin: dict[str, Any] = next((origins[name] for name in names if name in origins), {})
+        own = {key: group[key] for key in _OF_PARAMETERS & group.keys()}
+        groups.append({**group, **origin, **own})
+        for name, number in zip(names, group["params"], strict=True):
+            if numbers.get(name) in saved["state"] and not is_new(name):
+                state[number] = saved["state"][numbers[name]]
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def require_same(key: str, saved: Groups, now: Groups) -> None:

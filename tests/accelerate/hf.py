@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ def train_hf(
     late: bool = False,
     data: Callable[[], Any] | None = None,
     samples: int = SAMPLES,
+    more: Sequence[TrainerCallback] = (),
 ) -> Outcome:
     """One process; without options there is no callback of ours.
 
@@ -91,6 +92,7 @@ def train_hf(
         overflows: with so many steps at first that a GradScaler skips.
         data: makes the training data.
         samples: of the training data.
+        more: callbacks before ours.
     """
     seed_everything(seed)
     transformers.logging.set_verbosity_error()
@@ -133,7 +135,7 @@ def train_hf(
             ),
             train_dataset=Text(samples) if data is None else data(),
             eval_dataset=Text(8),
-            callbacks=[*([] if late else ours), recorder, *patience],
+            callbacks=[*more, *([] if late else ours), recorder, *patience],
         )
         for one in ours if late else ():
             trainer.add_callback(one)

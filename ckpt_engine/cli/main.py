@@ -94,8 +94,9 @@ class _Verbs(click.Group):
 def commands(ctx: click.Context) -> None:
     """Look at, check, keep, import and export the snapshots of a training run, or ask it for one.
 
-    ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
-    shows it or the start of one, a step (1200 or step=1200), or latest.
+    ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. Without it: ./ckpt.yaml, the
+    current folder if it is a run, or $CKPT_ROOT. SNAPSHOT is an id as `ckpt ls` shows it or the start of one, a step
+    (1200 or step=1200), or latest; ROOT#SNAPSHOT is both in one word.
     """
     if ctx.invoked_subcommand is None:
         print_text(*ctx.get_help().split("\n"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text, progress, say_waiting
-from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.cli.root import open_run, options_of, root_argument, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.tools.new_files import new_file
@@ -19,7 +19,7 @@ DEFAULT = "ckpt-report.html"
 
 
 @click.command("report", short_help="Write a page for a browser that shows what a run has done.")
-@click.argument("root")
+@root_argument
 @click.option("--html", "file", default=DEFAULT, show_default=True, help="The file to write.", type=Path)
 @click.option("--verify", is_flag=True, help="Read every stored byte first, and show whether it is what was written.")
 @click.option("--force", is_flag=True, help="Replace the file.")

@@ -9,7 +9,7 @@ from functools import partial
 import click
 
 from ckpt_engine.cli.output import json_option, print_away, print_json, print_text, progress
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import UnreachableTier
@@ -21,8 +21,7 @@ MAX_SHOWN = 20
 
 
 @click.command("verify", short_help="Check every stored byte of every copy.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@snapshot_arguments()
 @storage_options
 @json_option
 def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:

@@ -219,7 +219,6 @@ def test_export_reports_as_json(ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_pa
         ("out", "--to", "lightning", "--all"),
         ("out", "--to", "torch", "--dtype", "float16"),
         ("out", "--to", "safetensors", "--all", "--component", "x"),
-        ("--to", "safetensors"),
     ],
 )
 def test_wrong_usage(ckpt: Ckpt, run_folder: Any, arguments: tuple[str, ...]) -> None:

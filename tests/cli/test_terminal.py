@@ -119,6 +119,13 @@ verify-resume
 verify-resume --kill-at 30 -- true
 prove ROOT -- true
 prove NONE -- true
+prove ROOT#1200
+prove ROOT#1200 -- true
+show ROOT#1200
+verify NONE#1200
+ls ROOT#1200
+ls
+export OUT
 compact ROOT --dry-run
 compact ROOT 99
 cp ROOT OUT

@@ -36,6 +36,7 @@ VERBS = {
     "prune": "prune.command",
     "pin": "pin.pin",
     "unpin": "pin.unpin",
+    "check": "doctor.check",
     "doctor": "doctor.command",
     "explain": "explain.explain",
     "init": "init.init",

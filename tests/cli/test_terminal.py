@@ -148,6 +148,11 @@ unpin YAML 99
 doctor ROOT --size 1kB
 doctor YAML --size 1kB
 doctor BAD
+check ROOT
+check YAML --state 900TB
+check AWAY
+check BAD
+check ROOT --state much
 doctor ROOT --size much
 doctor SOURCE --size 1kB
 explain

@@ -158,6 +158,10 @@ doctor SOURCE --size 1kB
 explain
 explain CKPT202
 explain 999
+explain keep
+explain overhed
+explain interval ROOT
+explain interval NONE
 init OUT.yaml --preset nope
 init BAD --preset laptop
 completion nope

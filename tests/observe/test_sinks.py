@@ -179,16 +179,12 @@ def test_a_user_sees_the_first_interval_where_the_budget_costs_more_than_it_save
 ) -> None:
     """One percent for snapshots that block for ten seconds can cost more than a percent of useful work."""
     sink = LogSink(logging.Logger("nowhere"))
-    sink.emit(
-        IntervalChanged(
-            1, 200, "every 200 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013, "budget"
-        )
-    )
+    sink.emit(IntervalChanged(1, 200, "every 200 steps: set by budget; 1 % more budget = 1.3 % more", 0.013, "budget"))
     sink.emit(
         IntervalChanged(2, 210, "every 210 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013)
     )
     said = capsys.readouterr().err
-    assert said == "step 1: snapshots every 200 steps, set by budget (why: ckpt explain interval)\n"
+    assert said == "step 1: snapshots every 200 steps (budget) → ckpt explain interval\n"
 
 
 @pytest.mark.parametrize(("step", "steps", "binding"), [(12, 9, "budget"), (99_999, 9_999, "max_lost_work")])

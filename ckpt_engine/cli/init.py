@@ -79,4 +79,5 @@ def schema() -> None:
 
 
 def _schema() -> dict[str, object]:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:ckpt-engine:ckpt.yaml"}
+    return {**head, **Config.model_json_schema()}

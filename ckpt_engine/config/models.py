@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from annotated_types import MinLen
 from pydantic import (
     BeforeValidator,
     Field,
-    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     WithJsonSchema,
@@ -21,7 +21,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from ckpt_engine.config.sections import (
     DURATION_SCHEMA,
@@ -29,9 +28,11 @@ from ckpt_engine.config.sections import (
     Duration,
     Flag,
     Keep,
+    KeepRules,
     Log,
     LostWork,
     Preemption,
+    Rate,
     Rollback,
     Section,
     Share,
@@ -41,7 +42,6 @@ from ckpt_engine.config.sections import (
     nonempty_text,
     one_of,
     option_error,
-    parse_bytes_per_second,
     parse_duration_seconds,
     parse_wait_seconds,
     refuse,
@@ -145,22 +145,6 @@ def _of_a_package(codec: str) -> bool:
     return made is not None
 
 
-Rate = Annotated[
-    int,
-    checked(parse_bytes_per_second),
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["200 MB/s"]}),
-]
-
-
-class _TierListSchema:
-    """JSON Schema of what `_tier_list` accepts."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        places = handler(core)
-        one = {"anyOf": [{"type": "string"}, places.get("items", {})]}
-        return {"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1}]}
-
-
 class Tier(Section):
     """A place for snapshots."""
 
@@ -180,7 +164,7 @@ class Tier(Section):
         default=None,
         description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
     )
-    keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
+    keep: KeepRules | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     bandwidth: Rate | None = Field(
         default=None,
         description="Bytes per second that go to this tier: while copying to a further one, on average to the nearest.",
@@ -240,6 +224,10 @@ class Tier(Section):
             (replicate is not None and parity is not None, "give either replicate or parity"),
         )
         return self
+
+
+_Places = str | Tier | Annotated[list[str | Tier], MinLen(1)]
+"""What `_tier_list` takes."""
 
 
 class Tiers(tuple[Tier, ...]):
@@ -310,8 +298,8 @@ class Config(Section):
         description="How long a training that ends waits for the copies to further tiers; 0: not at all. What is "
         "missing then the writer process copies, or the next run.",
     )
-    keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
-    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
+    keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
+    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list, json_schema_input_type=_Places)] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
     )
     preemption: Preemption = Field(

@@ -36,7 +36,7 @@ NAMES = {
     "slots": "slot",
 }
 VALUES = {
-    "keep: 3": "such as {last: 3}",
+    "keep: three": "such as {last: 3}",
     "keep: [1, 2]": "such as {last: 3}",
     "keep: {best: val_loss}": "such as {monitor: val_loss, mode: min}",
     "keep: {best: {mode: min}}": "monitor: missing",

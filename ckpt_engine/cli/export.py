@@ -18,11 +18,12 @@ from ckpt_engine.tools.float_formats import FLOAT_FORMATS
 from ckpt_engine.tools.new_files import check_free
 
 FORMATS = ("safetensors", *FILES, *FOLDERS)
+SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch", ".pth": "torch"}
 
 
 @click.command("export", short_help="Write a snapshot as files for other programs.")
 @click.argument("words", nargs=-1, required=True, metavar="[ROOT] [SNAPSHOT] OUT")
-@click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
+@click.option("--to", "form", type=click.Choice(FORMATS), help="What OUT becomes (default: as its name ends).")
 @click.option("--component", help=f"Top-level key of the tensors to export (default: {' or '.join(MODELS)}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
 @click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this.")
@@ -33,7 +34,7 @@ FORMATS = ("safetensors", *FILES, *FOLDERS)
 @json_option
 def command(
     words: tuple[str, ...],
-    form: str,
+    form: str | None,
     component: str | None,
     everything: bool,
     dtype: str | None,
@@ -56,9 +57,13 @@ def command(
     shares of several ranks are merged; what each had of its own is exported for one of them.
     """
     *rest, out_name = words
+    form = form or SUFFIXES.get(Path(out_name).suffix)
     root, wanted = named(rest[0] if rest else None)
     wanted += tuple(rest[1:])
     has_component, is_state = component is not None, form != "safetensors"
+    if form is None:
+        ends = f"{out_name} does not end with {', '.join(SUFFIXES)}"
+        raise click.UsageError(f"Missing option '--to': {ends}; name one of {', '.join(FORMATS)}")
     for applies, why in (
         (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),
         (is_state and (has_component or everything), "--component and --all are for --to safetensors"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from ckpt_engine import errors
@@ -134,6 +135,28 @@ def test_init_writes_options_that_load(preset: str, ckpt: Ckpt, tmp_path: Path) 
     assert (again.code, "--force replaces it" in again.err) == (2, True)
     assert ckpt("init", file, "--preset", preset, "--force").code == 0
     assert [Path(tier.url).name for tier in load_config(file).tiers] == ["ckpt"]
+    is_absolute = yaml.safe_load(file.read_text())["tiers"] == [str(Path.cwd() / "ckpt")]
+    assert is_absolute == (preset == "slurm"), "a job starts wherever it was submitted"
+
+
+@pytest.mark.parametrize("place", ["/data/a", "$SCRATCH/a", "~/a", "s3://bucket/a", "memory"])
+def test_init_for_slurm_leaves_other_places_as_they_are(
+    ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Only a relative path depends on where the job starts."""
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    file = tmp_path / "ckpt.yaml"
+    assert ckpt("init", file, "--preset", "slurm", "--tier", place, "--tier", "/data/b").code == 0
+    assert yaml.safe_load(file.read_text())["tiers"] == [place, "/data/b"]
+
+
+def test_the_recipe_for_slurm_is_the_one_of_the_page(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Line by line."""
+    assert ckpt("init", tmp_path / "ckpt.yaml", "--preset", "slurm").code == 0
+    page = (Path(__file__).parents[2] / "docs/launchers.md").read_text()
+    recipe = page.partition("srun --kill")[2].partition("```")[0].splitlines()
+    written = [line.removeprefix("#").strip() for line in (tmp_path / "ckpt.yaml").read_text().splitlines()]
+    assert {f"srun --kill{recipe[0]}", *map(str.strip, recipe[1:])} <= set(written)
 
 
 def test_init_asks_three_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

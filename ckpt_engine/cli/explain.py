@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from ckpt_engine import errors
 from ckpt_engine.cli.output import json_option, print_json, print_text
 from ckpt_engine.cli.root import default_root, options_of, storage_options
 from ckpt_engine.config import Config
-from ckpt_engine.config.load_config import inner_section, shown, unknown_key
+from ckpt_engine.config.load_config import inner_section, unknown_key
 from ckpt_engine.config.sections import Section
 from ckpt_engine.errors import CkptError, ConfigError, StorageMissingError
 from ckpt_engine.observe.units import age
@@ -88,14 +87,8 @@ def _option(path: str) -> list[str]:
             )
         field = section.model_fields[name]
         section = inner_section(field.annotation) or Section
-        lines = [f"{field.description}", *_default(field)]
+        lines = [f"{field.description}"]
     return lines + [f"  {path}.{name}: {one.description}" for name, one in section.model_fields.items()]
-
-
-def _default(field: Any) -> list[str]:
-    value = field.get_default(call_default_factory=True)
-    is_value = value is not None and not field.is_required() and not isinstance(value, Section | Mapping | tuple)
-    return [f"Default: {shown(value)}."] if is_value else []
 
 
 def _interval(root: str) -> list[str]:

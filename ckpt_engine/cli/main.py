@@ -16,6 +16,7 @@ from ckpt_engine.cli.output import at_work, print_error, print_text
 from ckpt_engine.errors import CkptError, ConfigError
 
 VERBS = {
+    "demo": "demo.demo",
     "ls": "ls.command",
     "show": "show.show",
     "verify": "verify.command",

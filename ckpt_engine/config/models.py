@@ -22,7 +22,6 @@ from pydantic import (
     model_validator,
 )
 
-from ckpt_engine.config.other_names import misnamed_storage_option
 from ckpt_engine.config.sections import (
     DURATION_SCHEMA,
     Count,
@@ -207,10 +206,12 @@ class Tier(Section):
         is_mirrored = replicate is not None or parity is not None
         taken = {"url", "every", "every_n_steps", "replicate", "parity", *(["bandwidth"] if is_mirrored else [])}
         more = sorted(self.model_fields_set - taken)
-        given = () if self.storage_options.get("transport") == "obstore" else self.storage_options
-        misnamed = misnamed_storage_option(self.url.partition("://")[0].lower(), given)
+        for name in self.storage_options if self.storage_options.get("transport") != "obstore" else ():
+            from ckpt_engine.config.other_names import OTHER_STORAGE_NAMES  # only a store needs it
+
+            known = OTHER_STORAGE_NAMES.get(name, "")
+            refuse((known, f"{name} in storage_options is called {known} here"))
         refuse(
-            (misnamed, misnamed),
             (self.every is not None and self.every_n_steps is not None, "give either every or every_n_steps"),
             (
                 is_memory and more,

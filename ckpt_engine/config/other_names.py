@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 OTHER_NAMES = {
     # What people write first
     "interval": "every_n_steps or every_seconds, or overhead",
@@ -70,17 +67,10 @@ OTHER_NAMES = {
 }
 """What options of others are called here."""
 
-_S3 = ("endpoint_url", "key", "secret", "token", "anon", "profile", "use_ssl", "client_kwargs", "config_kwargs")
-_GS = ("project", "access", "token", "consistency", "requester_pays", "session_kwargs", "endpoint_url", "location")
-_AZ = ("account_name", "account_key", "connection_string", "credential", "sas_token", "client_id", "tenant_id", "anon")
-_OURS = ("part_bytes", "concurrency", "timeout_seconds", "retry_seconds", "verify", "stale_upload_seconds", "transport")
-STORAGE_NAMES = {
-    **dict.fromkeys(("s3", "s3a"), (*_S3, *_OURS)),
-    **dict.fromkeys(("gs", "gcs"), (*_GS, *_OURS)),
-    **dict.fromkeys(("az", "abfs", "abfss"), (*_AZ, *_OURS)),
-}
-"""By scheme, `storage_options` that people use; libraries take more."""
 OTHER_STORAGE_NAMES = {
+    "endpoint": "endpoint_url",
+    "url": "endpoint_url",
+    "aws_endpoint_url": "endpoint_url",
     "access_key": "key",
     "access_key_id": "key",
     "aws_access_key_id": "key",
@@ -97,15 +87,4 @@ OTHER_STORAGE_NAMES = {
     "account": "account_name",
     "sas": "sas_token",
 }
-"""What these are called elsewhere."""
-
-
-def misnamed_storage_option(scheme: str, names: Iterable[str]) -> str:
-    """Of `storage_options`, the first that has another name in the library of this scheme, and that name; or ""."""
-    known = STORAGE_NAMES.get(scheme, ())
-    for name in names if known else ():
-        near = [one for one in (OTHER_STORAGE_NAMES.get(name, ""),) if one.partition(":")[0] in known]
-        near += difflib.get_close_matches(name, known, 1, 0.75)
-        if name not in known and near:
-            return f"{name} in storage_options is called {near[0]} here"
-    return ""
+"""What `storage_options` of other libraries are called in s3fs, gcsfs and adlfs."""

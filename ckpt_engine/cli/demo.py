@@ -22,7 +22,7 @@ KILLS = (70, 150, 0)
 """The step at which each process is killed; 0: it trains to the end."""
 _EPOCHS, _BATCHES, _BATCH, _EVERY = 8, 32, 16, 20
 _SECONDS = 300.0
-Losses = Mapping[int, float]
+StepLosses = Mapping[int, float]
 
 
 @click.command("demo", short_help="Kill a small training twice, and see that it resumes.")
@@ -33,7 +33,7 @@ def demo() -> None:
     and weights. Nothing stays on the disk. Ends with exit code 1 if they did not.
     """
     print_text("A small network trains in another process, which is killed twice with kill -9.", "")
-    lives, proofs = list[Losses](), list[str]()
+    lives, proofs = list[StepLosses](), list[str]()
     with tempfile.TemporaryDirectory(prefix="ckpt-demo-") as folder:
         for number, kill_at in enumerate(KILLS, 1):
             life = _life(Path(folder), kill_at, sum(map(len, lives)))
@@ -50,7 +50,7 @@ def demo() -> None:
     sys.exit(not is_exact)
 
 
-def _life(folder: Path, kill_at: int, known: int) -> Losses:
+def _life(folder: Path, kill_at: int, known: int) -> StepLosses:
     """What a process has trained; `known`: how many steps those before it have.
 
     Raises:
@@ -97,7 +97,7 @@ def _train(folder: Path, kill_at: int) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rows(lives: Sequence[Losses]) -> Iterator[tuple[str, str, str, str]]:
+def _rows(lives: Sequence[StepLosses]) -> Iterator[tuple[str, str, str, str]]:
     """Of each few steps which processes trained them, and the mean loss with a bar."""
     losses = {step: loss for life in lives for step, loss in life.items()}
     most = fmean(losses[step] for step in range(1, 1 + _BATCH))

@@ -35,8 +35,11 @@ def test_two_kills_are_one_curve_and_proved_exact(terminal: Callable[..., Any], 
     assert not list(quick.glob("ckpt-demo-*"))
 
 
-LIVES = ({step: 1.0 / step for step in range(1, 21)}, {step: 1.0 / step for step in range(17, 41)}, {40: 0.1, 41: 0.1})
-LIVES[2].update(dict.fromkeys(range(42, 49), 0.05))
+LIVES = (
+    dict.fromkeys(range(1, 21), 1.0),
+    dict.fromkeys(range(21, 41), 0.5),
+    dict.fromkeys(range(40, 49), 0.25),
+)
 
 
 def test_the_curve_has_each_process_where_it_trained() -> None:

@@ -88,7 +88,7 @@ def _train(folder: Path, kill_at: int) -> None:
             for inputs, targets in loader:
                 loss = torch.nn.functional.mse_loss(model(inputs), targets)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 losses.write(f"{run.global_step} {loss.item()!r}\n")
                 if run.global_step == kill_at:

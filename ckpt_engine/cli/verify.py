@@ -51,7 +51,7 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         others = f", {count(damaged, 'other file')} damaged" if damaged else ""
         print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
         print_away(away)
-        if not snapshots and not all(verdict.ok for verdict in verdicts):
+        if not snapshots and not all(one.ok for one in verdicts) and not any(one.partial for one in verdicts):
             print_text(*_next(root, checked, is_tiered=run.is_tiered))
     if not all_ok(checked):
         sys.exit(1)

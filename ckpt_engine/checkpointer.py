@@ -23,6 +23,7 @@ from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.loop.taking_over import folder_of_report, publish, report_of
 from ckpt_engine.loop.tracker import Tracker, needs_optimizer
 from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.run_facts import WithFacts
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.load_in_place import copy_into
@@ -40,7 +41,7 @@ _FOLLOWED = (DataLoader, Optimizer, torch.nn.Module)
 _MOST_OBJECTS, _MOST_ITEMS = 200, 16
 
 
-class Checkpointer:
+class Checkpointer(WithFacts):
     """Takes and restores snapshots of one run.
 
     Nothing is started, written or locked before the first `prepare` or `save`. All methods belong to the training
@@ -77,6 +78,11 @@ class Checkpointer:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the options, and has not begun: a run belongs to one process."""
         return type(self), (self.config,)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What `repr` and a notebook show of the run."""
+        return self.engine.facts
 
     @property
     def config(self) -> Config:

@@ -168,6 +168,13 @@ class Engine:
         """Where the snapshots go."""
         return self.config.root_url
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """Where the run is and how far its snapshots are, for people."""
+        loaded, durable = self.loaded, self._durable_step
+        resumed = {} if loaded is None else {"resumed from": f"step {loaded.info.step:,}"}
+        return {"at": self.root_url, **resumed, "newest durable": f"step {durable:,}" if durable >= 0 else "none yet"}
+
     def paced_by(self, pace: Callable[[], Mapping[str, Any]], why: Callable[[], str]) -> None:
         """What decides how often snapshots are taken, see `Cadence.pace`: for further tiers and `ckpt status`.
 

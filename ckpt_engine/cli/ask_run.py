@@ -8,7 +8,7 @@ from typing import TypeVar
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
-from ckpt_engine.cli.root import options_of, quantity, storage_options
+from ckpt_engine.cli.root import options_of, quantity, root_argument, storage_options
 from ckpt_engine.config.sections import parse_duration_seconds
 from ckpt_engine.tools.live_run import ask_trainer, is_trained, wait_for
 from ckpt_engine.tools.stored_run import repository_of
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @click.command("stop", short_help="Save and end a run that is being trained.")
-@click.argument("root")
+@root_argument
 @click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it has ended.")
 @storage_options
 @json_option
@@ -38,7 +38,7 @@ def stop(root: str, wait: str | None, as_json: bool) -> None:
 
 
 @click.command("save-now", short_help="Take a snapshot of a run that is being trained.")
-@click.argument("root")
+@root_argument
 @click.option("--wait", "wait", metavar="DURATION", help="Wait at most so long until it is durable.")
 @storage_options
 @json_option

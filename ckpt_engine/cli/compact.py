@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.copy.drop_components import is_compact
 from ckpt_engine.copy.make_room import compact
 from ckpt_engine.observe import units
@@ -27,8 +27,7 @@ class _Compacted:
 
 
 @click.command("compact", short_help="Make snapshots independent of others.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@snapshot_arguments()
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @storage_options
 @json_option

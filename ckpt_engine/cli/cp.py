@@ -8,21 +8,21 @@ from functools import partial
 import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, print_text, progress, say_waiting
-from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.cli.root import default_root, named, open_run, options_of, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.tools.copy_run import copy_run
 
 
 @click.command("cp", short_help="Copy a run, or some of its snapshots.")
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", metavar="[SOURCE]")
+@click.argument("target", metavar="TARGET", required=False)
 @click.option(
     "--snapshot", "wanted", multiple=True, metavar="SNAPSHOT", help="Only this one; repeatable. Default: all of them."
 )
 @storage_options
 @json_option
-def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) -> None:
+def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: bool) -> None:
     """Copy the run at SOURCE to TARGET: a folder, a storage URL, or a ckpt.yaml that names one.
 
     Newest first, byte for byte, verified on the way. Of a ckpt.yaml with several tiers each snapshot comes from the
@@ -32,9 +32,10 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
     Where each node has a folder of its own, copy all of these folders to one TARGET, one after another: with the last
     one the snapshots exist there.
     """
-    run = open_run(source)
+    root, snapshots = named(source) if target else (default_root(), ())
+    run = open_run(root)
     counting = partial(progress, "copying", hidden=as_json)
-    done = copy_run(run, options_of(target).tiers[0], wanted, say_waiting, counting)
+    done = copy_run(run, options_of(target or source).tiers[0], (*snapshots, *wanted), say_waiting, counting)
     if as_json:
         print_json({**fields_of(done), "away": run.away})
     else:

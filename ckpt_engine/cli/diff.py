@@ -10,12 +10,11 @@ import sys
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import named, open_run, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.tools.origins import Origins, shared_bytes
-from ckpt_engine.tools.stored_run import LATEST
 
 DIFFERENCES = 20
 
@@ -27,7 +26,8 @@ DIFFERENCES = 20
 @storage_options
 @json_option
 def command(first: str, second: str, everything: bool, as_json: bool) -> None:
-    """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, or ROOT for its latest.
+    """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, ROOT for its latest, or
+    SNAPSHOT of the default ROOT.
 
     Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
     are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
@@ -65,5 +65,5 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
 
 
 def _snapshot(name: str) -> Candidate:
-    root, _, wanted = name.partition("#")
-    return assemble(*open_run(root).find(wanted or LATEST))
+    root, wanted = named(name)
+    return assemble(*open_run(root).find(*wanted))

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_away, print_json, print_text, progress
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import named, open_run, storage_options
 from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
@@ -16,15 +16,14 @@ from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.tools.export_snapshot import MODELS, choose, of_rank, plan_safetensors, plan_state
 from ckpt_engine.tools.float_formats import FLOAT_FORMATS
 from ckpt_engine.tools.new_files import check_free
-from ckpt_engine.tools.stored_run import LATEST
 
 FORMATS = ("safetensors", *FILES, *FOLDERS)
+SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning", ".pt": "torch", ".pth": "torch"}
 
 
 @click.command("export", short_help="Write a snapshot as files for other programs.")
-@click.argument("root")
-@click.argument("names", nargs=-1, required=True, metavar="[SNAPSHOT] OUT")
-@click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
+@click.argument("words", nargs=-1, required=True, metavar="[ROOT] [SNAPSHOT] OUT")
+@click.option("--to", "form", type=click.Choice(FORMATS), help="What OUT becomes (default: as its name ends).")
 @click.option("--component", help=f"Top-level key of the tensors to export (default: {' or '.join(MODELS)}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
 @click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this.")
@@ -34,9 +33,8 @@ FORMATS = ("safetensors", *FILES, *FOLDERS)
 @storage_options
 @json_option
 def command(
-    root: str,
-    names: tuple[str, ...],
-    form: str,
+    words: tuple[str, ...],
+    form: str | None,
     component: str | None,
     everything: bool,
     dtype: str | None,
@@ -58,17 +56,24 @@ def command(
     Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out. The
     shares of several ranks are merged; what each had of its own is exported for one of them.
     """
+    *rest, out_name = words
+    form = form or SUFFIXES.get(Path(out_name).suffix)
+    root, wanted = named(rest[0] if rest else None)
+    wanted += tuple(rest[1:])
     has_component, is_state = component is not None, form != "safetensors"
+    if form is None:
+        ends = f"{out_name} does not end with {', '.join(SUFFIXES)}"
+        raise click.UsageError(f"Missing option '--to': {ends}; name one of {', '.join(FORMATS)}")
     for applies, why in (
-        (len(names) > 2, f"expected [SNAPSHOT] OUT, got {' '.join(names)}"),
+        (len(wanted) > 1, f"expected [ROOT] [SNAPSHOT] OUT, got {' '.join(words)}"),
         (is_state and (has_component or everything), "--component and --all are for --to safetensors"),
         (is_state and dtype, "--dtype is for --to safetensors: a training state is exported as it is"),
         (has_component and everything, "give --component or --all"),
     ):
         if applies:
             raise click.UsageError(why)
-    run, out = open_run(root), Path(names[-1])
-    chosen = of_rank(choose(*run.find(names[0] if len(names) == 2 else LATEST)), rank)
+    run, out = open_run(root), Path(out_name)
+    chosen = of_rank(choose(*run.find(*wanted)), rank)
     check_free(out, replace=force, folder=form in FOLDERS)
     if form == "safetensors":
         planned, write = plan_safetensors(chosen, out, component, everything=everything, dtype=dtype)

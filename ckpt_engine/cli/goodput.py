@@ -7,7 +7,7 @@ from collections import Counter
 import click
 
 from ckpt_engine.cli.output import bar, fields_of, json_option, print_json, print_table, print_text
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, root_argument, storage_options
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
@@ -16,7 +16,7 @@ from ckpt_engine.tools.stored_run import repository_of
 
 
 @click.command("goodput", short_help="Show what the time of a run went into.")
-@click.argument("root")
+@root_argument
 @storage_options
 @json_option
 def command(root: str, as_json: bool) -> None:

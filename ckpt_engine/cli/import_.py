@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text, progress
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import default_root, options_of, storage_options
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.interop import FILES, FOLDERS
 from ckpt_engine.observe import units
@@ -21,13 +21,13 @@ FORMATS = ("auto", *FILES, *FOLDERS)
 
 @click.command("import", short_help="Turn a checkpoint of another program into a snapshot.")
 @click.argument("given", metavar="SRC")
-@click.argument("root", metavar="DST")
+@click.argument("root", metavar="[DST]", required=False)
 @click.option("--step", type=click.IntRange(min=0), help="The snapshot's step, where SRC does not say it.")
 @click.option("--as", "form", type=click.Choice(FORMATS), default="auto", help="What SRC is (default: found out).")
 @click.option("--dry-run", is_flag=True, help="Read SRC, say what would be written, and write nothing.")
 @storage_options
 @json_option
-def command(given: str, root: str, step: int | None, form: str, dry_run: bool, as_json: bool) -> None:
+def command(given: str, root: str | None, step: int | None, form: str, dry_run: bool, as_json: bool) -> None:
     """Turn the checkpoint SRC into a snapshot of the run DST: a folder, a storage URL, or a ckpt.yaml.
 
     SRC is a Lightning .ckpt, a file of torch.save, or a folder of Accelerate's save_state, of transformers' Trainer
@@ -37,7 +37,7 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
     source = _local(given)
     from ckpt_engine.interop import formats as sources  # torch
 
-    tier = options_of(root).tiers[0]
+    tier = options_of(root or default_root()).tiers[0]
     there = repository_of(tier).list()
     with progress(f"reading {source.name}", sources.nbytes(source), hidden=as_json) as advance:
         found = sources.read(source, None if form == "auto" else form, advance)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def init(file: Path, preset: str | None, tiers: tuple[str, ...], force: bool) ->
         preset = click.prompt("How does the job run?", type=click.Choice(list(_PRESETS)), default="laptop")
     places = [place for place in places or ["ckpt"] if place]
     load_config({"tiers": places})
+    if preset == "slurm":  # a job starts wherever it was submitted
+        places = [str(Path.cwd() / one) if re.match(r"(?!memory$)[\w.](?!.*://)", one) else one for one in places]
     with new_file(file, replace=force) as out:
         out.write(_text(preset, places).encode())
     load_config(file)
@@ -79,4 +82,5 @@ def schema() -> None:
 
 
 def _schema() -> dict[str, object]:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:ckpt-engine:ckpt.yaml"}
+    return {**head, **Config.model_json_schema()}

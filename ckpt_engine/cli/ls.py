@@ -19,7 +19,7 @@ from ckpt_engine.cli.output import (
     print_text,
     say_waiting,
 )
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import open_run, root_argument, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
@@ -32,7 +32,7 @@ from ckpt_engine.tools.stored_run import Run, runs_below
 
 
 @click.command("ls", short_help="List the snapshots of a run, and where they are.")
-@click.argument("root")
+@root_argument
 @click.option("--lines", is_flag=True, help="Show the lines of history also where there is one.")
 @storage_options
 @json_option

@@ -16,6 +16,7 @@ from ckpt_engine.cli.output import at_work, print_error, print_text
 from ckpt_engine.errors import CkptError, ConfigError
 
 VERBS = {
+    "demo": "demo.demo",
     "ls": "ls.command",
     "show": "show.show",
     "verify": "verify.command",
@@ -38,6 +39,7 @@ VERBS = {
     "prune": "prune.command",
     "pin": "pin.pin",
     "unpin": "pin.unpin",
+    "check": "doctor.check",
     "doctor": "doctor.command",
     "explain": "explain.explain",
     "init": "init.init",
@@ -97,8 +99,9 @@ class _Verbs(click.Group):
 def commands(ctx: click.Context) -> None:
     """Look at, check, keep, import and export the snapshots of a training run, or ask it for one.
 
-    ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
-    shows it or the start of one, a step (1200 or step=1200), or latest.
+    ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. Without it: ./ckpt.yaml, the
+    current folder if it is a run, or $CKPT_ROOT. SNAPSHOT is an id as `ckpt ls` shows it or the start of one, a step
+    (1200 or step=1200), or latest; ROOT#SNAPSHOT is both in one word.
     """
     if ctx.invoked_subcommand is None:
         print_text(*ctx.get_help().split("\n"))

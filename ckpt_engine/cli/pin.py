@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table, print_text
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.store import pins
@@ -14,8 +14,7 @@ from ckpt_engine.tools.stored_run import Run
 
 
 @click.command("pin", short_help="Keep snapshots whatever retention says.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@snapshot_arguments()
 @click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")
 @storage_options
 @json_option
@@ -46,8 +45,7 @@ def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None
 
 
 @click.command("unpin", short_help="Leave snapshots to retention again.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...")
+@snapshot_arguments("SNAPSHOT...", least=1)
 @storage_options
 @json_option
 def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:

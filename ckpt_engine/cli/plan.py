@@ -8,7 +8,7 @@ from functools import partial
 import click
 
 from ckpt_engine.cli.output import bar, json_option, print_json, print_table, print_text, showing
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import find_root, options_of, storage_options
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.policy import Costs
@@ -41,6 +41,7 @@ def command(
     What snapshots cost is taken from the run where it has measured that. RULES are daly, checkfreq, durations, and
     package.module:name for your own, see docs/frequency.md.
     """
+    root = root or find_root()
     config = options_of(root) if root else load_config({"tiers": ["."]})
     rows = read_attempts(repository_of(config.tiers[0]).storage).rows if root else ()
     costs, memory, measured = costs_of(rows)

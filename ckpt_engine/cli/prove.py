@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text
-from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.cli.root import open_run, options_of, snapshot_arguments, storage_options
 from ckpt_engine.config.rehearsal import Rehearsal
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.store.names import ParsedId
@@ -16,37 +16,50 @@ from ckpt_engine.tools.recorded_steps import recorded_behind
 from ckpt_engine.tools.rehearsal_runs import Proof, Runs, scratch_folder
 
 
-@click.command("prove", short_help="Repeat recorded steps of a run, and compare.")
-@click.argument("root")
-@click.option("--step", type=int, help="Of the snapshot to begin with (default: the newest that steps come behind).")
+class _BeforeCommand(click.Command):
+    """What follows `--` is the command of the run, whatever comes before."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:end])
+        if not args[end + 1 :]:
+            raise click.UsageError("give the command of the run after --: ckpt prove -- python train.py ...", ctx)
+        ctx.params["words"] = tuple(args[end + 1 :])
+        return rest
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "-- COMMAND..."]
+
+
+@click.command("prove", cls=_BeforeCommand, short_help="Repeat recorded steps of a run, and compare.")
+@snapshot_arguments("[SNAPSHOT]", most=1)
 @click.option("--bisect", is_flag=True, help="Where it differs, resume from later snapshots too, to narrow that down.")
 @click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds that each run may take.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="A new folder for snapshots and output, kept.")
 @storage_options
 @json_option
-@click.argument("words", metavar="-- COMMAND", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     root: str,
-    step: int | None,
+    snapshots: tuple[str, ...],
     bisect: bool,
     timeout: float,
     scratch: Path | None,
     as_json: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Repeat the steps that ROOT has recorded behind a snapshot, with the run's own COMMAND, and compare.
+    """Repeat the steps that ROOT has recorded behind SNAPSHOT, with the run's own COMMAND, and compare.
 
     COMMAND runs in a scratch folder with a copy of the snapshot, up to the last recorded step; ROOT is only read. Each
     step is compared with what was recorded, and each snapshot that ROOT has of these steps bit for bit. For runs that
-    ended without a kill, and to find a machine that computes wrongly. With --bisect and without --step it begins at the
-    oldest snapshot that has recorded steps behind it. Ends with exit code 1 if a step differs.
+    ended without a kill, and to find a machine that computes wrongly. Without SNAPSHOT it begins at the newest one that
+    has recorded steps behind it, with --bisect at the oldest. Ends with exit code 1 if a step differs.
     """
     config = options_of(root)
     run = open_run(root, config)
     recorded = recorded_behind(run)
-    found = list(recorded) if step is None else [one for one in recorded if one.step == step]
+    found = [one for one in recorded if not snapshots or one.id == run.find(*snapshots)[0]]
     if not found:
-        where = "any snapshot" if step is None else f"a snapshot of step {step}"
+        where = f"snapshot {snapshots[0]}" if snapshots else "any snapshot"
         raise ResumeError(
             f"nothing is recorded behind {where} of {config.root_url}",
             hint=f"these have recorded steps: {', '.join(str(one.step) for one in recorded) or 'none'}; a run records "

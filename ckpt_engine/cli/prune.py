@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table, print_text
-from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.cli.root import open_run, options_of, root_argument, storage_options
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
@@ -19,7 +19,7 @@ from ckpt_engine.tools.prune_run import PrunedPlace, PruneOutcome, branch_places
 
 
 @click.command("prune", short_help="Carry out retention now, or show the plan.")
-@click.argument("root")
+@root_argument
 @click.option(
     "--keep",
     "rules",

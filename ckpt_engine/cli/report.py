@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text, progress, say_waiting
-from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.cli.root import open_run, options_of, root_argument, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.tools.new_files import new_file
@@ -19,10 +19,10 @@ DEFAULT = "ckpt-report.html"
 
 
 @click.command("report", short_help="Write a page for a browser that shows what a run has done.")
-@click.argument("root")
+@root_argument
 @click.option("--html", "file", default=DEFAULT, show_default=True, help="The file to write.", type=Path)
 @click.option("--verify", is_flag=True, help="Read every stored byte first, and show whether it is what was written.")
-@click.option("--force", is_flag=True, help="Replace the file.")
+@click.option("--force", is_flag=True, help="Replace a file that is no such page.")
 @storage_options
 @json_option
 def command(root: str, file: Path, verify: bool, force: bool, as_json: bool) -> None:
@@ -37,7 +37,12 @@ def command(root: str, file: Path, verify: bool, force: bool, as_json: bool) -> 
     if as_json:
         print_json(found.to_json())
     else:
-        with new_file(file, replace=force) as out:
+        with new_file(file, replace=force or _is_report(file)) as out:
             out.write(page(found).encode())
         size = units.size(file.stat().st_size)
         print_text(f"{file} ({size}): {count(len(found.snapshots), 'snapshot')}, {count(len(found.lives), 'attempt')}")
+
+
+def _is_report(file: Path) -> bool:
+    """Whether it is an earlier page of this command."""
+    return file.is_file() and b'content="ckpt report"' in file.read_bytes()[:200]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,10 +15,75 @@ from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.models import MEMORY, Tiers
 from ckpt_engine.errors import ConfigError
+from ckpt_engine.store.names import RECORD
 from ckpt_engine.tools.stored_run import Run, find_run
 
 _GIVEN = "ckpt_engine.storage_options"
 """Where click's context keeps what the options of the storage say."""
+_NAMED = "ckpt_engine.snapshots"
+"""Where it keeps the snapshots that the argument of ROOT names."""
+_SNAPSHOT = re.compile(r"latest|(step=)?\d+|\d{8}-[\w-]*")
+_OPTIONS_FILE = "ckpt.yaml"
+
+
+def find_root() -> str | None:
+    """The ROOT of a command that names none: ./ckpt.yaml, this folder if it is a run, or $CKPT_ROOT."""
+    here = _OPTIONS_FILE if Path(_OPTIONS_FILE).is_file() else "." if Path(RECORD).is_file() else None
+    return here or os.environ.get("CKPT_ROOT")
+
+
+def default_root() -> str:
+    """As `find_root`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if root := find_root():
+        return root
+    raise ConfigError(
+        "no ROOT is given, and this folder has no ckpt.yaml and no run",
+        hint="name the run's folder, its URL or its ckpt.yaml, or set CKPT_ROOT",
+    )
+
+
+def named(text: str | None) -> tuple[str, tuple[str, ...]]:
+    """The root that ROOT, ROOT#SNAPSHOT, SNAPSHOT or nothing names, and the snapshot, if there is one.
+
+    What exists as a path is a root, also with a `#` in its name. A `#` in a URL is written as %23.
+
+    Raises:
+        ConfigError: it has no root, and there is no default.
+    """
+    if not text or os.path.lexists(os.path.expanduser(os.path.expandvars(text))):  # noqa: PTH111 - as options do
+        return text or default_root(), ()
+    root, mark, snapshot = ("", "#", text) if _SNAPSHOT.fullmatch(text) else text.rpartition("#")
+    return (root or default_root(), (snapshot,) if snapshot else ()) if mark else (text, ())
+
+
+def root_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a verb the argument ROOT, or its default."""
+    return click.argument("root", required=False, callback=lambda _ctx, _, value: value or default_root())(command)
+
+
+def snapshot_arguments(
+    metavar: str = "[SNAPSHOT]...", *, least: int = 0, most: int | None = None
+) -> Callable[..., Any]:
+    """Gives a verb the argument ROOT, or its default, and the snapshots that follow it or are named with it."""
+
+    def take_root(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
+        root, ctx.meta[_NAMED] = named(value)
+        return root
+
+    def take(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+        found = (*ctx.meta.get(_NAMED, ()), *value)
+        if most is not None and len(found) > most:
+            raise click.UsageError(f"expected {metavar}, got {' '.join(found)}", ctx)
+        if len(found) < least:
+            raise click.MissingParameter(ctx=ctx, param=parameter)
+        return found
+
+    root = click.argument("root", required=False, callback=take_root)
+    return lambda command: root(click.argument("snapshots", nargs=-1, metavar=metavar, callback=take)(command))
 
 
 def _keep(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:

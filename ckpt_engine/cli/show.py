@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import json_option, metrics, print_away, print_beside, print_json, print_table, print_text
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.resume_report import replay_of
@@ -22,7 +22,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.tree import unpacked
 from ckpt_engine.tools.origins import Origins, owner_of
 from ckpt_engine.tools.outline import array_leaves, children, leaves
-from ckpt_engine.tools.stored_run import LATEST, Run
+from ckpt_engine.tools.stored_run import Run
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
@@ -33,18 +33,17 @@ MAX_CHILDREN = 8
 
 
 @click.command("show", short_help="Show what is inside one snapshot.")
-@click.argument("root")
-@click.argument("snapshot", default=LATEST)
+@snapshot_arguments("[SNAPSHOT]", most=1)
 @click.option("--all", "show_all", is_flag=True, help=f"List every entry, not only the {LARGEST} largest.")
 @storage_options
 @json_option
-def show(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
+def show(root: str, snapshots: tuple[str, ...], show_all: bool, as_json: bool) -> None:
     """Show the components, the state tree and the entries of SNAPSHOT (default: latest).
 
     Reads the manifest only; `ckpt verify` reads the data.
     """
     run = open_run(root)
-    found, holders = run.find(snapshot)
+    found, holders = run.find(*snapshots)
     manifest, copies = _read(found, holders)
     stored = _Stored.of(manifest, next((place for place in holders if copies[place.storage.url] is None), None))
     if as_json:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table, print_text, say_waiting
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, root_argument, storage_options
 from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
@@ -45,7 +45,7 @@ class _Row:
 
 
 @click.command("status", short_help="Show the tiers of a run, and how each one is.")
-@click.argument("root")
+@root_argument
 @storage_options
 @json_option
 def command(root: str, as_json: bool) -> None:
@@ -91,7 +91,7 @@ def command(root: str, as_json: bool) -> None:
 
 
 @click.command("top", short_help="Show how a run is, again and again.")
-@click.argument("root")
+@root_argument
 @click.option(
     "--every", default=2.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds between two looks."
 )

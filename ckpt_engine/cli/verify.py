@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import click
 
 from ckpt_engine.cli.output import json_option, print_away, print_json, print_text, progress
-from ckpt_engine.cli.root import open_run, storage_options
+from ckpt_engine.cli.root import open_run, snapshot_arguments, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 from ckpt_engine.restore.choose import UnreachableTier
@@ -21,8 +22,7 @@ MAX_SHOWN = 20
 
 
 @click.command("verify", short_help="Check every stored byte of every copy.")
-@click.argument("root")
-@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@snapshot_arguments()
 @storage_options
 @json_option
 def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
@@ -51,8 +51,26 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         others = f", {count(damaged, 'other file')} damaged" if damaged else ""
         print_text(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
         print_away(away)
+        if not snapshots and not all(one.ok for one in verdicts) and not any(one.partial for one in verdicts):
+            print_text(*_next(root, checked, is_tiered=run.is_tiered))
     if not all_ok(checked):
         sys.exit(1)
+
+
+def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool) -> list[str]:
+    """What a resume takes now, and what to do."""
+    whole = [one for copies in checked for one in copies.verdicts if one.ok and not one.forgotten and not one.partial]
+    if not whole:
+        return [
+            "no snapshot is whole here: a resume is refused",
+            "do:  restore the folder from a backup, or start in a new folder",
+        ]
+    newest = max(whole, key=lambda one: one.snapshot)
+    joint = ", or a newer one whose copies complete each other" if is_tiered else ""
+    return [
+        f"a resume takes {newest.snapshot}{joint}",
+        f"do:  `ckpt cp {shlex.quote(root)} NEW` copies what is whole to a new place",
+    ]
 
 
 def _json(run: Run, checked: Sequence[CheckedCopies], away: Sequence[UnreachableTier]) -> dict[str, object]:

@@ -74,7 +74,7 @@ class TierOptions(TypedDict, total=False):
     every_n_steps: int
     replicate: int
     parity: int
-    keep: KeepOptions
+    keep: KeepOptions | int
     bandwidth: Size
     concurrency: int
     on_failure: Literal["degrade", "fail"]
@@ -156,7 +156,7 @@ class Options(TypedDict, total=False):
     on_validation_end: bool | None
     at_end: bool | None
     wait_at_end: Duration | None
-    keep: KeepOptions | None
+    keep: KeepOptions | int | None
     tiers: Folder | TierOptions | Sequence[Folder | TierOptions] | None
     preemption: PreemptionOptions | None
     status: StatusOptions | None

@@ -293,7 +293,7 @@ def explain(
 def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str, Any]) -> str:
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return _unknown_key(loc)
+        return unknown_key(loc)
     if kind == "missing":
         return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -316,7 +316,7 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     return f"{text}, got {shown(value)}{hint}"
 
 
-def _unknown_key(loc: KeyPath) -> str:
+def unknown_key(loc: KeyPath) -> str:
     """Known elsewhere, or a typing mistake. The value is not shown: it may be a secret."""
     from ckpt_engine.config.other_names import OTHER_NAMES  # only a mistake needs it
 
@@ -341,14 +341,15 @@ def _section(loc: KeyPath) -> type[Section]:
     section: type[Section] = Config
     for part in loc:
         if isinstance(part, str) and part in section.model_fields:
-            section = _inner_section(section.model_fields[part].annotation) or section
+            section = inner_section(section.model_fields[part].annotation) or section
     return section
 
 
-def _inner_section(annotation: Any) -> type[Section] | None:
+def inner_section(annotation: Any) -> type[Section] | None:
+    """The section that an option of this type takes; None: it takes a value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    return next((s for s in map(_inner_section, typing.get_args(annotation)) if s is not None), None)
+    return next((s for s in map(inner_section, typing.get_args(annotation)) if s is not None), None)
 
 
 def _as_written(loc: KeyPath, values: Any, kind: str) -> KeyPath:

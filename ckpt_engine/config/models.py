@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from annotated_types import MinLen
 from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     Tag,
     ValidationInfo,
@@ -23,7 +23,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from ckpt_engine.config.sections import (
     DURATION_SCHEMA,
@@ -31,10 +30,12 @@ from ckpt_engine.config.sections import (
     Duration,
     Flag,
     Keep,
+    KeepRules,
     Log,
     LostWork,
     Patterns,
     Preemption,
+    Rate,
     ResumeChanges,
     Rollback,
     Section,
@@ -45,7 +46,6 @@ from ckpt_engine.config.sections import (
     nonempty_text,
     one_of,
     option_error,
-    parse_bytes_per_second,
     parse_duration_seconds,
     parse_wait_seconds,
     refuse,
@@ -143,22 +143,6 @@ def _of_a_package(codec: str) -> bool:
     return made is not None
 
 
-Rate = Annotated[
-    int,
-    checked(parse_bytes_per_second),
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["200 MB/s"]}),
-]
-
-
-class _TierListSchema:
-    """JSON Schema of what `_tier_list` accepts."""
-
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        places = handler(core)
-        one = {"anyOf": [{"type": "string"}, places.get("items", {})]}
-        return {"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1}]}
-
-
 class Tier(Section):
     """A place for snapshots."""
 
@@ -178,7 +162,7 @@ class Tier(Section):
         default=None,
         description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
     )
-    keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
+    keep: KeepRules | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     bandwidth: Rate | None = Field(
         default=None,
         description="Bytes per second that go to this tier: while copying to a further one, on average to the nearest.",
@@ -220,6 +204,11 @@ class Tier(Section):
         is_mirrored = replicate is not None or parity is not None
         taken = {"url", "every", "every_n_steps", "replicate", "parity", *(["bandwidth"] if is_mirrored else [])}
         more = sorted(self.model_fields_set - taken)
+        for name in self.storage_options if self.storage_options.get("transport") != "obstore" else ():
+            from ckpt_engine.config.other_names import OTHER_STORAGE_NAMES  # only a store needs it
+
+            known = OTHER_STORAGE_NAMES.get(name, "")
+            refuse((known, f"{name} in storage_options is called {known} here"))
         refuse(
             (self.every is not None and self.every_n_steps is not None, "give either every or every_n_steps"),
             (
@@ -238,6 +227,10 @@ class Tier(Section):
             (replicate is not None and parity is not None, "give either replicate or parity"),
         )
         return self
+
+
+_Places = str | Tier | Annotated[list[str | Tier], MinLen(1)]
+"""What `_tier_list` takes."""
 
 
 class Tiers(tuple[Tier, ...]):
@@ -309,8 +302,8 @@ class Config(Section):
         description="How long a training that ends waits for the copies to further tiers; 0: not at all. What is "
         "missing then the writer process copies, or the next run.",
     )
-    keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
-    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
+    keep: KeepRules = Field(default_factory=Keep, description="Which snapshots are kept.")
+    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list, json_schema_input_type=_Places)] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
     )
     preemption: Preemption = Field(

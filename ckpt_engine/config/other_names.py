@@ -66,3 +66,25 @@ OTHER_NAMES = {
     "tags": "`ckpt pin --tag`: what is pinned stays without a rule",
 }
 """What options of others are called here."""
+
+OTHER_STORAGE_NAMES = {
+    "endpoint": "endpoint_url",
+    "url": "endpoint_url",
+    "aws_endpoint_url": "endpoint_url",
+    "access_key": "key",
+    "access_key_id": "key",
+    "aws_access_key_id": "key",
+    "secret_key": "secret",
+    "secret_access_key": "secret",
+    "aws_secret_access_key": "secret",
+    "session_token": "token",
+    "aws_session_token": "token",
+    "region": "client_kwargs: {region_name: ...}",
+    "region_name": "client_kwargs: {region_name: ...}",
+    "aws_region": "client_kwargs: {region_name: ...}",
+    "keyfile": "token",
+    "credentials": "token",
+    "account": "account_name",
+    "sas": "sas_token",
+}
+"""What `storage_options` of other libraries are called in s3fs, gcsfs and adlfs."""

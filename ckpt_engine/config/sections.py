@@ -17,7 +17,15 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 _NUMBER = r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
@@ -269,8 +277,13 @@ def _file_path(value: object) -> str:
 
 
 _COUNT_SCHEMA = WithJsonSchema({"type": "integer", "minimum": 1})
+_AMOUNT = r"[\d_.]+([eE][+-]?\d+)?"
+_TIME_UNITS, _BYTE_UNITS = ("|".join(filter(None, units)) for units in (SECONDS_PER_UNIT, BYTES_PER_UNIT))
 DURATION_SCHEMA = {
-    "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}],
+    "anyOf": [
+        {"type": "number", "exclusiveMinimum": 0},
+        {"type": "string", "pattern": rf"^\s*({_AMOUNT}|({_AMOUNT}\s*({_TIME_UNITS})\s*)+)\s*$"},
+    ],
     "examples": ["10 min", "1 h 30 min", 90],
 }
 
@@ -351,10 +364,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
+def _bytes_schema(after: str, example: str) -> dict[str, object]:
+    """JSON Schema of a number of bytes, with or without a unit; `after`: what follows the unit."""
+    text = {"type": "string", "pattern": rf"^\s*{_AMOUNT}(\s*({_BYTE_UNITS})\s*{after})?\s*$"}
+    return {"anyOf": [{"type": "number", "minimum": 1}, text], "examples": [example]}
+
+
+Rate = Annotated[
+    int,
+    checked(parse_bytes_per_second),
+    WithJsonSchema(_bytes_schema(r"/\s*(s|sec|second)", "200 MB/s")),
+]
 Size = Annotated[
     int,
     checked(parse_bytes),
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["500 GB"]}),
+    WithJsonSchema(_bytes_schema("", "500 GB")),
 ]
 
 
@@ -395,6 +419,14 @@ class Keep(Rules):
     components: dict[str, Rules] | None = Field(
         default=None, description="Rules by component: older snapshots lose it and keep the rest."
     )
+
+
+def _keep_rules(value: object) -> object:
+    """A number → so many of the newest."""
+    return value if isinstance(value, bool) or not isinstance(value, int) else {"last": value}
+
+
+KeepRules = Annotated[Keep, BeforeValidator(_keep_rules, json_schema_input_type=PositiveInt | Keep)]
 
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")

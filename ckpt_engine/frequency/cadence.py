@@ -461,7 +461,7 @@ class Cadence:
         falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
         if before is None or after.interval_steps != before.interval_steps:
             why = after.reasons if falls_short else after.why
-            self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=why, gain=after.gain))
+            self._sink.emit(IntervalChanged(step, after.interval_steps, why, after.gain, after.bounds.binding))
         if falls_short:
             self._sink.emit(Notice("WARNING", after.shortfall))
 

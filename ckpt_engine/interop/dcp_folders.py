@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -69,7 +70,9 @@ def check_dcp(state: Any, info: SnapshotInfo) -> None:
 def write_dcp(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
     """From this one process. Raises MismatchError: something in it cannot be pickled."""
     try:
-        save(state, storage_writer=filesystem.FileSystemWriter(folder, single_file_per_rank=True))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")
+            save(state, storage_writer=filesystem.FileSystemWriter(folder, single_file_per_rank=True))
     except CheckpointException as err:  # no Exception: code that catches those does not see it
         cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
         if isinstance(cause, OSError):

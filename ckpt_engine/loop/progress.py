@@ -13,6 +13,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.phases import FRESH, RESTORING
+from ckpt_engine.observe.run_facts import WithFacts
 from ckpt_engine.snapshot import arguments
 
 
@@ -32,7 +33,7 @@ class UnstartedCheckpoint:
     before_update = evaluated = finish = release = close = abandon_resume = step
 
 
-class LoopProgress(ABC):
+class LoopProgress(WithFacts, ABC):
     """What a loop reads of its tracker, and how it closes it.
 
     Args:
@@ -53,6 +54,11 @@ class LoopProgress(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UnstartedCheckpoint, (self._engine.config, self.epoch, self._steps, self.resumed_batches)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What `repr` and a notebook show of the loop."""
+        return {**self._engine.facts, "epoch": f"{self.epoch:,}", "step": f"{self._steps:,}"}
 
     @abstractmethod
     def finish(self, *, complete: bool | None = None) -> None:

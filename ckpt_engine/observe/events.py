@@ -193,13 +193,16 @@ class TierRecovered(Event):
 class IntervalChanged(Event):
     """The frequency policy changed its interval; `why` is the one-line explanation for people.
 
-    `gain`: what one more percent of budget would add to the share of useful work.
+    Args:
+        gain: what one more percent of budget would add to the share of useful work.
+        binding: the constraint that has set it.
     """
 
     step: int
     interval_steps: int
     why: str
     gain: float = 0.0
+    binding: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,8 @@ class LogSink:
                 "step %d: snapshots become durable on %s again, %d failed", event.step, event.tier, failed
             )
         elif isinstance(event, IntervalChanged) and self._matters(event):
-            announce(self._logger, line(event))
+            often = f"step {event.step:,}: snapshots every {event.interval_steps:,} steps"
+            announce(self._logger, line(event), line=f"{often} ({event.binding}) → ckpt explain interval")
             return
         if self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", line(event, count=count))

@@ -29,6 +29,38 @@ from ckpt_engine.observe.units import duration, size
 
 MARGIN = 1.25
 """Writes may take so many times as long as the measured speed says before a plan is wrong."""
+_COUNTERS = frozenset({"committed", "failed", "replicated", "sent_bytes", "skipped", "written_bytes"})
+"""Numbers that only grow while a process lives."""
+_HELP = {
+    "age_of_last_durable_seconds": "Time since the newest durable snapshot was taken.",
+    "committed": "Snapshots that became durable since the start of the process.",
+    "durable_step": "Step of the newest durable snapshot.",
+    "failed": "Snapshots that did not become durable since the start of the process.",
+    "goodput_percent": "Share of wall time that was training and was not lost, over all attempts.",
+    "idle_percent": "Share of wall time in which ranks waited for each other because of snapshots.",
+    "interval_steps": "Steps between snapshots.",
+    "latency_seconds": "Time from the newest snapshot until it was durable.",
+    "overhead_percent": "What snapshots cost, as a share of the training time without them.",
+    "replicated": "Copies to further tiers since the start of the process.",
+    "resume_exact": "1: the steps that the resume repeated are equal; 0: one is different.",
+    "seconds_to_durable": "Time that a stop would need now.",
+    "sent_bytes": "Bytes sent to further tiers since the start of the process.",
+    "skipped": "Snapshots that were postponed since the start of the process.",
+    "snapshot_bytes": "Size of the newest snapshot.",
+    "snapshots_in_flight": "Snapshots that were taken and are not durable yet.",
+    "stall_seconds": "Time that the newest snapshot has blocked training.",
+    "step": "The last finished training step.",
+    "stopping": "1: somebody has asked the run to stop.",
+    "tier_age_seconds": "Time since the newest snapshot on the tier was taken.",
+    "tier_away": "1: the tier is unreachable.",
+    "tier_bytes_per_second": "Measured rate of writing to the tier.",
+    "tier_newest_step": "Step of the newest snapshot on the tier.",
+    "tiers_away": "Further tiers that are unreachable.",
+    "work_at_risk_seconds": "Training time that a kill now would cost.",
+    "work_at_risk_steps": "Steps that a kill now would cost.",
+    "written_bytes": "Bytes written to the nearest tier since the start of the process.",
+}
+"""What a number means; those of `run_times` are seconds of a part of the run's wall time."""
 
 
 class StopChoice(StrEnum):
@@ -291,7 +323,9 @@ def outlook(
 
 
 def prometheus(found: Mapping[str, Any], numbers: Mapping[str, float]) -> str:
-    """Everything in Prometheus' text format (version 0.0.4): gauges named `ckpt_...`; what is not known is left out.
+    """Everything in Prometheus' text format (version 0.0.4), named `ckpt_...`; what is not known is left out.
+
+    Each row has the nearest tier's URL as its `run`.
 
     Args:
         found: the `outlook`.
@@ -300,19 +334,22 @@ def prometheus(found: Mapping[str, Any], numbers: Mapping[str, float]) -> str:
     values = {**numbers, **found, "stopping": found["stopping"] is not None}
     tiers = values.pop("tiers")
     lines: list[str] = []
+    run = f'run="{_escaped(tiers[0]["url"])}"'
     for name, value in values.items():
-        lines += _gauge(f"ckpt_{name}", [("", value)])
+        lines += _family(name, [(run, value)])
     for name in ("newest_step", "age_seconds", "bytes_per_second", "away"):
-        rows = [(f'{{tier="{_escaped(tier["url"])}"}}', tier[name]) for tier in tiers]
-        lines += _gauge(f"ckpt_tier_{name}", rows)
+        rows = [(f'{run},tier="{_escaped(tier["url"])}"', tier[name]) for tier in tiers]
+        lines += _family(f"tier_{name}", rows)
     return "\n".join(lines) + "\n"
 
 
-def _gauge(name: str, rows: list[tuple[str, float | None]]) -> Iterator[str]:
+def _family(name: str, rows: list[tuple[str, float | None]]) -> Iterator[str]:
     known = [(labels, float(value)) for labels, value in rows if value is not None and math.isfinite(value)]
+    full, kind = (f"ckpt_{name}_total", "counter") if name in _COUNTERS else (f"ckpt_{name}", "gauge")
     if known:
-        yield f"# TYPE {name} gauge"
-        yield from (f"{name}{labels} {value:.17g}" for labels, value in known)
+        yield f"# HELP {full} {_HELP.get(name, f'Wall time of the run, {name}.')}"
+        yield f"# TYPE {full} {kind}"
+        yield from (f"{full}{{{labels}}} {value:.17g}" for labels, value in known)
 
 
 def _escaped(text: str) -> str:
@@ -430,7 +467,7 @@ def _handler(status: Callable[[], object], metrics: Callable[[], str]) -> type[B
             elif self.path == "/status":
                 self._answer(200, "application/json", json.dumps(status()) + "\n")
             else:
-                self._answer(404, "text/plain", "/metrics and /status are here\n")
+                self._answer(200 if self.path == "/" else 404, "text/plain", "/metrics and /status are here\n")
 
         def _answer(self, code: int, kind: str, text: str) -> None:
             body = text.encode()

@@ -26,17 +26,23 @@ def preflight(
     room = [] if free_bytes is None else [used_bytes + free_bytes - (limits.min_free_bytes or 0)]
     room += [] if limits.quota_bytes is None else [limits.quota_bytes]
     last, others = _counts(policy)
-    # The oldest goes before the next is written where room is short; the newest never does.
-    count = 2 if others is None else max(2, last + others)
+    count, is_bounded = most_kept(policy)
     if not room or count * snapshot_bytes <= (available_bytes := max(0, min(room))):
         return None
     there = "free" if not used_bytes and len(room) == 1 else "available"
-    needed = f"{'at least ' if others is None else ''}{units.size(count * snapshot_bytes)}"
+    needed = f"{'' if is_bounded else 'at least '}{units.size(count * snapshot_bytes)}"
     advice = _advice(available_bytes // max(1, snapshot_bytes), last, others or 0)
     return (
         f"this run needs {needed} ({count} snapshots of {units.size(snapshot_bytes)}), "
         f"{units.size(available_bytes)} are {there}: {advice}"
     )
+
+
+def most_kept(policy: RetentionPolicy) -> tuple[int, bool]:
+    """How many snapshots have to fit, and whether there are never more."""
+    last, others = _counts(policy)
+    # The oldest goes before the next is written where room is short; the newest never does.
+    return (2, False) if others is None else (max(2, last + others), True)
 
 
 def _counts(policy: RetentionPolicy) -> tuple[int, int | None]:

@@ -154,9 +154,9 @@ def _where_else(root: str) -> str:
     above = [folder for folder in Path(root).expanduser().resolve().parents[:2] if (folder / RECORD).is_file()]
     if above:
         return f"it belongs to a run: `ckpt ls {above[0]}`"
-    folder, mark, snapshot = root.partition("#")
+    folder, mark, _ = root.rpartition("#")
     if mark:
-        return f"only `ckpt diff` takes ROOT#SNAPSHOT; for others they are two arguments: {folder} {snapshot}"
+        return f"this takes a whole run, and no snapshot of it: {folder}"
     if not (below := runs_below(root)):
         return "check the path; a run starts with its first snapshot"
     return f"name a run below it: {first([*map(str, below)], 1)} (`ckpt ls {root}` lists them)"

@@ -70,7 +70,7 @@ def _clean(storage: Storage) -> None:
 
 
 def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
-    basic = _tried("write and read", _round_trip, storage)
+    basic = tried("write and read", _round_trip, storage)
     yield basic
     if basic.mark is Mark.BAD:
         return
@@ -86,12 +86,13 @@ def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
         "free space": _space,
     }
     for check, work in checks.items():
-        yield _tried(check, work, storage)
+        yield tried(check, work, storage)
     if storage.capabilities.encrypted is not None:
-        yield _tried("channel", _channel, storage)
+        yield tried("channel", _channel, storage)
 
 
-def _tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:
+def tried(check: str, work: Callable[[Storage], tuple[Mark, str]], storage: Storage) -> Finding:
+    """What `work` finds at a storage; an error of it is bad news."""
     try:
         return Finding(check, *work(storage))
     except CkptError as err:

@@ -211,6 +211,31 @@ def test_export_reports_as_json(ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("name", "form"), [("a.safetensors", "safetensors"), ("a.pt", "torch"), ("b.pth", "torch"), ("c.ckpt", "lightning")]
+)
+def test_the_name_of_the_file_says_the_format(
+    ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_path: Path, name: str, form: str
+) -> None:
+    """Unless --to says another one."""
+    run_folder.add(1, arrays)
+    done = ckpt("export", run_folder.path, tmp_path / name, "--dry-run", "--json")
+    if form == "lightning":  # of a plain run there is none
+        assert (done.code, "Lightning" in done.err) == (2, True)
+    else:
+        assert done.json["format"] == form
+    asked = ckpt("export", run_folder.path, tmp_path / name, "--to", "safetensors", "--dry-run", "--json")
+    assert asked.json["format"] == "safetensors"
+
+
+@pytest.mark.parametrize("name", ["out", "out.bin", "out.safetensor"])
+def test_a_name_that_says_no_format_needs_one(ckpt: Ckpt, run_folder: Any, name: str) -> None:
+    """The error lists the formats."""
+    refused = ckpt("export", run_folder.path, name)
+    assert refused.code == 2
+    assert "Missing option '--to'" in refused.err and "transformers" in refused.err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("a", "b", "c", "--to", "safetensors"),
@@ -219,7 +244,6 @@ def test_export_reports_as_json(ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_pa
         ("out", "--to", "lightning", "--all"),
         ("out", "--to", "torch", "--dtype", "float16"),
         ("out", "--to", "safetensors", "--all", "--component", "x"),
-        ("--to", "safetensors"),
     ],
 )
 def test_wrong_usage(ckpt: Ckpt, run_folder: Any, arguments: tuple[str, ...]) -> None:

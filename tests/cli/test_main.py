@@ -29,7 +29,7 @@ def test_every_verb_explains_itself(ckpt: Ckpt) -> None:
         assert ckpt(verb, "-h").out.startswith(f"Usage: ckpt {verb}")
 
 
-@pytest.mark.parametrize("arguments", [["nope"], ["ls"], ["ls", "--bad", "x"], ["show", "a", "b", "c"]])
+@pytest.mark.parametrize("arguments", [["nope"], ["cp"], ["ls", "--bad", "x"], ["show", "a", "b", "c"]])
 def test_wrong_usage_is_exit_code_2(ckpt: Ckpt, arguments: list[str]) -> None:
     """Usage errors name the command and go to the error stream."""
     result = ckpt(*arguments)

@@ -28,9 +28,9 @@ def prove(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=partial(interpreters.Popen), **found))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def run(*options: object, root: str = "run", fault: int = 0) -> Any:
+    def run(*options: object, root: str = "run", named: str = "run", fault: int = 0) -> Any:
         command = (sys.executable, recorded_loop.__file__, tmp_path / root, UNTIL, fault)
-        return ckpt("prove", tmp_path / "run", "--timeout", 120, *options, "--", *command)
+        return ckpt("prove", tmp_path / named, "--timeout", 120, *options, "--", *command)
 
     return run
 
@@ -55,7 +55,7 @@ def test_a_run_that_ended_without_a_kill_is_proved(prove: Callable[..., Any], tm
 def test_snapshots_of_the_repeated_steps_are_compared_too(prove: Callable[..., Any], tmp_path: Path) -> None:
     """From an earlier step on there are some."""
     recorded_loop.main(str(tmp_path / "run"), UNTIL, 0)
-    result = prove("--step", 4)
+    result = prove("4")
     assert result.code == 0, result.out + result.err
     assert "exact: resumed at step 4, equal to what the run has behind it (2 snapshots, " in result.out
     assert "resume proved exact: 5 of 5 repeated steps gave the same batches and weights" in result.out
@@ -78,10 +78,10 @@ def test_a_step_that_computed_wrongly_is_named(prove: Callable[..., Any], tmp_pa
 def test_where_nothing_is_recorded_that_is_said(prove: Callable[..., Any], tmp_path: Path) -> None:
     """Nothing behind a snapshot of this step; nothing at all; another run than the one that the command names."""
     recorded_loop.main(str(tmp_path / "run"), UNTIL, 0)
-    refused = prove("--step", 7)
+    refused = prove(named="run#7")
     assert refused.code == 2
-    assert "nothing is recorded behind a snapshot of step 7" in refused.err
-    assert "2, 4, 6, 8" in refused.err
+    assert "no snapshot '7'" in refused.err
+    assert "the nearest step is 6" in refused.err
     other = prove(root="other")
     assert other.code == 2
     assert f"it named {tmp_path / 'run'}, {tmp_path / 'other'}" in other.err

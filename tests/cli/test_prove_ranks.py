@@ -36,9 +36,7 @@ def test_a_run_of_two_ranks_is_proved(ckpt: Ckpt, tmp_path: Path, fault: int) ->
     """Also where rank 1 alone has computed wrongly."""
     done = subprocess.run(command(tmp_path / "run", fault), capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
-    result = ckpt(
-        "prove", tmp_path / "run", "--step", 4, "--timeout", 250, "--json", "--", *command(tmp_path / "run", fault)
-    )
+    result = ckpt("prove", f"{tmp_path / 'run'}#4", "--timeout", 250, "--json", "--", *command(tmp_path / "run", fault))
     assert result.code == bool(fault), result.out + result.err
     assert result.json["killed_after"] == 4
     if fault:

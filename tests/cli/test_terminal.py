@@ -119,6 +119,13 @@ verify-resume
 verify-resume --kill-at 30 -- true
 prove ROOT -- true
 prove NONE -- true
+prove ROOT#1200
+prove ROOT#1200 -- true
+show ROOT#1200
+verify NONE#1200
+ls ROOT#1200
+ls
+export OUT
 compact ROOT --dry-run
 compact ROOT 99
 cp ROOT OUT
@@ -141,11 +148,20 @@ unpin YAML 99
 doctor ROOT --size 1kB
 doctor YAML --size 1kB
 doctor BAD
+check ROOT
+check YAML --state 900TB
+check AWAY
+check BAD
+check ROOT --state much
 doctor ROOT --size much
 doctor SOURCE --size 1kB
 explain
 explain CKPT202
 explain 999
+explain keep
+explain overhed
+explain interval ROOT
+explain interval NONE
 init OUT.yaml --preset nope
 init BAD --preset laptop
 completion nope
@@ -182,3 +198,25 @@ def test_no_row_wraps_in_80_columns(terminal: Terminal, world: dict[str, str], v
             long = [path for path in world.values() if len(path) > 60 and path in first]
             assert long == [], (one, first)
     assert wrong == {}, json.dumps(wrong, indent=1, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("option", ["-w", "--wide"])
+@pytest.mark.parametrize("verb", ["ls", "status", "prune --keep last=1 --dry-run", "show"])
+def test_wide_cuts_nothing(terminal: Terminal, world: dict[str, str], option: str, verb: str) -> None:
+    """The same lines as in a file: whole ids, all metrics, no row in two lines."""
+    verb, *options = verb.split()
+    shown = terminal(verb, world["ROOT"], *options, option)
+    plain = terminal(verb, world["ROOT"], *options)
+    assert shown.code == plain.code == 0
+    assert not any("…" in line for line in shown.lines)
+    newest = re.search(r"\d{8}-s\d{10}-[0-9a-f]{8}", shown.out)
+    assert newest is not None
+    assert any(len(line) > 80 for line in shown.lines) or verb in ("show", "status")
+    if verb == "ls":
+        assert all(f"{name}=" in shown.out for name in METRICS)
+        assert not all(f"{name}=" in plain.out for name in METRICS)
+
+
+def test_a_wide_terminal_needs_no_option(terminal: Terminal, world: dict[str, str]) -> None:
+    """Where there is room, nothing is cut."""
+    assert terminal("ls", world["ROOT"], columns=250).lines == terminal("ls", world["ROOT"], "--wide").lines

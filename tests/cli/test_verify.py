@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,39 @@ def test_a_flipped_bit_names_the_tensor(ckpt: Ckpt, run_folder: Any, arrays: Any
     assert "1 of 2 snapshots whole" in result.out
     assert ckpt("verify", run_folder.path, "2").code == 0
     assert ckpt("verify", run_folder.path, "latest", bad).code == 1
+
+
+@pytest.mark.parametrize(("hurt", "taken"), [((3,), 2), ((2,), 3), ((2, 3), 1)])
+def test_damage_ends_with_what_a_resume_takes(
+    ckpt: Ckpt, run_folder: Any, arrays: Any, hurt: tuple[int, ...], taken: int
+) -> None:
+    """The newest whole snapshot, and the next command; a run without damage needs neither."""
+    ids = {step: run_folder.add(step, arrays) for step in (1, 2, 3)}
+    assert "a resume takes" not in ckpt("verify", run_folder.path).out
+    for step in hurt:
+        run_folder.flip(ids[step], "state_dict/layer.bias")
+    *_, resume, do = ckpt("verify", run_folder.path).out.splitlines()
+    assert resume == f"a resume takes {ids[taken]}"
+    assert do.startswith(f"do:  `ckpt cp {run_folder.path} NEW`")
+    assert "a resume takes" not in ckpt("verify", run_folder.path, "3").out
+
+
+def test_where_no_snapshot_is_whole_a_resume_is_refused(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
+    """As the engine does."""
+    run_folder.flip(run_folder.add(1, arrays), "state_dict/layer.bias")
+    assert "no snapshot is whole here: a resume is refused\n" in ckpt("verify", run_folder.path).out
+
+
+def test_a_whole_copy_on_another_tier_is_what_a_resume_takes(
+    ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_path: Path
+) -> None:
+    """Of a ckpt.yaml all copies count."""
+    run_folder.add(1, arrays)
+    newest = run_folder.add(2, arrays)
+    shutil.copytree(run_folder.path, tmp_path / "far")
+    run_folder.flip(newest, "state_dict/layer.bias")
+    (tmp_path / "c.yaml").write_text(f"tiers: [{run_folder.path}, {tmp_path / 'far'}]\n")
+    assert f"a resume takes {newest}, or a newer one" in ckpt("verify", tmp_path / "c.yaml").out
 
 
 def test_damage_in_a_later_piece_is_found(ckpt: Ckpt, run_folder: Any) -> None:

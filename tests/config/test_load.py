@@ -310,3 +310,14 @@ def test_importing_config_does_not_import_torch() -> None:
 def test_config_type_is_exported() -> None:
     """`load_config` returns the public type."""
     assert type(load_config("/data")) is Config
+
+
+@pytest.mark.parametrize("given", [{"keep": 3}, "keep: 3\ntiers: /d\n", {"tiers": [{"url": "/d", "keep": 3}]}])
+def test_a_number_of_snapshots_is_the_rule_last(given: Any, tmp_path: Path) -> None:
+    """As a keyword, in a file and on a tier."""
+    if isinstance(given, str):
+        (tmp_path / "ckpt.yaml").write_text(given)
+        given = tmp_path / "ckpt.yaml"
+    config = load_config(given if isinstance(given, Path) else {"tiers": "/d", **given})
+    assert config.keep_rules(config.tiers[0]) == {"last": 3}
+    assert load_config(config.options()) == config

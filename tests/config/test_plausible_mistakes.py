@@ -36,7 +36,7 @@ NAMES = {
     "slots": "slot",
 }
 VALUES = {
-    "keep: 3": "such as {last: 3}",
+    "keep: three": "such as {last: 3}",
     "keep: [1, 2]": "such as {last: 3}",
     "keep: {best: val_loss}": "such as {monitor: val_loss, mode: min}",
     "keep: {best: {mode: min}}": "monitor: missing",
@@ -107,6 +107,11 @@ TEXTS = [
     *((f"tiers: {place}", answer) for place, answer in PLACES.items()),
     ("overhead: 1%", "tiers: missing"),
     ("- /data/run1", "must contain a mapping"),
+    ("tiers: {url: s3://b/r, storage_options: {endpoint: x}}", "is called endpoint_url here"),
+    ("tiers: {url: s3://b/r, storage_options: {secret_key: x}}", "secret_key in storage_options is called secret here"),
+    ("tiers: {url: s3://b/r, storage_options: {region: eu}}", "client_kwargs: {region_name: ...}"),
+    ("tiers: {url: gs://b/r, storage_options: {keyfile: x}}", "is called token here"),
+    ("tiers: {url: az://b/r, storage_options: {account: x}}", "is called account_name here"),
     ("tiers: /d\ntiers: /e", "given twice"),
     ("tiers: /d\n\tslots: 2", "not valid YAML"),
 ]

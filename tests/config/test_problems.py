@@ -46,7 +46,7 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"keep": {"last": 0}}, "keep.last: must be a whole number of at least 1, got 0"),
         ({"keep": {"last": "two"}}, "keep.last: must be a whole number, got 'two'"),
         ({"keep": {"last": None}}, "keep.last: must be a whole number, got null"),
-        ({"keep": 3}, "keep: must be a mapping such as {last: 3}, got 3"),
+        ({"keep": "3"}, "keep: must be a mapping such as {last: 3}, got '3'"),
         ({"keep": {"quota": "5%"}}, "keep.quota: must be a size such as '500 GB'"),
         ({"keep": {"components": {"optimizer": {"lst": 1}}}}, "keep.components.optimizer.lst: unknown key; did you"),
         ({"keep": {"components": {"optimizer": {"quota": 1}}}}, "quota: unknown key; it belongs under 'keep'"),

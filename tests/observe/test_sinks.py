@@ -179,10 +179,23 @@ def test_a_user_sees_the_first_interval_where_the_budget_costs_more_than_it_save
 ) -> None:
     """One percent for snapshots that block for ten seconds can cost more than a percent of useful work."""
     sink = LogSink(logging.Logger("nowhere"))
-    sink.emit(
-        IntervalChanged(1, 200, "every 200 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013)
-    )
+    sink.emit(IntervalChanged(1, 200, "every 200 steps: set by budget; 1 % more budget = 1.3 % more", 0.013, "budget"))
     sink.emit(
         IntervalChanged(2, 210, "every 210 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013)
     )
-    assert capsys.readouterr().err.count("1 % more budget") == 1
+    said = capsys.readouterr().err
+    assert said == "step 1: snapshots every 200 steps (budget) → ckpt explain interval\n"
+
+
+@pytest.mark.parametrize(("step", "steps", "binding"), [(12, 9, "budget"), (99_999, 9_999, "max_lost_work")])
+def test_the_line_of_an_interval_is_short_and_the_log_has_the_rest(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, step: int, steps: int, binding: str
+) -> None:
+    """At most 80 characters where no logging is set up; numbers have separators."""
+    event = IntervalChanged(step, steps, f"every {steps} steps: stall 1 s; set by {binding}", 0.1, binding)
+    LogSink(logging.Logger("nowhere")).emit(event)
+    said = capsys.readouterr().err.strip()
+    assert len(said) <= 80 and f"every {steps:,} steps" in said and binding in said and "stall" not in said
+    with caplog.at_level(logging.INFO):
+        LogSink(logging.getLogger("heard")).emit(event)
+    assert "stall 1 s; set by" in caplog.text

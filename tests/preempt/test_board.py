@@ -24,7 +24,9 @@ from ckpt_engine.loop.boundary import Stopping
 from ckpt_engine.loop.rank_decisions import cadence_of
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.durability import DurabilityStatus, PendingCommit, TierStanding
-from ckpt_engine.observe.events import FanOutSink
+from ckpt_engine.observe.events import FanOutSink, TierDegraded
+from ckpt_engine.observe.metrics import RunMetrics
+from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.preempt.stop_plan import Board, PendingSnapshot, StopFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
@@ -76,20 +78,43 @@ def test_what_a_further_tier_has_is_not_at_risk() -> None:
     assert (found["durable_step"], found["work_at_risk_seconds"], found["work_at_risk_steps"]) == (80, 80.0, 17)
 
 
-LINE = re.compile(r'(# TYPE ckpt_[a-z_]+ gauge|ckpt_[a-z_]+(\{tier="([^"\\]|\\.)*"\})? -?[0-9.e+-]+)')
+LABEL = r'(run|tier)="([^"\\]|\\.)*"'
+LINE = re.compile(
+    r"(# HELP ckpt_[a-z_]+ [A-Z0-9].*\.|# TYPE ckpt_[a-z_]+ (gauge|counter)|"
+    rf"ckpt_[a-z_]+{{{LABEL}(,{LABEL})?}} -?[0-9.e+-]+)"
+)
 
 
 def test_the_page_for_prometheus_is_well_formed() -> None:
-    """One TYPE line ahead of each name, labels escaped, nothing that is not known."""
-    text = prometheus(seen(stopping="SIGTERM"), {"overhead_percent": 0.5, "odd": float("nan")})
+    """One HELP and one TYPE line ahead of each name, labels escaped, nothing that is not known."""
+    text = prometheus(seen(stopping="SIGTERM"), {"overhead_percent": 0.5, "odd": float("nan"), "committed": 3.0})
     lines = text.splitlines()
     assert all(LINE.fullmatch(line) for line in lines), text
-    assert "ckpt_work_at_risk_seconds 60" in lines
-    assert "ckpt_stopping 1" in lines and "ckpt_overhead_percent 0.5" in lines
-    assert 'ckpt_tier_away{tier="s3://b/\\"r\\""} 1' in lines
+    assert 'ckpt_work_at_risk_seconds{run="/run"} 60' in lines
+    assert 'ckpt_stopping{run="/run"} 1' in lines and 'ckpt_overhead_percent{run="/run"} 0.5' in lines
+    assert 'ckpt_tier_away{run="/run",tier="s3://b/\\"r\\""} 1' in lines
     assert "ckpt_odd" not in text and 'bytes_per_second{tier="s3' not in text
-    typed = [line.split()[2] for line in lines if line.startswith("#")]
+    typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(set(typed)) == len(typed)
+    assert [line.split()[2] for line in lines if line.startswith("# HELP")] == typed
+
+
+@pytest.mark.parametrize("name", ["committed", "failed", "skipped", "written_bytes", "replicated", "sent_bytes"])
+def test_what_only_grows_is_a_counter(name: str) -> None:
+    """By the rules of Prometheus its name ends with _total; all else is a gauge."""
+    text = prometheus(seen(), {name: 7.0, "stall_seconds": 1.0})
+    assert f"# TYPE ckpt_{name}_total counter\nckpt_{name}_total{{run=" in text
+    assert text.count(" counter") == 1
+    assert "# TYPE ckpt_stall_seconds gauge" in text
+
+
+def test_each_number_of_a_run_has_a_meaning() -> None:
+    """Those of the loggers, and those of the outlook."""
+    metrics = RunMetrics(times=RunTimes(SystemClock()))
+    metrics.emit(TierDegraded("s3://b/r", "CKPT300", "away"))
+    for line in prometheus(seen(), metrics.numbers()).splitlines():
+        if line.startswith("# HELP"):
+            assert ("Wall time of the run" in line) == ("ckpt_run_" in line), line
 
 
 @pytest.fixture(autouse=True)
@@ -169,10 +194,11 @@ def test_the_page_is_served_to_this_machine(board: Callable[..., Board]) -> None
     """The page has metrics and status and nothing else, on the loopback address unless the options say otherwise."""
     port = free_port()
     shown = board(port=port)
-    assert "ckpt_work_at_risk_seconds 60\n" in get(port, "/metrics")
+    assert 'ckpt_work_at_risk_seconds{run="/run"} 60\n' in get(port, "/metrics")
     assert json.loads(get(port, "/status"))["durable_step"] == 90
+    assert get(port, "/") == "/metrics and /status are here\n"
     with pytest.raises(urllib.error.HTTPError):
-        get(port, "/")
+        get(port, "/x")
     shown.close()
     with pytest.raises(OSError, match="refused"):
         get(port, "/metrics")
@@ -186,7 +212,7 @@ def test_a_client_that_says_nothing_does_not_keep_others_out(
     port = free_port()
     board(port=port)
     with socket.create_connection(("127.0.0.1", port)):
-        assert "ckpt_step 97\n" in get(port, "/metrics")
+        assert 'ckpt_step{run="/run"} 97\n' in get(port, "/metrics")
 
 
 def test_a_port_that_is_taken_is_said(board: Callable[..., Board], caplog: pytest.LogCaptureFixture) -> None:
@@ -222,9 +248,9 @@ def test_a_run_shows_how_it_stands(tmp_path: Path) -> None:
     )
     fit(Case(), [ckpt, Look()])
     step, durable, page = pages[0]
-    assert f"ckpt_step {step}\n" in page
-    assert f"ckpt_durable_step {durable}\n" in page
-    assert "ckpt_committed " in page
+    assert f'ckpt_step{{run="{tmp_path}/run"}} {step}\n' in page
+    assert f'ckpt_durable_step{{run="{tmp_path}/run"}} {durable}\n' in page
+    assert "ckpt_committed_total{" in page
     ended = json.loads(file.read_text())
     assert (ended["ended"], ended["durable_step"], ended["work_at_risk_steps"]) == (True, 18, 0)
 

@@ -339,7 +339,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     "a unit that is none": (options(max_lost_work="10 minuts"), "must be a duration", "max_lost_work", "'10 min'"),
     "a verb is misspelt": (ckpt("verfy {run}"), "No such command", "verfy", "Did you mean 'verify'"),
     "an option of a verb is misspelt": (ckpt("ls {run} --jsn"), "No such option", "--jsn", "Did you mean '?--json"),
-    "no root": (ckpt("ls"), "Missing argument", "ROOT", "`ckpt ls --help`"),
+    "no root": (ckpt("ls"), "no ROOT is given", "this folder", "CKPT_ROOT"),
     "a root that is not there": (ckpt("ls {folder}/nowhere"), "no run", "place/nowhere", RUN),
     "the folder above, of several runs": (
         ckpt("show {run}/.."),
@@ -386,7 +386,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
         "run/snapshots",
         "`ckpt ls .*/run`",
     ),
-    "a root and a snapshot as one": (ckpt("show {run}#4"), "no run", "run", "two arguments: .*/run 4"),
+    "a snapshot of what lists a run": (ckpt("ls {run}#4"), "no run", "run#4", "a whole run, .*: .*/run"),
     "the verb of another program": (ckpt("list {run}"), "No such command", "list", "Did you mean 'ls'"),
     "to see all runs": (ckpt("runs {run}"), "No such command", "runs", "Did you mean 'ls'"),
     "to watch": (ckpt("watch {run}"), "No such command", "watch", "Did you mean 'top'"),

@@ -90,7 +90,12 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
     if transport not in TRANSPORTS:
         raise StorageError(f"no transport {transport!r}", hint=f"there are {' and '.join(TRANSPORTS)}")
     if scheme in ("http", "https"):
-        hint = "an S3 server is s3://bucket/run with the storage option endpoint_url"
+        is_azure = split_url(url)[1].partition("/")[0].endswith(".windows.net")
+        hint = (
+            "Azure is az://container/run with the storage option account_name"
+            if is_azure
+            else "an S3 server is s3://bucket/run with the storage option endpoint_url"
+        )
         raise StorageError(f"{scheme}://{split_url(url)[1]} has no listings and cannot be written", hint=hint)
     try:
         if transport == "obstore":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
-from ckpt_engine.cli.root import options_of, storage_options
+from ckpt_engine.cli.root import options_of, root_argument, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import count
 
 
 @click.command("follow", short_help="Read each new snapshot of a run that trains.")
-@click.argument("root")
+@root_argument
 @click.option("--component", metavar="NAME", help="Only this top-level key of the state. Default: all of them.")
 @click.option("--every", default="1 s", show_default=True, metavar="TIME", help="Between two looks.")
 @storage_options

@@ -8,7 +8,7 @@ from functools import partial
 import click
 
 from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text, progress, say_waiting
-from ckpt_engine.cli.root import open_run, options_of, storage_options
+from ckpt_engine.cli.root import named, open_run, options_of, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.tools.fork_run import fork_run
 from ckpt_engine.tools.stored_run import LATEST
@@ -27,15 +27,16 @@ def command(snapshot: str, new: str, dry_run: bool, as_json: bool) -> None:
     and NEW stays whole when ROOT is removed. In one object store the store copies them. Else they are sent, verified on
     the way. `ckpt show` and `ckpt ls` say where a run was forked.
     """
-    root, _, wanted = snapshot.partition("#")
+    root, wanted = named(snapshot)
     counting = partial(progress, "copying", hidden=as_json)
     tier = options_of(new).tiers[0]
-    info, done, linked_bytes = fork_run(open_run(root), wanted or LATEST, tier, say_waiting, counting, dry_run=dry_run)
+    run, (one, *_) = open_run(root), (*wanted, LATEST)
+    info, done, linked_bytes = fork_run(run, one, tier, say_waiting, counting, dry_run=dry_run)
     if as_json:
         print_json({"snapshot": info.id, "step": info.step, "linked_bytes": linked_bytes, **fields_of(done)})
     else:
-        for one in done.failed:
-            print_text(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
+        for failed in done.failed:
+            print_text(f"{failed.id}  not copied: [{failed.code}] {failed.why}", fg="red")
         what = f"{'would fork' if dry_run else 'forked'} {info.id} (step {info.step:,}) to {done.target}"
         how = "linked" if tier.is_folder else "copied by the store"
         print_text(f"{what}: {units.size(linked_bytes)} {how}, {units.size(done.sent_bytes)} sent")

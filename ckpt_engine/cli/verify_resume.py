@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import click
 
-from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text, say_waiting, showing
-from ckpt_engine.observe.units import count
+from ckpt_engine.cli.output import fields_of, json_option, print_json, print_text
 from ckpt_engine.tools.rehearsal_runs import Runs, scratch_folder
-from ckpt_engine.tools.suite import Suite, SuiteReport
 
 NOT_SEEDED = 3
 """Exit code where two runs from the start differ."""
@@ -28,7 +24,6 @@ NOT_SEEDED = 3
 @click.option("--kill-at", type=click.IntRange(min=1), help="Resume from this step's snapshot (default: half of them).")
 @click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds that each run may take.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="A new folder for snapshots and output, kept.")
-@click.option("--pytest", "suite", is_flag=True, help="Run a test suite with us in every Lightning Trainer instead.")
 @json_option
 @click.argument("words", metavar="-- COMMAND", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -36,7 +31,6 @@ def command(
     kill_at: int | None,
     timeout: float,
     scratch: Path | None,
-    suite: bool,
     as_json: bool,
     words: tuple[str, ...],
 ) -> None:
@@ -47,35 +41,15 @@ def command(
     are compared bit for bit with those of the first run, and the first batch, random stream, learning rate or tensor
     that differs is named with its likely cause. Ends with exit code 1 if there is one, and with 3 if two runs from the
     start differ already, as nothing seeds them.
-
-    With --pytest the words are arguments of pytest. The suite runs once without us, and once with AdaptiveCheckpoint in
-    every Lightning Trainer that it makes. Ends with exit code 1 if a test fails that passes without us.
     """
     at = steps // 2 if kill_at is None else kill_at
-    if not words and not suite:
+    if not words:
         raise click.UsageError("give the command after the options: ckpt verify-resume -- python train.py ...")
     if at >= steps:
         raise click.UsageError(f"--kill-at {at} must be less than --steps {steps}")
     with scratch_folder(scratch) as place:
-        if suite:
-            report = Suite(words, place, timeout, partial(_shown, hidden=as_json)).compare()
-            if as_json:
-                print_json(report)
-            else:
-                _print_suite(report)
-            code = 1 if report.new_failures else 0
-        else:
-            code = _rehearse(Runs(words, place, timeout), steps, at, None if scratch is None else place, as_json)
+        code = _rehearse(Runs(words, place, timeout), steps, at, None if scratch is None else place, as_json)
     sys.exit(code)
-
-
-@contextmanager
-def _shown(now: Callable[[], str], *, hidden: bool) -> Iterator[None]:
-    """In the block, `now` says how far a run is, and once more behind it."""
-    with showing(now, hidden=hidden):
-        yield
-    if not hidden:
-        say_waiting(now())
 
 
 def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool) -> int:
@@ -104,17 +78,3 @@ def _rehearse(runs: Runs, steps: int, at: int, kept: Path | None, as_json: bool)
         if kept is not None:
             print_text(f"snapshots and output are in {kept}")
     return NOT_SEEDED if not seeded else 0 if proof.resumed is None else 1
-
-
-def _print_suite(report: SuiteReport) -> None:
-    for title, rows in (
-        ("fails with AdaptiveCheckpoint in every Trainer", report.new_failures),
-        ("unsteady: fails now and then without ckpt-engine too", report.unsteady),
-        ("left out, as it fails without ckpt-engine", report.failed_before),
-    ):
-        for row in rows:
-            print_text(f"{title}: {row.test}", f"  {row.line}")
-    print_text(
-        f"{count(len(report.new_failures), 'new failure')}; {count(report.passed, 'test')} passed with and without "
-        f"ckpt-engine, {report.skipped:,} skipped"
-    )

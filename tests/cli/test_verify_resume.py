@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -13,15 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
 from ckpt_engine.observe.resume_report import Replay, ReplayDifference
 from ckpt_engine.tools import rehearsal_runs as runs
 from ckpt_engine.tools.compare import DifferenceKind, LeafDifference
 from ckpt_engine.tools.verdict import Area, FirstDifference, area_of, earliest, judge, judge_end, of_replay
-from lightning_ckpt import AdaptiveCheckpoint
-from lightning_ckpt.pytest_plugin import add_to_every_trainer
 from tests.support import interpreters
 
 Ckpt = Callable[..., Any]
@@ -339,51 +335,3 @@ def test_a_resumed_run_must_end_where_the_other_one_ends() -> None:
             step,
             f"the uninterrupted run went on to step {whole}, the resumed one to step {again}",
         )
-
-
-@pytest.mark.slow
-def test_a_suite_is_run_with_us_in_every_trainer(ckpt: Ckpt, tmp_path: Path) -> None:
-    """What fails only with us is named with its first line; what fails anyway, or now and then, is not blamed."""
-    suite = tmp_path / "suite_of_a_user.py"
-    suite.write_text((SCRIPTS / "suite" / suite.name).read_text())
-    words = ("-p", "no:cacheprovider", "-q", suite)
-    result = ckpt("verify-resume", "--timeout", 300, "--pytest", "--json", "--", *words)
-    assert result.code == 1, result.err
-    report = result.json
-    assert [one["test"].rpartition("::")[2] for one in report["new_failures"]] == ["test_that_counts_callbacks"]
-    assert report["new_failures"][0]["line"] == "AssertionError: there is a callback"
-    assert [one["test"].rpartition("::")[2] for one in report["unsteady"]] == ["test_that_is_unsteady"]
-    assert [one["line"] for one in report["failed_before"]] == ["ValueError: as ever"]
-    assert (report["passed"], report["skipped"]) == (4, 1)
-
-
-@pytest.mark.slow
-def test_a_suite_that_does_not_change_ends_well(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Exit code 0; its progress is on the error stream. Tests that do not exist are an error of pytest.
-
-    The suite has no configuration: pytest finds its root by the paths among its arguments, in each run the same one.
-    """
-    suite = tmp_path / "suite_of_a_user.py"
-    suite.write_text((SCRIPTS / "suite" / suite.name).read_text())
-    words = ("-p", "no:cacheprovider", suite)
-    result = ckpt("verify-resume", "--pytest", *words, "-k", "trains and None")
-    assert result.code == 0, result.err
-    assert result.out == "0 new failures; 1 test passed with and without ckpt-engine, 0 skipped\n"
-    assert "run 2: with AdaptiveCheckpoint in every Trainer: 1 of 1 tests, 0 failed" in result.err
-    wrong = ckpt("verify-resume", "--pytest", *words, "-k", "no_such_test")
-    assert (wrong.code, "pytest ended with exit code 5" in wrong.err) == (2, True)
-
-
-def test_each_trainer_gets_one_callback_of_ours(tmp_path: Path) -> None:
-    """Beside those of the user, whatever form they have; none where there is one already. It can be undone."""
-    original = pl.Trainer.__init__
-    undo = add_to_every_trainer(tmp_path)
-    try:
-        for given in (None, [], pl.Callback(), [pl.Callback()], [AdaptiveCheckpoint(tmp_path / "own")]):
-            trainer = pl.Trainer(callbacks=given, accelerator="cpu", logger=False, enable_checkpointing=False)
-            assert [type(one) for one in trainer.callbacks].count(AdaptiveCheckpoint) == 1
-        assert len(list(tmp_path.iterdir())) == 4
-        assert inspect.signature(pl.Trainer.__init__) == inspect.signature(original)
-    finally:
-        undo()
-    assert pl.Trainer.__init__ is original

@@ -55,7 +55,7 @@ def unpack(one: Program | Suite, sources: Path | None, target: Path) -> None:
 def verify_suite(suite: Suite, source: Path) -> dict[str, Any]:
     """New failures of one suite."""
     places = (source, REPOSITORY, Path(__file__).parent)
-    command = [sys.executable, "-m", "ckpt_engine.cli.main", "verify-resume", "--timeout", "3000", "--pytest", "--json"]
+    command = [sys.executable, str(Path(__file__).parent / "suite.py"), "--timeout", "3000"]
     done = subprocess.run(
         [*command, "--", *suite.options, *suite.paths],
         cwd=source,

@@ -1,4 +1,4 @@
-"""A pytest plugin beside `lightning_ckpt.pytest_plugin`: our line in every transformers `Trainer` and `Accelerator`."""
+"""A pytest plugin beside `in_every_lightning_trainer`: our line in every transformers `Trainer` and `Accelerator`."""
 
 from __future__ import annotations
 

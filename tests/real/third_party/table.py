@@ -41,7 +41,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A test suite of others, run by `ckpt verify-resume --pytest`.
+    """A test suite of others, run by `suite.py`.
 
     Args:
         folder: where it is run; `paths` are in it.

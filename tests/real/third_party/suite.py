@@ -1,21 +1,25 @@
-"""Runs a test suite without and with the Lightning callback in every Trainer.
+"""Runs a test suite without and with the Lightning callback in every Trainer: what that changes, as JSON.
 
-It says what that changes.
+`python suite.py --timeout SECONDS -- ARGUMENTS` with the arguments of pytest; the exit code is 1 if a test fails that
+passes without us, and 2 if none passes. Progress is on the error stream.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ckpt_engine.cli.output import say_waiting, showing
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.tools.rehearsal_runs import failed, run_to_end
 
-PLUGIN = "lightning_ckpt.pytest_plugin"
+PLUGIN = "in_every_lightning_trainer"
 _RAN = (0, 1)
 """Exit codes of pytest where tests were run."""
 
@@ -131,3 +135,31 @@ def read_outcomes(file: Path) -> tuple[dict[str, Outcome], int]:
     events = list(map(json.loads, lines))
     tests = (Outcome(one["id"], one["outcome"], one["line"]) for one in events if one["event"] != "collected")
     return {one.test: one for one in tests}, sum(one["tests"] for one in events if one["event"] == "collected")
+
+
+@contextmanager
+def shown(now: Callable[[], str]) -> Iterator[None]:
+    """In the block, `now` says how far a run is, and once more behind it."""
+    with showing(now, hidden=False):
+        yield
+    say_waiting(now())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that each run may take")
+    parser.add_argument("words", nargs="+")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="ckpt-suite-") as scratch:
+        try:
+            report = Suite(options.words, Path(scratch), options.timeout, shown).compare()
+        except ResumeError as err:
+            print(err, file=sys.stderr)
+            return 2
+    print(json.dumps(asdict(report)))
+    return 1 if report.new_failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

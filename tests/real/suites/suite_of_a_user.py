@@ -1,4 +1,4 @@
-"""A user's test suite, run by `ckpt verify-resume --pytest`: no test of ours."""
+"""A user's test suite, run by `third_party/suite.py`: no test of ours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A pytest plugin for `ckpt verify-resume --pytest`: every `Trainer` that a suite makes gets our callback.
+"""A pytest plugin: every Lightning `Trainer` that a suite makes gets our callback.
 
-`pytest -p lightning_ckpt.pytest_plugin --ckpt-trainers FOLDER` alone does the same without a report.
+`pytest -p in_every_lightning_trainer --ckpt-trainers FOLDER` with this folder on the path; `suite.py` compares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_ckpt.callback import AdaptiveCheckpoint
+from lightning_ckpt import AdaptiveCheckpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from types import MappingProxyType
 
 from ckpt_engine.copy.drop_components import foresee, slim_id, write_slim
@@ -484,11 +485,9 @@ def _doubles(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
     of_seq: dict[tuple[int, int], list[SnapshotInfo]] = {}
     for info in infos:
         of_seq.setdefault((info.seq, info.step), []).append(info)
-    found = {}
-    for same in of_seq.values():
-        for slim in same if len(same) > 1 else ():
-            for whole in same:
-                lost = set(whole.components) - set(slim.components)
-                if slim.id == slim_id(whole.id, lost):
-                    found[slim.id] = whole.id
-    return found
+    return {
+        slim.id: whole.id
+        for same in of_seq.values()
+        for slim, whole in permutations(same, 2)
+        if slim.id == slim_id(whole.id, set(whole.components) - set(slim.components))
+    }

@@ -83,10 +83,8 @@ class Pruned:
         found: list[Event] = []
         if self.forgotten:
             found.append(SnapshotsForgotten(self.forgotten, self.collected.freed_bytes))
-        found += [
-            Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}")
-            for snapshot, why in self.not_slimmed.items()
-        ]
+        for snapshot, why in self.not_slimmed.items():
+            found.append(Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}"))
         return found + self.collected.events(url)
 
 
@@ -485,9 +483,9 @@ def _doubles(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
     of_seq: dict[tuple[int, int], list[SnapshotInfo]] = {}
     for info in infos:
         of_seq.setdefault((info.seq, info.step), []).append(info)
-    return {
-        slim.id: whole.id
-        for same in of_seq.values()
-        for slim, whole in permutations(same, 2)
-        if slim.id == slim_id(whole.id, set(whole.components) - set(slim.components))
-    }
+    found = {}
+    for same in of_seq.values():
+        for slim, whole in permutations(same, 2):
+            if slim.id == slim_id(whole.id, set(whole.components) - set(slim.components)):
+                found[slim.id] = whole.id
+    return found

@@ -120,20 +120,19 @@ def _weights(rows: list[_Match], arrays: Mapping[tuple[str, ...], list[_Array]])
     for number, (first, *_) in enumerate(rows):
         wanted[first.form].append(number)
     everywhere = [one for place in arrays.values() for one in place]
-    best: dict[int, str] = {}
-    for place in (*arrays.values(), everywhere):
+
+    def paired(place: list[_Array]) -> dict[int, str]:
         there: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for one in place:
             there[one.form].append(one.entry)
-        paired = {
+        return {
             number: entry
             for form, numbers in wanted.items()
             if len(there[form]) == len(numbers)
             for number, entry in zip(numbers, there[form], strict=True)
         }
-        if len(paired) > len(best):
-            best = paired
-    return best
+
+    return max(map(paired, (*arrays.values(), everywhere)), key=len)
 
 
 def _arrays_outside(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from types import MappingProxyType
 
 from ckpt_engine.copy.drop_components import foresee, slim_id, write_slim
@@ -82,10 +83,8 @@ class Pruned:
         found: list[Event] = []
         if self.forgotten:
             found.append(SnapshotsForgotten(self.forgotten, self.collected.freed_bytes))
-        found += [
-            Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}")
-            for snapshot, why in self.not_slimmed.items()
-        ]
+        for snapshot, why in self.not_slimmed.items():
+            found.append(Notice("WARNING", f"snapshot {snapshot} keeps all its components at {url}: {why}"))
         return found + self.collected.events(url)
 
 
@@ -486,9 +485,7 @@ def _doubles(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
         of_seq.setdefault((info.seq, info.step), []).append(info)
     found = {}
     for same in of_seq.values():
-        for slim in same if len(same) > 1 else ():
-            for whole in same:
-                lost = set(whole.components) - set(slim.components)
-                if slim.id == slim_id(whole.id, lost):
-                    found[slim.id] = whole.id
+        for slim, whole in permutations(same, 2):
+            if slim.id == slim_id(whole.id, set(whole.components) - set(slim.components)):
+                found[slim.id] = whole.id
     return found

@@ -258,7 +258,7 @@ class ParallelMap(Generic[T, U]):
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._items = ()
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(map(threading.Thread.is_alive, self._threads))
 
 
 def digesting(image: memoryview, cut_layout: CutLayout) -> ParallelMap[memoryview, str]:

@@ -144,12 +144,11 @@ def untouched() -> Iterator[None]:
 
 
 def _devices() -> RngState:
-    modules: dict[str, Any] = {kind: getattr(torch, kind) for kind in _ACCELERATORS}
-    state: RngState = {
-        kind: [_tensor_bytes(one) for one in module.get_rng_state_all()]
-        for kind, module in modules.items()
-        if module.is_initialized()
-    }
+    state: RngState = {}
+    for kind in _ACCELERATORS:
+        module: Any = getattr(torch, kind)
+        if module.is_initialized():
+            state[kind] = [_tensor_bytes(one) for one in module.get_rng_state_all()]
     if torch.backends.mps.is_available():
         state["mps"] = _tensor_bytes(torch.mps.get_rng_state())
     return state
@@ -196,8 +195,9 @@ def restore(state: Mapping[str, Any]) -> tuple[str, ...]:
     _numpy_memo = None
     np.random.set_state(decode_numpy(state["numpy"]))
     torch.set_rng_state(bytes_tensor(state["torch"]))
-    used = [kind for kind in _ACCELERATORS if kind in state]
-    problems = [text for kind in used for text in _restore_devices(kind, getattr(torch, kind), state[kind])]
+    problems: list[str] = []
+    for kind in _ACCELERATORS:
+        problems += _restore_devices(kind, getattr(torch, kind), state[kind]) if kind in state else []
     if (mps := state.get("mps")) is not None:
         if torch.backends.mps.is_available():
             torch.mps.set_rng_state(bytes_tensor(mps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import click
@@ -10,7 +10,6 @@ import click
 from ckpt_engine.cli.output import bar, json_option, print_json, print_table, print_text, showing
 from ckpt_engine.cli.root import find_root, options_of, storage_options
 from ckpt_engine.config import load_config
-from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.policy import Costs
 from ckpt_engine.observe import units
 from ckpt_engine.observe.events import MACHINE, PROCESS
@@ -28,14 +27,9 @@ from ckpt_engine.writer.attempts import read_attempts
 @click.option("--failures", default="", metavar="WHAT", help="llama3, rsc:GPUS, spot, weibull:SHAPE,SCALE, or a file.")
 @click.option("--compare", default="daly,checkfreq,30min", show_default=True, metavar="RULES", help="Beside ours.")
 @click.option("--days", type=click.FloatRange(0.1, 3650.0), help="Simulated days: 30, fewer where much happens.")
-@click.option(
-    "--price", "prices", multiple=True, metavar="TIER=PRICE", help="Of a GB written; `hour=PRICE`: of an hour."
-)
 @storage_options
 @json_option
-def command(
-    root: str | None, failures: str, compare: str, days: float | None, prices: tuple[str, ...], as_json: bool
-) -> None:
+def command(root: str | None, failures: str, compare: str, days: float | None, as_json: bool) -> None:
     """Simulate a run of the options in ckpt.yaml, or of the run at ROOT, with failures, and compare policies.
 
     What snapshots cost is taken from the run where it has measured that. RULES are daly, checkfreq, durations, and
@@ -46,7 +40,6 @@ def command(
     rows = read_attempts(repository_of(config.tiers[0]).storage).rows if root else ()
     costs, memory, measured = costs_of(rows)
     wanted = failures_of(failures, rows)
-    charged = _prices(prices, len(config.tiers))
     rules = {name: rule_of(name) for name in filter(None, (one.strip() for one in compare.split(",")))}
     restart = restart_of(rows)
     jobs = jobs_of(config, costs, memory, restart, wanted.per_second, rules)
@@ -56,22 +49,9 @@ def command(
         made = {"days": ended, "failures": wanted.source, "measured": measured, "costs": costs, "left_out": left}
         print_json({**made, "restart": restart, "policies": planned})
     else:
-        _print(planned, wanted, costs, restart, measured, ended, charged)
+        _print(planned, wanted, costs, restart, measured, ended)
         for name in left:
             print_text(f"{name} is left out: it takes too many snapshots in that time; --days simulates it as well")
-
-
-def _prices(given: Sequence[str], tiers: int) -> dict[str, float]:
-    found = {}
-    for one in given:
-        name, _, value = one.partition("=")
-        try:
-            if name != "hour" and not 1 <= int(name) <= tiers:
-                raise ValueError(f"there are {count(tiers, 'durable tier')}")
-            found[name] = float(value)
-        except ValueError as err:
-            raise ConfigError(f"--price {one!r}: {err}", hint="as in --price 1=0.01 --price hour=98.32") from err
-    return found
 
 
 def _print(
@@ -81,7 +61,6 @@ def _print(
     restart: Restart,
     measured: bool,
     days: float,
-    prices: Mapping[str, float],
 ) -> None:
     said = "as this run has measured" if measured else "assumed: nothing was measured"
     print_text(f"failures   {wanted.source}")
@@ -116,9 +95,3 @@ def _print(
     print_text("lost: work of one failure, on average")
     if len(found) > 1:
         print_text("rules know the true costs and the true failure rate; ckpt-engine learns both")
-    for name, price in prices.items():
-        what = "hours that are of no use" if name == "hour" else f"GB written to tier {name}"
-        for one in found:
-            idle = (1.0 - one.goodput) * days * 24.0
-            amount = idle if name == "hour" else one.tiers[int(name) - 1] * days / 1e9
-            print_text(f"{one.name}: {amount * price:,.2f} for {amount:,.1f} {what}")

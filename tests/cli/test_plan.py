@@ -151,14 +151,6 @@ def test_a_rule_in_the_folder_one_is_in_is_found() -> None:
     assert "young_rule:interval" in done.stdout
 
 
-def test_money(ckpt: Ckpt) -> None:
-    """The table has the price of useless hours and of written bytes."""
-    options = ("--failures", "llama3", "--days", 1, "--compare", "", "--price", "hour=100", "--price", "1=0.5")
-    lines = ckpt("plan", *options).out.splitlines()
-    assert any(line.startswith("ckpt-engine: ") and line.endswith("hours that are of no use") for line in lines)
-    assert lines[-1].endswith("GB written to tier 1")
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -168,8 +160,6 @@ def test_money(ckpt: Ckpt) -> None:
         (["--failures", "weibull:50,1h"], "from 0.1 to 10"),
         (["--compare", "dayly"], "daly, checkfreq"),
         (["--compare", "no_such_module:rule"], "package.module:function"),
-        (["--price", "3=1"], "there are 1 durable tier"),
-        (["--price", "1=much"], "--price 1=0.01"),
     ],
 )
 def test_what_is_not_understood_is_named_with_a_way_out(arguments: list[str], says: str, ckpt: Ckpt) -> None:

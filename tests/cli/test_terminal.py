@@ -103,7 +103,6 @@ diff ROOT ROOT
 diff ROOT#7 NONE
 plan --failures llama3 --days 0.1
 plan --failures much
-plan ROOT --price 7=1
 export ROOT OUT --to safetensors
 export ROOT OUT
 export ROOT OUT --to safetensors --component nothing

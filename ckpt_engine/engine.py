@@ -540,7 +540,9 @@ class Engine:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight, not beyond a stop or what `begin_close` says. See `Checkpointer.wait`."""
         began, most = time.monotonic(), wait_seconds(arguments.seconds("timeout", timeout))
-        done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self._hurries)
+        done = self._pipeline.drain(
+            min(most, max(0.0, self._close_by - began)), lambda copies: self.ending.hurries(copies)
+        )
         self._in_vain_seconds = 0.0 if done else time.monotonic() - began
         return done
 
@@ -574,7 +576,7 @@ class Engine:
         try:
             left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
             failed = failed and not self.ending.stops
-            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=self._hurries)
+            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda copies: self.ending.hurries(copies))
         except WaitTimeoutError as err:
             if self.ending.tells and not self.ending.stops:
                 raise
@@ -607,9 +609,6 @@ class Engine:
             return self._pipeline.lineage.checked(begin(config), self.root_url)
 
         return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
-
-    def _hurries(self, copies: bool) -> bool:
-        return self.ending.hurries(copies)
 
     def _say_what_stays(self) -> None:
         if (news := self._pipeline.lineage.news(self.root_url)) is not None:

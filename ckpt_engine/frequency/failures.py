@@ -190,12 +190,10 @@ class WeibullFit:
 
     Args:
         shape: below 1 the rate falls with the time since the last failure, above 1 it rises.
-        scale_seconds: the time that 37 % of the times exceed.
         evidence: twice the logarithm of the likelihood ratio against a constant rate.
     """
 
     shape: float
-    scale_seconds: float
     evidence: float
 
 
@@ -231,9 +229,7 @@ def fit_weibull(lasted: Sequence[float], failed: Sequence[bool]) -> WeibullFit:
         shape = max(_LEAST_SHAPE, min(shape * math.exp(change), _MOST_SHAPE))
         if abs(change) < 1e-5:  # squared, that is what the next one would be
             break
-    total = sum(weights_of(shape))
-    scale = math.exp(level) * (total / count) ** (1.0 / shape)
-    return WeibullFit(shape, scale, 2.0 * (likelihood(shape) - likelihood(1.0)))
+    return WeibullFit(shape, 2.0 * (likelihood(shape) - likelihood(1.0)))
 
 
 def believed_shape(lasted: Sequence[float], failures: Sequence[str]) -> float:

@@ -37,7 +37,6 @@ from ckpt_engine.preempt.divergence import (
     of_json,
     plan_rollback,
     read_rollback,
-    to_json,
     write_rollback,
 )
 from ckpt_engine.preempt.watch import PreemptionWatch
@@ -292,7 +291,7 @@ class Rollbacks:
 
         def read() -> dict[str, Any] | None:
             found = self._read()
-            return None if found is None else to_json(found)
+            return None if found is None else asdict(found)
 
         def known(rows: list[dict[str, Any] | None]) -> dict[str, Any] | None:
             return _last([row for row in rows if row is not None and row["newest"] == newest]) or _last(rows)
@@ -341,7 +340,7 @@ class Rollbacks:
         except CkptError as err:
             self._log.error("the disk of this node cannot be read: %s", err)
             return {"snapshots": [], "before": None}
-        return {"snapshots": rows, "before": None if found is None else to_json(found)}
+        return {"snapshots": rows, "before": None if found is None else asdict(found)}
 
     def remember(self, row: dict[str, Any]) -> None:
         """Rank 0, on another node, has decided that."""
@@ -361,7 +360,7 @@ class Rollbacks:
             assert verdicts is not None
             said = verdicts.ask(HOLDS, _PLACES_SECONDS)
             snapshots = whole(map(_row, infos), *(one["snapshots"] for one in said))
-            rows = [None if before is None else to_json(before), *(one["before"] for one in said)]
+            rows = [None if before is None else asdict(before), *(one["before"] for one in said)]
             before = None if (last := _last(rows)) is None else of_json(last)
         made = plan_rollback(
             snapshots,
@@ -375,7 +374,7 @@ class Rollbacks:
             return made, None
         write_rollback(self._storage, made)
         self._log.warning("%s; the next start goes back to step %d", made.text(), made.step)
-        return made, to_json(made) if divided else None
+        return made, asdict(made) if divided else None
 
     def _read(self) -> RollbackRecord | None:
         try:

@@ -6,12 +6,11 @@ is over as soon as there is a newer snapshot than the newest it knows.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -203,7 +202,7 @@ def write_rollback(storage: Storage, rollback: RollbackRecord) -> None:
     Raises:
         StorageError
     """
-    text = seal(to_json(rollback)) + b"\n"
+    text = seal(asdict(rollback)) + b"\n"
     storage.put(names.ROLLBACK, [memoryview(text)], exclusive=False)
 
 
@@ -224,11 +223,6 @@ def parse_rollback(text: bytes, where: str) -> RollbackRecord:
         CorruptError: it has none.
     """
     return parsed(text, where, of_json, "remove it to go on at the newest snapshot")
-
-
-def to_json(rollback: RollbackRecord) -> dict[str, Any]:
-    """The inverse of `of_json`."""
-    return dataclasses.asdict(rollback)
 
 
 def of_json(row: dict[str, Any]) -> RollbackRecord:

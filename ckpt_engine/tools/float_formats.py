@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 FLOAT_FORMATS = ("float32", "bfloat16", "float16")
 _WIDE_BYTES = {"float64": 8, "float32": 4}
 
@@ -40,7 +42,7 @@ def narrow(data: bytes | bytearray, dtype: str, target: str, loss: Loss) -> byte
     """
     import torch  # only a conversion needs it
 
-    wide = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    wide = torch.from_numpy(np.frombuffer(bytearray(data), dtype))
     small = wide.to(getattr(torch, target))
     finite = wide.isfinite()
     stays = finite & small.isfinite()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from ckpt_engine.preempt.divergence import (
     RollbackRecord,
     plan_rollback,
     read_rollback,
-    to_json,
     write_rollback,
 )
 from ckpt_engine.store import names
@@ -65,7 +65,7 @@ def test_it_is_remembered_at_the_root(tmp_path: Path) -> None:
     write_rollback(storage, made)
     assert read_rollback(storage) == made
     assert names.is_ours(names.ROLLBACK)
-    endless = json.dumps(to_json(made)).replace("21", "Infinity")
+    endless = json.dumps(asdict(made)).replace("21", "Infinity")
     for text in ("{", "[]", '{"snapshot": "a"}', endless, endless.replace("Infinity", "NaN")):
         (tmp_path / names.ROLLBACK).write_text(text)
         with pytest.raises(CorruptError, match=r"is damaged|not of ckpt-engine"):

@@ -540,9 +540,7 @@ class Engine:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight, not beyond a stop or what `begin_close` says. See `Checkpointer.wait`."""
         began, most = time.monotonic(), wait_seconds(arguments.seconds("timeout", timeout))
-        done = self._pipeline.drain(
-            min(most, max(0.0, self._close_by - began)), lambda copies: self.ending.hurries(copies)
-        )
+        done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self.ending.hurries)
         self._in_vain_seconds = 0.0 if done else time.monotonic() - began
         return done
 
@@ -576,7 +574,7 @@ class Engine:
         try:
             left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
             failed = failed and not self.ending.stops
-            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda copies: self.ending.hurries(copies))
+            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=self.ending.hurries)
         except WaitTimeoutError as err:
             if self.ending.tells and not self.ending.stops:
                 raise

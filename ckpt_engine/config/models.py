@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -40,12 +41,12 @@ from ckpt_engine.config.sections import (
     Rollback,
     Section,
     Share,
-    Slots,
     Status,
     checked,
     nonempty_text,
     one_of,
     option_error,
+    parse_count,
     parse_duration_seconds,
     parse_wait_seconds,
     refuse,
@@ -56,6 +57,13 @@ from ckpt_engine.plugins import CODECS, plugin
 MEMORY = "memory"
 SECTION = "section"
 """Tells pydantic that an option is a section here, and no word; no user writes it."""
+MOST_SLOTS = 64
+"""Each is a file of its own in memory, and a snapshot large."""
+Slots = Annotated[
+    int,
+    checked(partial(parse_count, most=MOST_SLOTS)),
+    WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_SLOTS}),
+]
 MEMORY_SLOTS = 3
 """With a memory tier: one snapshot that is complete, one being staged, one being written."""
 LEAST_PARITY = 3

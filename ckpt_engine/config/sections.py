@@ -288,13 +288,6 @@ DURATION_SCHEMA = {
 }
 
 Count = Annotated[int, checked(parse_count), _COUNT_SCHEMA]
-MOST_SLOTS = 64
-"""Each is a file of its own in memory, and a snapshot large."""
-Slots = Annotated[
-    int,
-    checked(partial(parse_count, most=MOST_SLOTS)),
-    WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_SLOTS}),
-]
 Port = Annotated[
     int,
     checked(partial(parse_count, most=65535)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.state.sharding import here
 
 
@@ -89,3 +90,15 @@ def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor
                 found: torch.Tensor = parameter
                 return found
     return None
+
+
+def needs_optimizer(name: str) -> ConfigError:
+    """Of a run whose weights an optimizer of torch changes that is not tracked.
+
+    Args:
+        name: how to track it.
+    """
+    return ConfigError(
+        "track() needs the optimizer: its steps are the steps of the run",
+        hint=f"track(model=model, optimizer={name}, loader=loader)",
+    )

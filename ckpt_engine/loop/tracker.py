@@ -21,7 +21,6 @@ from ckpt_engine.audit.carried import calls_now, taking_part
 from ckpt_engine.audit.roots import read_by_loading
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
@@ -36,22 +35,10 @@ from ckpt_engine.loop.progress import LoopProgress
 from ckpt_engine.loop.rank_decisions import Take
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.shape import At
-from ckpt_engine.loop.steps_made import StepsMade
+from ckpt_engine.loop.steps_made import StepsMade, needs_optimizer
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.step_fence import StepFence
-
-
-def needs_optimizer(name: str) -> ConfigError:
-    """Of a run whose weights an optimizer of torch changes that is not tracked.
-
-    Args:
-        name: how to track it.
-    """
-    return ConfigError(
-        "track() needs the optimizer: its steps are the steps of the run",
-        hint=f"track(model=model, optimizer={name}, loader=loader)",
-    )
 
 
 class Tracker(LoopProgress):

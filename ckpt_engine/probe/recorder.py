@@ -91,7 +91,6 @@ class FlightRecorder:
         self._number = self._calls = self._step = self._skips = 0
         self._batch = 0
         self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size}
-        self._saved_batch = 0
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None
@@ -178,8 +177,7 @@ class FlightRecorder:
         if saved is None:
             self._why = other_way or "the snapshot has no record of its steps"
             return
-        self._calls, self._saved_batch = int(saved["calls"]), int(saved["batch"])
-        self._batch = self._saved_batch
+        self._calls, self._batch = int(saved["calls"]), int(saved["batch"])
         self.boundary(step)
         if saved["world"] != self.about["world"]:
             other_way = f"another number of processes: the snapshot is of {saved['world']}, now {self.about['world']}"
@@ -201,7 +199,7 @@ class FlightRecorder:
         Args:
             ahead: so many of the batches that come were counted before the snapshot.
         """
-        self._batch, self._skips = self._saved_batch, ahead
+        self._batch, self._skips = int(self.note["batch"]), ahead
 
     # ---- a step
 

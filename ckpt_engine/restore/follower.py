@@ -44,10 +44,11 @@ END_POLLS = 5
 """In so many polls that find nothing new, one looks whether the run has ended."""
 _STOPPED = "signal"
 """Why the last snapshot of a run was taken that was asked to stop: the same command continues it."""
-Changes = Iterator[tuple[int, dict[str, torch.Tensor]]]
 
 
-def follow(url: ConfigSource, component: str | None = None, every: float | str = "1 s") -> Changes:
+def follow(
+    url: ConfigSource, component: str | None = None, every: float | str = "1 s"
+) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     """The step and the tensors of each new durable snapshot of a run that another process trains.
 
     The first one is the newest that there is, with all its tensors. Each later one has the tensors whose digest differs
@@ -111,7 +112,7 @@ class _Follower:
     def _urls(self) -> str:
         return ", ".join(place.storage.url for place in self._places)
 
-    def changes(self) -> Changes:
+    def changes(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """See `follow`."""
         idle = 0
         while True:

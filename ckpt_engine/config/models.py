@@ -57,13 +57,8 @@ from ckpt_engine.plugins import CODECS, plugin
 MEMORY = "memory"
 SECTION = "section"
 """Tells pydantic that an option is a section here, and no word; no user writes it."""
-MOST_SLOTS = 64
-"""Each is a file of its own in memory, and a snapshot large."""
-Slots = Annotated[
-    int,
-    checked(partial(parse_count, most=MOST_SLOTS)),
-    WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_SLOTS}),
-]
+_OF_LIBRARIES = re.compile("(s3|gs|gcs|az|abfss?)://")
+"""Whose options other_names.py knows; another file system may have options of these names."""
 MEMORY_SLOTS = 3
 """With a memory tier: one snapshot that is complete, one being staged, one being written."""
 LEAST_PARITY = 3
@@ -212,11 +207,11 @@ class Tier(Section):
         is_mirrored = replicate is not None or parity is not None
         taken = {"url", "every", "every_n_steps", "replicate", "parity", *(["bandwidth"] if is_mirrored else [])}
         more = sorted(self.model_fields_set - taken)
-        for name in self.storage_options if self.storage_options.get("transport") != "obstore" else ():
+        if _OF_LIBRARIES.match(self.url) and self.storage_options.get("transport") != "obstore":
             from ckpt_engine.config.other_names import OTHER_STORAGE_NAMES  # only a store needs it
 
-            known = OTHER_STORAGE_NAMES.get(name, "")
-            refuse((known, f"{name} in storage_options is called {known} here"))
+            for name in self.storage_options.keys() & OTHER_STORAGE_NAMES.keys():
+                refuse((True, f"{name} in storage_options is called {OTHER_STORAGE_NAMES[name]} here"))
         refuse(
             (self.every is not None and self.every_n_steps is not None, "give either every or every_n_steps"),
             (
@@ -355,7 +350,9 @@ class Config(Section):
         description="How long the writer of a trainer that died keeps its last snapshot in memory for a restarted one; "
         "only with the memory tier.",
     )
-    slots: Slots = Field(
+    slots: Annotated[
+        int, checked(partial(parse_count, most=64)), WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 64})
+    ] = Field(
         default=2,
         description="Snapshots that fit in host memory at once: one staged while one is written; with the memory tier "
         "at least 2, and 3 unless given, as one is always complete.",

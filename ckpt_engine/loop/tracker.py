@@ -27,8 +27,9 @@ from ckpt_engine.loop.capture import Capture
 from ckpt_engine.loop.components import Counters, LoopComponents, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
-from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
+from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, MissedBoundaries
+from ckpt_engine.loop.loop_boundary import LoopBoundary
 from ckpt_engine.loop.loops import Loops
 from ckpt_engine.loop.phases import ARRIVED, CLOSED, ENDED, FRESH, OPEN, RESTORING, TRAINING
 from ckpt_engine.loop.progress import LoopProgress
@@ -341,7 +342,7 @@ class Tracker(LoopProgress):
                 one.interior = one.delivered > 0
         self._audit.stepped()
         self._stepped.look()
-        here = _LoopBoundary(self, feed, obstacle)
+        here = LoopBoundary(self, feed, obstacle)
         self._run.boundary(self._steps, here)
         if obstacle is None:
             self._failing.reached(self._steps, lambda: self._record(feed, here))
@@ -386,7 +387,7 @@ class Tracker(LoopProgress):
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
         if self._phase is RESTORING or feed is not self._training:
             return None
-        here = _LoopBoundary(self, feed, obstacle_of(feed, accumulating=self._surroundings.accumulating()))
+        here = LoopBoundary(self, feed, obstacle_of(feed, accumulating=self._surroundings.accumulating()))
         return here.take(reason, durable=True) if here.obstacle() is None else None
 
     def _positions(self) -> dict[str, Any]:
@@ -420,7 +421,7 @@ class Tracker(LoopProgress):
             "reused": self._stepped.reused(),
         }
 
-    def _record(self, feed: Feed | None, here: _LoopBoundary) -> BoundaryRecord:
+    def _record(self, feed: Feed | None, here: LoopBoundary) -> BoundaryRecord:
         """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
         if (why := here.obstacle()) is not None:
             raise ImpossibleError(f"no snapshot can be taken there: {why}")
@@ -502,42 +503,3 @@ class Tracker(LoopProgress):
         for feed in self._feeds:
             feed.release()
         self._sources.clear()
-
-
-class _LoopBoundary:
-    """A boundary of a tracked loop: what `TrainingRun` asks there.
-
-    Args:
-        feed: the loader that is asked for the next batch; None: the loop announces the boundary itself.
-        obstacle: why no snapshot can be taken, as far as that is known already.
-
-    Attributes:
-        states: where each loader is, once `obstacle` was asked.
-    """
-
-    def __init__(self, tracker: Tracker, feed: Feed | None, obstacle: str | None) -> None:
-        self._tracker, self._feed, self._obstacle = tracker, feed, obstacle
-        self.states: Mapping[str, Any] = {}
-
-    def end(self, stop: Stop) -> BaseException | None:
-        if self.obstacle() is not None:
-            return None
-        return self._tracker._end(stop, lambda reason: self.take(reason, durable=True))
-
-    def decided(self, *, due: bool) -> None:
-        tracker = self._tracker
-        if due or tracker._audit.looks_early:
-            tracker._audit.boundary(tracker._counters(self._feed), taking=due)
-        if not (due or tracker._prepared):
-            # The optimizers have their state now: the arena is made ready in the background.
-            tracker._run.prepare(tracker._instant(self._feed, tracker._positions()).state())
-
-    def obstacle(self) -> str | None:
-        if self._obstacle is None:
-            self.states = self._tracker._positions()
-            if self._feed is not None and is_at_end(self.states[self._feed.name]):
-                self._obstacle = "end of an epoch"
-        return self._obstacle
-
-    def take(self, reason: str, *, durable: bool) -> SaveHandle | None:
-        return self._tracker._run.take(self._tracker._instant(self._feed, self.states), reason, durable=durable)

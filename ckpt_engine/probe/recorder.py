@@ -146,12 +146,13 @@ class FlightRecorder:
 
     def boundary(self, step: int) -> None:
         """Step `step` is complete. Where the run has no optimizer of torch, that makes a row."""
-        if step != self._step and not self._optimizers():
+        if step != self._step and self._calls == self.note["calls"] and not self._optimizers():
             self._by_hand.param_groups = [{"params": [p for one in self._modules().values() for p in one.parameters()]}]
             self._stepped(self._by_hand)
         self._step = step
         self.note = {**self.note, "calls": self._calls, "batch": self._batch}
-        self._join(last=False)
+        if self._resumed is not None:
+            self._join(last=False)
 
     def expect(
         self, saved: Mapping[str, Any] | None, step: int, earlier: Sequence[ProcessRows], *, other_way: str = ""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -397,7 +398,7 @@ class Restorer:
                 found = load(self._listed_once(), step, known=self._known, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
-                self.away = {one.url for one in found.away}
+                self.away = set(map(attrgetter("url"), found.away))
                 if self.line_note or NOTE in found.manifest.notes:
                     self.changes, manifest, self.line_note = planned(self._config.resume, found.manifest, found.state)
                     found = replace(found, manifest=manifest)

@@ -70,6 +70,7 @@ def test_without_any_run_the_error_names_the_three_ways(ckpt: Ckpt) -> None:
         "plan",
         "demo",
         "diff",
+        "fork",
         "cp",
         "import",
         "prove",

@@ -334,7 +334,7 @@ MISTAKES: dict[str, tuple[Do, str, str, str]] = {
     ),
     "a model as the state": (save(torch.nn.Linear(1, 1)), "type torch.*Linear", r"\(root\)", r"state_dict\(\)"),
     "a half step to save": (save({"a": 1}, 1.5), "not 1.5", "step", "whole number from 0"),
-    "a number of snapshots to keep": (options(keep=3), "must be a mapping", "keep", "last"),
+    "a share of snapshots to keep": (options(keep="half"), "must be a mapping", "keep", "last"),
     "one for one percent": (options(overhead=1), "below 100%", "overhead", "write '1%'"),
     "a unit that is none": (options(max_lost_work="10 minuts"), "must be a duration", "max_lost_work", "'10 min'"),
     "a verb is misspelt": (ckpt("verfy {run}"), "No such command", "verfy", "Did you mean 'verify'"),

@@ -177,7 +177,9 @@ class ResumeReport:
     def line(self) -> str:
         """The report in one line."""
         notes = [note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS))]
-        return visible("; ".join([self._headline(), *notes, *self.away, *self._rhythm]))
+        changes = [f"{one.name}: {one.detail}" for one in self.changes[:1]]
+        changes += [f"{len(self.changes) - 1} more in {FILE_NAME}"] if self.changes[1:] else []
+        return visible("; ".join([self._headline(), *changes, *notes, *self.away, *self._rhythm]))
 
     @property
     def _rhythm(self) -> list[str]:

@@ -2,7 +2,14 @@
 
 import json
 
-from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport, resumed_by_others
+from ckpt_engine.observe.resume_report import (
+    ChangedPart,
+    NotRestored,
+    Rejected,
+    Restored,
+    ResumeReport,
+    resumed_by_others,
+)
 
 REPORT = ResumeReport(
     url="file:///data/run1",
@@ -54,3 +61,11 @@ def test_another_number_of_ranks_is_in_the_line() -> None:
     assert report.line().endswith("; another number of ranks: 4 go on where 2 were")
     assert resumed_by_others(1, 2) == "another number of ranks: 2 go on where 1 was"
     assert resumed_by_others(2, 1) == "another number of ranks: 1 goes on where 2 were"
+
+
+def test_what_was_changed_is_in_the_line() -> None:
+    """The first change by its name, and how many more there are."""
+    lr, head = ChangedPart("set", "optimizer.lr", "0.1 becomes 0.2"), ChangedPart("left", "model.head", "as made")
+    report = ResumeReport(url="/run", snapshot="a", step=7, changes=(lr, head))
+    assert report.line().endswith("; optimizer.lr: 0.1 becomes 0.2; 1 more in resume-report.json")
+    assert ResumeReport(url="/run", snapshot="a", changes=(head,)).line().endswith("; model.head: as made")

@@ -90,7 +90,7 @@ class FlightRecorder:
         """Stands for the optimizer of a run without one of torch's."""
         self._number = self._calls = self._step = self._skips = 0
         self._batch = 0
-        self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size}
+        self.note: dict[str, float] = {"calls": 0, "batch": 0, "world": size, _SINCE: time.time()}
         self._comparison: RepeatedSteps | None = None
         self._why = ""
         self.told: Callable[[Replay], object] = lambda _: None

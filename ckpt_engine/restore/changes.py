@@ -199,15 +199,16 @@ class Changes:
             if glob.option == "override" and (found := glob.match(name)) and not found[-1]:
                 self.rows.append(ChangedPart("set", name, f"{_shown(saved)} becomes {glob.value}"))
                 return _as(name, glob.value, saved)
+        is_list = self._lightning and len(path) == 1 and path[0] in _LISTS  # required, also where nothing is in it
         if not (children := _children(saved)):
-            return saved if self._keeps(name) else self._leave(name, live)
+            return saved if is_list or self._keeps(name) else self._leave(name, live)
         mark, made, gone = len(self.rows), dict[Any, Any](), 0
         for key, value in children:
             inner = self._name(name, (*path, key))
             new = self._new_key(inner, key, f"{self.renamed(name)}.", made) if len(path) == 1 else key
             made[new] = self._changed(value, inner, (*path, key), _at(live, new))
             gone += self.leaves(inner)
-        if gone == len(made) and not (self._lightning and path[0] in _LISTS and len(path) == 1):
+        if gone == len(made) and not is_list:
             del self.rows[mark:]
             return self._leave(name, live)
         if self.loose and len(path) == 1 and any(isinstance(one, torch.Tensor) for _, one in _children(live)):

@@ -209,6 +209,16 @@ def test_a_process_that_went_another_way_is_not_the_measure(tmp_path: Path) -> N
     assert (replay.result, replay.steps) == ("exact", 3)
 
 
+@pytest.mark.parametrize("section", ["off", {"only": "model"}], ids=str)
+def test_a_run_that_began_again_is_not_compared_with_the_one_before(tmp_path: Path, section: Any) -> None:
+    """Steps of the same numbers, of a run that has ended behind them, are no measure of the new one."""
+    _begin(tmp_path)
+    train(tmp_path, make(seed=5), SNAPSHOT, resume=section)
+    again = "auto" if section == "off" else section
+    replay = replay_of(train(tmp_path, make(seed=6), SNAPSHOT + 3, resume=again))
+    assert replay == Replay("not compared", 0, "no step was repeated")
+
+
 def test_a_run_that_is_to_stop_ends_before_anything_is_saved(tmp_path: Path) -> None:
     """`replay: stop`: no snapshot before the outcome is known, and none where it differs; then as usual."""
     _begin(tmp_path)

@@ -161,3 +161,10 @@ def test_each_value_is_restored_or_as_the_program_made_it_by_its_name(seed: int)
         value = found[part][key][int(leaf)] if part in found else 0
         assert value == kept, (name, only_, skip)
         assert changes.leaves(name) == (not kept)
+
+
+def test_what_lightning_requires_is_there_also_where_nothing_is_in_it() -> None:
+    """Its lists of optimizers and schedulers; of a fit without schedulers the second one is empty."""
+    state = {"pytorch-lightning_version": "2", "state_dict": {"w": 1}, "optimizer_states": [], "lr_schedulers": []}
+    Changes(ResumeChanges(only=("model",)), state).change(state)
+    assert (state["optimizer_states"], state["lr_schedulers"]) == ([], [])

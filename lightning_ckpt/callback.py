@@ -51,7 +51,7 @@ class AdaptiveCheckpoint(Callback):
         log: what the progress bar and the loggers show, e.g. {"bar": "full"}.
         guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         rollback: as `guard`, and the next start goes back, e.g. {"on": "loss_spike", "skip_batches": 200}.
-        resume: "auto" goes on from the newest snapshot where `fit` is given no `ckpt_path`; "off" never does.
+        resume: "auto" resumes from the newest snapshot where `fit` is given no `ckpt_path`; "off" never does.
         on_error: "raise_at_end", "raise" or "warn" when a snapshot fails in the background.
         writer: "process" or "thread".
         linger: how long the memory tier waits for a restarted trainer.

@@ -1,4 +1,4 @@
-"""`ckpt explain`: what an error code or an option means, or why a run takes snapshots as often as it does."""
+"""`ckpt explain`: what an error code or an option means, or why a run has its interval."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page_of(error: type[CkptError]) -> str:
 def explain(what: str | None, root: str | None, as_json: bool) -> None:
     """Print what CODE (CKPT202, or 202) or OPTION (keep.best) means; without it all codes, each with a line.
 
-    `interval` says why the run at ROOT takes snapshots as often as it does, from what it has recorded.
+    `interval` says why the run at ROOT has its interval, from what it has recorded.
     """
     kinds = (one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, CkptError))
     known = {error.code: error for error in sorted(kinds, key=lambda error: error.code)}

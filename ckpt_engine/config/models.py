@@ -332,9 +332,9 @@ class Config(Section):
         | None
     ) = Field(
         default=None,
-        description="auto: a start goes on from the newest snapshot, without a word in the script; off: it never does, "
+        description="auto: a start resumes from the newest snapshot, without a word in the script; off: it never does, "
         "and what is there stays. Not given: Lightning's ckpt_path and transformers' resume_from_checkpoint say it; "
-        "Accelerate and track go on. A section: auto, with changes that are made once.",
+        "Accelerate and track resume. A section: auto, with changes that are made once.",
     )
     on_error: Annotated[Literal["raise_at_end", "raise", "warn"], one_of("raise_at_end", "raise", "warn")] = Field(
         default="raise_at_end",

@@ -306,10 +306,10 @@ class Tracker(LoopProgress):
 
     def _after_step(self, stepped: torch.optim.Optimizer, *_: Any) -> None:
         if (optimizer := self._loops.tracked(stepped)) is None:
-            modules = () if self._parts.optimizers else self._parts.modules.values()
-            own = {id(p) for module in modules for p in module.parameters()}
-            if not own.isdisjoint(map(id, components.managed([stepped]))):
-                raise needs_optimizer("optimizer")
+            if not self._parts.optimizers:
+                own = {id(p) for module in self._parts.modules.values() for p in module.parameters()}
+                if not own.isdisjoint(map(id, components.managed([stepped]))):
+                    raise needs_optimizer("optimizer")
             return
         self._count_step()
         self._stepped.mark(optimizer)

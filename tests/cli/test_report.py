@@ -128,7 +128,7 @@ def test_a_file_is_not_replaced_by_accident(ckpt: Ckpt, killed: Path, tmp_path: 
     assert "--force" in refused.err
     assert page.read_text() == "mine"
     assert ckpt("report", killed, "--html", page, "--force").code == 0
-    assert ckpt("report", killed, "--html", page).code == 0, "a page of ours is written again"
+    assert ckpt("report", killed, "--html", page).code == 0, "our page is written again"
 
 
 def test_a_run_that_has_nothing_yet(ckpt: Ckpt, run_folder: RunFolder, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A user's test suite, run by `third_party/suite.py`: no test of ours."""
+"""A user's test suite, run by `third_party/suite.py`: not one of our tests."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ AGREE_SECONDS = 300.0
 T = TypeVar("T")
 U = TypeVar("U")
 Named = Callable[[], Mapping[str, T]]
-_UNDECIDED = (WaitTimeoutError.code, SnapshotSkippedError.code)
-"""The writer still goes on with the snapshot; another rank was busy."""
+_SKIPPED = SnapshotSkippedError.code
+"""Another rank was busy, or reports itself what it lost."""
 
 
 class Ending:
@@ -620,7 +620,7 @@ class Engine:
         if isinstance(event, SnapshotCommitted):
             self._durable_step = event.step
             self._loss = None if event.step == self._newest_step else self._loss
-        elif isinstance(event, SnapshotFailed) and event.step == self._newest_step and event.code not in _UNDECIDED:
+        elif isinstance(event, SnapshotFailed) and event.step == self._newest_step and event.code != _SKIPPED:
             self._loss = ErrorRecord(event.code, event.message, event.hint).exception()
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)

@@ -176,6 +176,19 @@ def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_all_waits_end(
     assert_only_needed(tmp_path / "run", restarts=True)
 
 
+def test_the_coordinator_ends_with_an_error_where_the_last_part_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it lost is durable nowhere, although its own share was written."""
+    patience = Patience(monkeypatch)
+    ranks = open_ranks(tmp_path / "run", 2)
+    save_all(ranks, 1)
+    patience.over = True
+    ranks[0].save(state_of(2, 0), step=2)
+    with pytest.raises(SnapshotFailedError, match=r"step 2 is lost, .* step 1 is the newest: no part of .* in time"):
+        close_all(ranks)
+
+
 def test_a_rank_that_skips_says_so(tmp_path: Path) -> None:
     """With its arena full a rank takes no snapshot: that of all ranks fails at once, with the reason."""
     ranks = open_ranks(tmp_path / "run", 2, wait_seconds=50.0)

@@ -142,16 +142,12 @@ class Repository:
         if self._record is None:
             try:
                 self._stored_record = self.storage.get(names.RECORD)
-            except StorageMissingError:
-                self._refuse_foreign()
-                return None
-            except CorruptError as err:
-                self._record = self._record_by_manifests(err)
-                return self._record
-            try:
                 record = parse_record(self._stored_record, self.storage.url)
                 is_certain = self._stored_record == encode_record(record)
                 self._record = record if is_certain else self._agreeing(record)
+            except StorageMissingError:
+                self._refuse_foreign()
+                return None
             except CorruptError as err:
                 self._record = self._record_by_manifests(err)
         return self._record

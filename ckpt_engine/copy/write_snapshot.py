@@ -321,12 +321,10 @@ class Staged:
     def manifest(self, run: str, digests: Sequence[str]) -> Manifest:
         """Its manifest in `run`, where it is the image as it is, given the digests of all pieces."""
         job, cut_layout = self.job, self.cut_layout
-        parsed = names.parse_id(self.snapshot)
-        assert parsed is not None
         sizes = cut_layout.entry_bytes
         info = SnapshotInfo(
             id=self.snapshot,
-            seq=parsed.seq,
+            seq=names.seq_of(self.snapshot),
             step=job.step,
             epoch=job.epoch,
             reason=job.reason,

@@ -384,7 +384,7 @@ class Save:
                 newest = max(run.repository.ids(), key=lambda parsed: parsed.seq, default=None)
                 if step is None:
                     step = newest.step + 1 if newest is not None else 0
-                seq = max(run.repository.next_seq(), *(parsed_of(one).seq + 1 for one in run.under_way), 0)
+                seq = max(run.repository.next_seq(), *(names.seq_of(one) + 1 for one in run.under_way), 0)
                 self.id = names.snapshot_id(seq, step)
                 self.run = run.repository.run_id
                 run.under_way.add(self.id)

@@ -275,6 +275,14 @@ def readable(timeout: float, *fds: int) -> set[int]:
     return {fd for fd, _ in poll.poll(timeout * 1000)}
 
 
+def pidfd_of(pid: int) -> int | None:
+    """Readable when the process ends, even if a fork of it holds the connection open; None: there is no such thing."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
 def close_all(fds: Sequence[int]) -> None:
     """Close these descriptors."""
     for fd in fds:

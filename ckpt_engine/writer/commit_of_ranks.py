@@ -65,9 +65,7 @@ class SessionSnapshots(Container[str]):
 
     def settle(self, snapshot: str) -> None:
         """This snapshot and all before it are committed, or never will be."""
-        parsed = names.parse_id(snapshot)
-        assert parsed is not None
-        self._first_seq = max(self._first_seq, parsed.seq + 1)
+        self._first_seq = max(self._first_seq, names.seq_of(snapshot) + 1)
 
     def decline(self, snapshot: str) -> None:
         """The coordinator has no part in this one; others say the same, or leave what they have written."""

@@ -319,7 +319,7 @@ class Persister:
 
     def _attempt(self, order: StagedJob, settle: Callable[[ErrorRecord | None], object]) -> None:
         try:
-            if order.known:
+            if order.problem is None:
                 (self._ids.renew if order.failed else self._ids.of)(order)
             self._learn(order.job)
             event, is_primary = self._make_durable(order.staged(order.snapshot or ""))

@@ -19,12 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Container
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
 from ckpt_engine.writer import channel, messages, unix_sockets
-from ckpt_engine.writer.channel import Channel, Received, readable
+from ckpt_engine.writer.channel import Channel, Received, pidfd_of, readable
 from ckpt_engine.writer.messages import Body
 
 if TYPE_CHECKING:
@@ -54,26 +55,16 @@ class PeerWatch:
     def __init__(self, sock: socket.socket) -> None:
         self.pid = unix_sockets.peer_of(sock)[0]
         self.gone = False
-        self.fd: int | None = None
-        """Readable once the process has ended; None where the kernel offers no pidfd."""
-        try:
-            self.fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            self.gone = True
-        except OSError:
-            self.fd = None
+        self.fd = pidfd_of(self.pid)
+        """Readable once the process has ended; None where the kernel offers no pidfd, or the process is gone."""
+        self.look(())
 
     def look(self, ready: Container[int]) -> None:
         """Update `gone`, given the descriptors a selector found readable."""
         if self.fd is not None:
             self.gone = self.gone or self.fd in ready
-        elif not self.gone:
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                self.gone = True
-            except PermissionError:
-                self.gone = False
+        else:
+            self.gone = self.gone or not Path(f"/proc/{self.pid}").exists()
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Whether it has ended, or does so within `timeout` seconds. Any thread; leaves `gone` as it is.

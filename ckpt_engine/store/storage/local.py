@@ -208,13 +208,21 @@ class LocalStorage:
         folders = set()
         for name in names:
             path = self.path(name)
-            with translating("delete", path), suppress(FileNotFoundError):
+            try:
                 self._disk.remove(path)
+            except FileNotFoundError:
+                pass
+            except OSError as err:
+                raise translated(err, "delete", path) from err
             folders.add(path.rpartition("/")[0])
         # Also where nothing was left to remove: another process may have removed it and died before its sync.
         for folder in sorted(folders):
-            with translating("delete in", folder), suppress(FileNotFoundError):
+            try:
                 self._disk.sync_folder(folder)
+            except FileNotFoundError:
+                pass
+            except OSError as err:
+                raise translated(err, "delete in", folder) from err
 
     def settle(self, prefix: str) -> None:
         folder = f"{self.root}/{prefix.rstrip('/')}"

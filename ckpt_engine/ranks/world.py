@@ -62,10 +62,7 @@ class Ranks(Protocol):
     Attributes:
         rank, size: of `size` ranks, from 0; rank 0 is the coordinator.
         own: components of the state that differ between ranks: each rank saves its own and gets it back.
-        store: where they meet.
         wait_seconds: how long the coordinator waits for the part of a rank.
-        node: name of this rank's machine.
-        address: where other machines reach this one.
     """
 
     rank: int
@@ -74,13 +71,16 @@ class Ranks(Protocol):
     wait_seconds: float
 
     @property
-    def store(self) -> Store: ...
+    def store(self) -> Store:
+        """Where they meet."""
 
     @property
-    def node(self) -> str: ...
+    def node(self) -> str:
+        """Name of this rank's machine."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """Where other machines reach this one."""
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         """Whether the array at `path` is bit for bit the same on all ranks; if not, that of rank 0 counts."""

@@ -114,9 +114,8 @@ class Meter:
 
     slice_bytes = 32 << 20
 
-    def wait(self, nbytes: int) -> float:
-        """Seconds to wait before `nbytes` bytes are sent, or, if 0, before a request is sent again. Raises to stop."""
-        del nbytes
+    def wait(self, _nbytes: int) -> float:
+        """Seconds to wait before so many bytes are sent, or, if 0, before a request is sent again. Raises to stop."""
         return 0.0
 
     def pause(self, seconds: float) -> None:

@@ -103,7 +103,7 @@ class ResponsivenessProbe(CallProgress):
     """Whether a place has anything to say to what it is asked now: another try is no sign of it. Any thread."""
 
     def tried(self) -> None:
-        pass
+        """No sign."""
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ def write_slim(repository: Repository, slim: Slim) -> None:
             )
             for index in {piece.file for piece in plain}
         }
-        decoder, at = decoder_of(storage, slim.whole), 0
+        decoder, at = decoder_of(storage.get_into, slim.whole), 0
         nbytes = sum(piece.raw_nbytes for _, _, piece in slim.kept if piece.codec != RAW)
         scratch = memoryview(scratch_file(scratch_of(storage), nbytes) if nbytes else b"")
         blocks = [memoryview(slim.header)]

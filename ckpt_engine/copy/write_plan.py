@@ -21,7 +21,7 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for, stored_pieces
+from ckpt_engine.store.decode import Decoder, ReadInto, chain_of, decoder_of, needed_for, stored_pieces
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
@@ -35,8 +35,6 @@ _OLDER_COUNTS = 0.5
 changes is then written a second time, and hardly ever a third time."""
 _ROW_BYTES, _MORE_BYTES = 160, 260
 """Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
-ReadInto = Callable[[str, int, memoryview], object]
-"""As `Storage.get_into`."""
 Key = tuple[str, int]
 """An entry, and a byte of it at which a piece begins."""
 Needed = Mapping[tuple[str | None, str], Piece]
@@ -572,7 +570,7 @@ class Bases:
 
     def _take(self, manifest: Manifest) -> None:
         assert self._source is not None
-        decoder = decoder_of(self._source.storage, manifest)
+        decoder = decoder_of(self._source.storage.get_into, manifest)
         there = [(name, start, piece) for name, entry in manifest.entries.items() for start, piece in entry.placed()]
         for entries in manifest.bases.values():
             for name, pieces in entries.items():

@@ -106,7 +106,7 @@ class Candidate:
 
     def unpacked(self) -> Candidate:
         """The snapshot with a node for each of its leaves, see `tree.unpacked`. Raises as that."""
-        decoder = partial(decoder_of, self.sources[0].storage)
+        decoder = partial(decoder_of, self.sources[0].storage.get_into)
         return replace(self, manifest=unpacked(self.manifest, decoder))
 
 

@@ -19,7 +19,6 @@ from ckpt_engine.errors import CorruptError, FormatError, NewerFormatError, Stor
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RAW, Manifest, Piece
-from ckpt_engine.store.storage.base import Storage
 
 KEPT_BYTES = 192 << 20
 """Decoded pieces that wait for somebody to ask for them, at most."""
@@ -36,6 +35,8 @@ MAX_CHAIN = 64
 """Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
 _IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
 """Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
+ReadInto = Callable[[str, int, memoryview], object]
+"""As `Storage.get_into`."""
 FetchPiece = Callable[[str, Piece, memoryview], object]
 """`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
 OpenStored = Callable[[str, Piece], AbstractContextManager[memoryview]]
@@ -480,13 +481,18 @@ def _is_in_place(chain: Sequence[Piece]) -> bool:
     return len(chain) > 1 and chain[0].codec in _IN_PLACE and chain[0].raw_digest is not None
 
 
-def decoder_of(storage: Storage, manifest: Manifest) -> Decoder:
-    """Decodes pieces of a snapshot in `storage`; what is read is verified."""
+def decoder_of(read: ReadInto, manifest: Manifest, glance: FetchPiece | None = None) -> Decoder:
+    """Decodes pieces of a snapshot, of which `read` reads the data files; what is read is verified.
+
+    Args:
+        read: as `Storage.get_into`.
+        glance: see `Decoder`.
+    """
 
     def fetch(entry: str, piece: Piece, out: memoryview) -> None:
         name = manifest.files[piece.file].name
-        storage.get_into(name, piece.offset, out)
+        read(name, piece.offset, out)
         if digest(out) != piece.digest:
             raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
 
-    return Decoder(manifest, fetch)
+    return Decoder(manifest, fetch, glance)

@@ -24,6 +24,16 @@ from typing import Any, Protocol
 from ckpt_engine.errors import ConfigError, RanksError
 from ckpt_engine.store.container import digest
 
+_BLOCKED = "blocked"
+_ASKED = 15
+"""Other ranks at most that rank 0 asks how long they were blocked, spread over all of them."""
+PIECE_BYTES = 4 << 20
+"""The server of torch's `TCPStore` hangs up on a client that sets more than 8 MiB at once."""
+_ANY_PORT = 9
+_LOOPBACK = "127.0.0.1"
+PAIR = 2
+"""Machines that keep a share: its own and its partner's. With two, parity is a copy."""
+
 
 class Store(Protocol):
     """Small texts by key that all ranks see. Every call is short; nothing here is a collective. Thread safe."""
@@ -86,11 +96,6 @@ class Ranks(Protocol):
         """Whether the array at `path` is bit for bit the same on all ranks; if not, that of rank 0 counts."""
 
 
-_BLOCKED = "blocked"
-_ASKED = 15
-"""Other ranks at most that rank 0 asks how long they were blocked, spread over all of them."""
-
-
 class Waits:
     """How long ranks wait for those that a snapshot blocks longest: the next all-reduce is as late as the latest rank.
 
@@ -122,10 +127,6 @@ class Waits:
         since = [seconds - before for seconds, before in zip(now, self._before, strict=True)]
         self._before = now
         self.seconds += max(since) - statistics.fmean(since)
-
-
-PIECE_BYTES = 4 << 20
-"""The server of torch's `TCPStore` hangs up on a client that sets more than 8 MiB at once."""
 
 
 def say(store: Store, key: str, answer: dict[str, Any]) -> None:
@@ -164,10 +165,6 @@ def hear(store: Store, key: str, timeout: float) -> dict[str, Any]:
         )
     value: dict[str, Any] = json.loads(text)
     return value
-
-
-_ANY_PORT = 9
-_LOOPBACK = "127.0.0.1"
 
 
 def towards(host: str) -> str | None:
@@ -215,10 +212,6 @@ class Neighbours:
 
     keepers: tuple[int, ...]
     senders: tuple[int, ...]
-
-
-PAIR = 2
-"""Machines that keep a share: its own and its partner's. With two, parity is a copy."""
 
 
 def neighbours(rank: int, nodes: Sequence[str], machines: int) -> Neighbours:

@@ -30,6 +30,11 @@ from ckpt_engine.writer.client import WriterClient
 
 SETTLE_SECONDS = 60.0
 _log = logging.getLogger(LOGGER_NAME)
+_tenures: dict[tuple[str, int], Tenure] = {}
+leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+"""Those that are asked to leave where the process forks."""
+CLOSE_SECONDS = 60.0
+_ATTEMPT_DIGITS = 16
 
 
 def _open_standard_descriptors() -> None:
@@ -166,9 +171,6 @@ class Tenure:
             self._quietly(self._end)  # what is raised here keeps Python from joining the threads of the user
 
 
-_tenures: dict[tuple[str, int], Tenure] = {}
-
-
 def _end_all() -> None:
     for one in tuple(_tenures.values()):
         one.end_before_executors()
@@ -185,20 +187,12 @@ class Leaver(Protocol):
         """In a fork: follow nothing any more, and take no lock."""
 
 
-leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
-"""Those that are asked to leave where the process forks."""
-
-
 def _in_fork() -> None:
     for one in tuple(leavers):
         one.leave_fork()
 
 
 os.register_at_fork(after_in_child=_in_fork)
-
-
-CLOSE_SECONDS = 60.0
-_ATTEMPT_DIGITS = 16
 
 
 class Lineage:

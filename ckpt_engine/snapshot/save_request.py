@@ -29,6 +29,16 @@ from ckpt_engine.snapshot.arguments import seconds
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.names import parse_id, seq_of
 
+WAIT_SECONDS = 3600.0
+"""Of waits without a timeout of their own: forever, but for a fault of ours."""
+PATIENCE_SECONDS = 30.0
+"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
+_MISSED = "missed"
+_ASKED = 8
+"""The newest snapshots of this node that are asked for; all older ones failed somewhere."""
+_KEPT = 64
+"""Keys that a rank leaves in the store: more than leaders can be behind each other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -70,10 +80,6 @@ class Request:
             software=software(),
             **rest,
         )
-
-
-WAIT_SECONDS = 3600.0
-"""Of waits without a timeout of their own: forever, but for a fault of ours."""
 
 
 class SaveOutcomes(Protocol):
@@ -168,15 +174,6 @@ def software() -> Mapping[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-PATIENCE_SECONDS = 30.0
-"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
-_MISSED = "missed"
-_ASKED = 8
-"""The newest snapshots of this node that are asked for; all older ones failed somewhere."""
-_KEPT = 64
-"""Keys that a rank leaves in the store: more than leaders can be behind each other."""
 
 
 Save = Callable[[Callable[[], Mapping[str, Any]]], SaveHandle]

@@ -32,6 +32,13 @@ from ckpt_engine.writer.client import Message, WriterClient
 
 OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
 """Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
+Send = Callable[[WriterClient], object]
+Failed = Callable[[CkptError], object]
+LEASE_WAIT_SECONDS = 60.0
+DRAIN_SECONDS = 600.0
+"""How long a writer whose trainer is gone, or waits no more, may go on."""
+REUNION_WAIT_SECONDS = 240.0
+"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
 
 class Coming(Future[WriterClient]):
@@ -66,10 +73,6 @@ def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) ->
         emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
         return False
     return True
-
-
-Send = Callable[[WriterClient], object]
-Failed = Callable[[CkptError], object]
 
 
 class Handover:
@@ -396,13 +399,6 @@ class InFlight:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
             self.failures.append(error)
-
-
-LEASE_WAIT_SECONDS = 60.0
-DRAIN_SECONDS = 600.0
-"""How long a writer whose trainer is gone, or waits no more, may go on."""
-REUNION_WAIT_SECONDS = 240.0
-"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
 
 def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:

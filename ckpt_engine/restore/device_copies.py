@@ -43,8 +43,7 @@ class _Strip:
     """Page-locked host memory from where a device copies."""
 
     def __init__(self, nbytes: int, runtime: Cuda, device: torch.device) -> None:
-        memory = private_memory(nbytes)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(private_memory(nbytes), dtype=torch.uint8)
         self.sent: list[Any] = []
         """Happen when what was sent from it has arrived."""
         self._runtime = runtime

@@ -150,8 +150,7 @@ class FolderClient:
         """As `Storage.get_into`."""
         out = out.cast("B")
         for at in range(0, max(1, out.nbytes), MOST_BYTES):
-            part = out[at : at + MOST_BYTES]
-            self._read(name, start + at, part)
+            self._read(name, start + at, out[at : at + MOST_BYTES])
 
     def _read(self, name: str, start: int, out: memoryview) -> None:
         def room(nbytes: int) -> memoryview:

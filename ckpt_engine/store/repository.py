@@ -250,8 +250,8 @@ class Repository:
                 raise StorageMissingError(f"not a snapshot id: {snapshot}")
             data = self.storage.get(name)
         except StorageMissingError as err:
-            hint = f"ckpt ls {self.storage.url}"
-            raise StorageMissingError(f"no snapshot {snapshot} at {self.storage.url}", hint=hint) from err
+            url = self.storage.url
+            raise StorageMissingError(f"no snapshot {snapshot} at {url}", hint=f"ckpt ls {url}") from err
         with self._locating(name):
             manifest = known.get(data) or manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)

@@ -148,9 +148,9 @@ class Persister:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
-            check = self._primary.check_lease
-            self._attempts = AttemptRecord(plain, holder, ranks.size, check, self._emit_event)
-            self._attempts.spent = self._spent
+            self._attempts = AttemptRecord(
+                plain, holder, ranks.size, self._primary.check_lease, self._emit_event, self._spent
+            )
             self._attempts.begin()
             if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
                 text = (

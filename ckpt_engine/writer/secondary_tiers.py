@@ -318,8 +318,7 @@ class SecondaryTiers:
         def left() -> list[Replicator]:
             return [one for one in self._replicators if not (one.settled or one.silent)]
 
-        tell_at = time.monotonic() + TELL_SECONDS
-        self._wait(lambda: not left(), min(deadline, tell_at))
+        self._wait(lambda: not left(), min(deadline, time.monotonic() + TELL_SECONDS))
         # One that has just stopped answering is left soon, and the end says that.
         self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
         late = [one.unfinished(self._newest) for one in left()]

@@ -112,8 +112,7 @@ class ObstoreStorage(ObjectStore):
 
     def encrypted(self) -> bool:
         """Whether the channel protects the bytes."""
-        store = self._trying(self._store, "open", "")
-        config = store.config
+        config = self._trying(self._store, "open", "").config
         return not (str(config.get("endpoint", "")).startswith("http:") or config.get("use_emulator"))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:

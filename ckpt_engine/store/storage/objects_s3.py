@@ -131,8 +131,7 @@ class S3Storage(ObjectStore):
             raise StorageMissingError(f"no object {self.url}/{name}", hint=err.hint) from err
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        key = self._key(name)
-        done = self._calls.run(self._get_into(key, start, out.cast("B")), "read", name)
+        done = self._calls.run(self._get_into(self._key(name), start, out.cast("B")), "read", name)
         if done < out.nbytes:
             raise CorruptError(f"{self.url}/{name} ends at byte {start + done}, needed up to {start + out.nbytes}")
 

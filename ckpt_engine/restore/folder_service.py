@@ -193,9 +193,9 @@ class FolderClient:
         except BaseException:
             line.close()
             raise
-        if not self._keeps:
+        if self._keeps:
+            with self._lock:
+                self._idle.append(line)
+        else:
             line.close()
-            return head
-        with self._lock:
-            self._idle.append(line)
         return head

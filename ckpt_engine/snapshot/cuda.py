@@ -154,6 +154,7 @@ def _cudart() -> Any:
 CUDA = Cuda()
 
 
+@dataclass(eq=False)
 class Pinned:
     """A range of host memory, page-locked or not.
 
@@ -163,13 +164,12 @@ class Pinned:
         locks: the runtime of the devices.
     """
 
-    def __init__(self, address: int, nbytes: int, locks: Cuda) -> None:
-        self._address = address
-        self._nbytes = nbytes
-        self._locks = locks
-        self._pieces: list[tuple[Any, int]] = []
-        self._problem: str | None = None
-        self._done = False
+    _address: int
+    _nbytes: int
+    _locks: Cuda
+    _pieces: list[tuple[Any, int]] = field(default_factory=list, init=False)
+    _problem: str | None = field(default=None, init=False)
+    _done: bool = field(default=False, init=False)
 
     def pin(self, device: Any, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock all of it, unless that was tried before; what is wrong, or None. Any thread; releases the GIL.

@@ -233,10 +233,9 @@ class Lineage:
         """What is trained from here on comes after `resumed`; `before`: see `restore.load.before_of`."""
         own = resumed.line.attempt == self._attempt and bool(before)
         self._resumed = resumed
-        if own:
-            return
-        self._begin()
-        self._before = before
+        if not own:
+            self._begin()
+            self._before = before
 
     def _begin(self) -> None:
         """What follows is of another attempt than what was before."""

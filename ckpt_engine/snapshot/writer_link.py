@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine.config import Config
@@ -260,6 +260,7 @@ class InFlightJob:
     handed_on: bool = False
 
 
+@dataclass(eq=False)
 class InFlight:
     """The snapshots that are to become durable and whose outcome is not known, and those that no writer takes.
 
@@ -274,27 +275,19 @@ class InFlight:
         next_writer: starts one in place of one that died; None: of several ranks.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        newest: Newest,
-        emit: Callable[[Event], None],
-        tier: str,
-        next_writer: Callable[[], Handover] | None,
-    ) -> None:
-        self._slots = slots
-        self._newest = newest
-        self._emit = emit
-        self._tier = tier
-        self._next_writer = next_writer
-        self._open: dict[int, InFlightJob] = {}
-        self._held: set[int] = set()
-        self.unsent: dict[int, tuple[InFlightJob, CkptError, Handover | None]] = {}
-        """Jobs that no writer has, by number, and why; with the writer that has not taken a complete slot."""
-        self.failures: list[CkptError] = []
-        """Background errors that have not been shown yet, oldest first."""
-        self.ends = False
-        """No other writer starts."""
+    _slots: Slots
+    _newest: Newest
+    _emit: Callable[[Event], None]
+    _tier: str
+    _next_writer: Callable[[], Handover] | None
+    _open: dict[int, InFlightJob] = field(default_factory=dict, init=False)
+    _held: set[int] = field(default_factory=set, init=False)
+    unsent: dict[int, tuple[InFlightJob, CkptError, Handover | None]] = field(default_factory=dict, init=False)
+    """Jobs that no writer has, by number, and why; with the writer that has not taken a complete slot."""
+    failures: list[CkptError] = field(default_factory=list, init=False)
+    """Background errors that have not been shown yet, oldest first."""
+    ends: bool = field(default=False, init=False)
+    """No other writer starts."""
 
     def __len__(self) -> int:
         return len(self._open)

@@ -10,8 +10,9 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -127,6 +128,7 @@ class BufferPool:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+@dataclass(eq=False)
 class GroupDecoder:
     """Decodes the groups of one snapshot; what was not asked for yet is kept for a while. Thread safe.
 
@@ -136,15 +138,14 @@ class GroupDecoder:
         rooms: for what is decoded on the way.
     """
 
-    def __init__(self, manifest: Manifest, stored: OpenStored, fill_base: FillBase, rooms: BufferPool) -> None:
-        self._manifest = manifest
-        self._rooms = rooms
-        self._stored = stored
-        self._fill_base = fill_base
-        self._lock = threading.Lock()
-        self._busy: dict[_Key, threading.Lock] = {}
-        self._kept: OrderedDict[_Key, dict[str, memoryview]] = OrderedDict()
-        self._left_bytes: int | None = None
+    _manifest: Manifest
+    _stored: OpenStored
+    _fill_base: FillBase
+    _rooms: BufferPool
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _busy: dict[_Key, threading.Lock] = field(default_factory=dict, init=False)
+    _kept: OrderedDict[_Key, dict[str, memoryview]] = field(default_factory=OrderedDict, init=False)
+    _left_bytes: int | None = field(default=None, init=False)
 
     def fill(self, level: str | None, start: int, piece: Piece, outs: Mapping[str, memoryview]) -> None:
         """Fill `outs`, by entry, with a piece that has a group, and others of it.
@@ -229,10 +230,9 @@ class GroupDecoder:
             return self._kept.pop(key, {})
 
     def _keep(self, key: _Key, left: dict[str, memoryview]) -> None:
-        if not left:
-            return
         with self._lock:
-            self._kept[key] = left
+            if left:
+                self._kept[key] = left
             while sum(one.nbytes for kept in self._kept.values() for one in kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
 
@@ -437,7 +437,9 @@ class Decoder:
         with ExitStack() as stack:
             base: memoryview | None = None
             if len(chain) > 1:
-                base = out if _is_in_place(chain) else stack.enter_context(self._room(piece.raw_nbytes))
+                # Decoded over its base nothing but the piece's own digest tells that it was the right one.
+                over = piece.codec in _IN_PLACE and piece.raw_digest is not None
+                base = out if over else stack.enter_context(self._room(piece.raw_nbytes))
                 self._fill(name, start, chain[1:], None, base, piece.base)
             data = stack.enter_context(self._stored(name, piece)) if stored is None else stored
             try:
@@ -474,11 +476,6 @@ def _require(name: str, start: int, piece: Piece, out: memoryview) -> None:
     """Once per chain: what is under it was verified as it was stored."""
     if piece.raw_digest is not None and digest(out) != piece.raw_digest:
         raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
-
-
-def _is_in_place(chain: Sequence[Piece]) -> bool:
-    """Whether a piece is decoded over its base. Then nothing but its own digest tells that it was the right one."""
-    return len(chain) > 1 and chain[0].codec in _IN_PLACE and chain[0].raw_digest is not None
 
 
 def decoder_of(read: ReadInto, manifest: Manifest, glance: FetchPiece | None = None) -> Decoder:

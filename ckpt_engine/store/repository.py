@@ -479,11 +479,8 @@ class Repository:
     def _at_once(self, work: Callable[[_Of], _T], ids: Sequence[_Of]) -> Iterable[_T]:
         if len(ids) < 2 or self.storage.capabilities.cheap_reads:
             return map(work, ids)
-        pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")
-        try:
+        with ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list") as pool:
             return list(pool.map(work, ids))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _references(self, listed: Sequence[tuple[names.ParsedId, ObjectInfo]]) -> tuple[set[str], tuple[Damaged, ...]]:
         self.learn([item for _, item in listed])

@@ -228,12 +228,11 @@ class Serving:
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
-        if self._closing or self._left:
-            pass  # is left alone below; done when the trainer said so
-        elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
-            queue.abandon(GONE)
-        else:
-            queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
+        if not (self._closing or self._left):  # one is left alone below, the other was done when the trainer said so
+            if self._peer.fd is None or self._peer.ended(_END_SECONDS):
+                queue.abandon(GONE)
+            else:
+                queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
         self._handlers.leave(serves=not self._closing)
         if self._control is None and not self._closing:
             self._listen()  # who had the name may be gone by now

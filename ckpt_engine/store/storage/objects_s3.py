@@ -11,6 +11,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -114,11 +115,8 @@ class S3Storage(ObjectStore):
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         key = self._key(name)
-        whole = MemoryBlocks(blocks)
-        try:
+        with closing(MemoryBlocks(blocks)) as whole:
             self._calls.run(self._put(name, key, whole, exclusive=exclusive), "write", name)
-        finally:
-            whole.release()
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         checked(name)

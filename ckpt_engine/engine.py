@@ -53,7 +53,7 @@ from ckpt_engine.restore.load import Restorer
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
+from ckpt_engine.snapshot.save_request import WAIT_SECONDS, Request, SaveHandle
 from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -539,7 +539,7 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight, not beyond a stop or what `begin_close` says. See `Checkpointer.wait`."""
-        began, most = time.monotonic(), wait_seconds(arguments.seconds("timeout", timeout))
+        began, most = time.monotonic(), arguments.seconds(timeout, WAIT_SECONDS)
         done = self._pipeline.drain(min(most, max(0.0, self._close_by - began)), self.ending.hurries)
         self._in_vain_seconds = 0.0 if done else time.monotonic() - began
         return done
@@ -555,9 +555,7 @@ class Engine:
         Args:
             timeout: see `Checkpointer.close`.
         """
-        most = arguments.seconds("timeout", timeout)
-        if most is None:
-            most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end
+        most = arguments.seconds(timeout, CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end)
         self._close_by = time.monotonic() + most - self._in_vain_seconds
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:

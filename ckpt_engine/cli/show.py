@@ -85,7 +85,7 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     copies: dict[str, Manifest | CkptError] = {}
     for place in holders:
         try:
-            copies[place.storage.url] = unpacked(place.read(snapshot), partial(decoder_of, place.storage))
+            copies[place.storage.url] = unpacked(place.read(snapshot), partial(decoder_of, place.storage.get_into))
         except CkptError as err:
             copies[place.storage.url] = err
     errors = {url: one if isinstance(one, CkptError) else None for url, one in copies.items()}

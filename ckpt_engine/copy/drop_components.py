@@ -105,13 +105,17 @@ def write_slim(repository: Repository, slim: Slim) -> None:
             )
             for index in {piece.file for piece in plain}
         }
-        decoded = _Decoded(repository, slim)
+        decoder, at = decoder_of(storage.get_into, slim.whole), 0
+        nbytes = sum(piece.raw_nbytes for _, _, piece in slim.kept if piece.codec != RAW)
+        scratch = memoryview(scratch_file(scratch_of(storage), nbytes) if nbytes else b"")
         blocks = [memoryview(slim.header)]
         for name, start, piece in slim.kept:
             if piece.codec == RAW:
                 blocks.append(images[piece.file][piece.offset : piece.offset + piece.nbytes])
             else:
-                blocks.append(decoded.bytes_of(name, start, piece))
+                blocks.append(scratch[at : at + piece.raw_nbytes])
+                decoder.read(name, start, piece, blocks[-1])
+                at += piece.raw_nbytes
         try:
             try:
                 storage.put(file.name, blocks)
@@ -123,25 +127,6 @@ def write_slim(repository: Repository, slim: Slim) -> None:
             for block in blocks:
                 block.release()
     repository.commit(slim.manifest)
-
-
-class _Decoded:
-    """Encoded pieces of the first snapshot, decoded into a scratch file that has no name."""
-
-    def __init__(self, repository: Repository, slim: Slim) -> None:
-        storage = repository.storage
-        self._decoder = decoder_of(storage, slim.whole)
-        self._end = 0
-        nbytes = sum(piece.raw_nbytes for _, _, piece in slim.kept if piece.codec != RAW)
-        if nbytes:
-            self._memory = memoryview(scratch_file(scratch_of(storage), nbytes))
-
-    def bytes_of(self, name: str, start: int, piece: Piece) -> memoryview:
-        """The bytes of a piece, verified. Raises as `Decoder.read`."""
-        found = self._memory[self._end : self._end + piece.raw_nbytes]
-        self._end += piece.raw_nbytes
-        self._decoder.read(name, start, piece, found)
-        return found
 
 
 def is_compact(manifest: Manifest) -> bool:

@@ -283,12 +283,11 @@ class EncodedPiece:
 
     def piece_at(self, file: int, offset: int) -> Piece:
         """As the manifest names it."""
-        nbytes = len(self.stored)
+        plain = Piece(file, offset, len(self.stored), self.digest, self.work.piece.raw_nbytes)
         if self.codec == RAW:
-            return Piece(file, offset, nbytes, self.digest, nbytes)
+            return plain
         base = self.work.over.base if self.is_over and self.work.over is not None else None
-        raw_nbytes = self.work.piece.raw_nbytes
-        return Piece(file, offset, nbytes, self.digest, raw_nbytes, self.codec, base, self.raw_digest, self.group)
+        return replace(plain, codec=self.codec, base=base, raw_digest=self.raw_digest, group=self.group)
 
 
 class Files:

@@ -19,7 +19,7 @@ from ckpt_engine.copy.encode_pieces import DELTA, Encoder, Files, Pick, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
 from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, decide_sound, paired, plan, plan_alone
 from ckpt_engine.copy.write_snapshot import RawContents, Staged
-from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError, WriterError
+from ckpt_engine.errors import FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
@@ -56,7 +56,7 @@ def put_encoded(
         planned, rank = plan_alone(manifest), manifest.info.partial.ranks[0]
     files = Files(manifest, planned, rank)
     bases = Bases(manifest, source, older_at(target, planned.before))
-    encoder = Encoder(manifest, planned, decoder_of(source.storage, manifest), bases, pick)
+    encoder = Encoder(manifest, planned, decoder_of(source.storage.get_into, manifest), bases, pick)
     sent = present = 0
     for file, blocks, done in files.encoded(encoder):
         for one in done:
@@ -77,7 +77,7 @@ def put_encoded(
 
 def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
     """Reads an older snapshot, where there is one and that is cheap."""
-    return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
+    return decoder_of(target.storage.get_into, before) if before and target.storage.capabilities.cheap_reads else None
 
 
 class Encoded(RawContents):
@@ -277,12 +277,7 @@ class DedupBaseline:
         def glance(_: str, piece: Piece, out: memoryview) -> None:
             self.read(before.files[piece.file].name, piece.offset, out)
 
-        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
-            glance(entry, piece, out)
-            if digest(out) != piece.digest:
-                raise CorruptError(f"{entry!r}: bytes of {before.files[piece.file].name} do not match their digest")
-
-        return Decoder(before, fetch, glance)
+        return decoder_of(self.read, before, glance)
 
     def _seems_in_few_rows(self, manifest: Manifest, before: Manifest, image: memoryview, name: str) -> bool:
         """Whether few rows of an entry seem to have changed, as far as a few rows of one piece tell."""

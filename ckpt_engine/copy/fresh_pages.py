@@ -75,8 +75,7 @@ class FreshPages:
     as much as small ones, which come from what the machine has kept, and else a third of it.
     """
 
-    def __init__(self) -> None:
-        self._are_dear = False
+    _are_dear = False
 
     def populate(self, address: int, nbytes: int) -> None:
         """As the function of this name."""

@@ -436,9 +436,7 @@ class KeySkeleton:
             children = node
         else:
             return False
-        changing = False
-        for child in children:
-            changing |= self._study(child, entries)
+        changing = True in [self._study(child, entries) for child in children]
         if changing:
             self._changing.add(id(node))
         return changing

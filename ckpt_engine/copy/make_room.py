@@ -442,8 +442,7 @@ def _is_whole(repository: Repository, snapshot: str) -> bool:
 def shortage(repository: Repository, policy: RetentionPolicy, data_bytes: int) -> str | None:
     """Why what a policy keeps will not fit, if all snapshots are as large as the first one; None: it will."""
     used_bytes = sum(item.nbytes for item in repository.storage.list(names.DATA))
-    free_bytes = repository.storage.capabilities.free_bytes()
-    return preflight(policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
+    return preflight(policy, data_bytes, used_bytes=used_bytes, free_bytes=repository.storage.capabilities.free_bytes())
 
 
 def measure(repository: Repository) -> Usage:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
@@ -20,7 +21,7 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
-from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for, stored_pieces
+from ckpt_engine.store.decode import Decoder, ReadInto, chain_of, decoder_of, needed_for, stored_pieces
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
@@ -34,8 +35,6 @@ _OLDER_COUNTS = 0.5
 changes is then written a second time, and hardly ever a third time."""
 _ROW_BYTES, _MORE_BYTES = 160, 260
 """Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
-ReadInto = Callable[[str, int, memoryview], object]
-"""As `Storage.get_into`."""
 Key = tuple[str, int]
 """An entry, and a byte of it at which a piece begins."""
 Needed = Mapping[tuple[str | None, str], Piece]
@@ -532,7 +531,7 @@ class Bases:
         self._manifest = manifest
         self._source = source
         self._lock = threading.Lock()
-        self._left: list[str] | None = None
+        self._further = self._manifests()
         self._found: dict[_PieceOf, tuple[Decoder, Piece]] = {}
         self._there = there
 
@@ -554,39 +553,29 @@ class Bases:
 
     def _near(self, place: _PieceOf) -> tuple[Decoder, Piece] | None:
         with self._lock:
-            while place not in self._found and self._look_further():
-                pass
+            while place not in self._found and (manifest := next(self._further, None)) is not None:
+                self._take(manifest)
             return self._found.get(place)
 
-    def _look_further(self) -> bool:
-        """Take in one more manifest of the source; False if there are no more."""
+    def _manifests(self) -> Iterator[Manifest]:
+        """Those of the source, newest first, as far as they can be read; a chain ends in one of them."""
         if self._source is None:
-            return False
-        try:
-            if self._left is None:
-                older = [parsed.id for parsed in self._source.ids() if parsed.seq < self._manifest.info.seq]
-                # A chain ends in one of them.
-                self._left = older[-ENCODED.most_bases - 2 :]
-                self._take(self._manifest)
-                return True
-            if not self._left:
-                return False
-            self._take(self._source.read(self._left.pop()))
-        except CkptError:
-            return self._left is not None and bool(self._left)
-        return True
+            return
+        yield self._manifest
+        with suppress(CkptError):
+            older = [parsed.id for parsed in self._source.ids() if parsed.seq < self._manifest.info.seq]
+            for snapshot in reversed(older[-ENCODED.most_bases - 2 :]):
+                with suppress(CkptError):
+                    yield self._source.read(snapshot)
 
     def _take(self, manifest: Manifest) -> None:
         assert self._source is not None
-        decoder = decoder_of(self._source.storage, manifest)
-        for name, entry in manifest.entries.items():
-            self._add(decoder, name, entry.placed())
+        decoder = decoder_of(self._source.storage.get_into, manifest)
+        there = [(name, start, piece) for name, entry in manifest.entries.items() for start, piece in entry.placed()]
         for entries in manifest.bases.values():
             for name, pieces in entries.items():
                 # Of those that were encoded together a decoder would have to know whose they are.
-                self._add(decoder, name, [(start, piece) for start, piece in pieces.items() if not piece.group])
-
-    def _add(self, decoder: Decoder, name: str, pieces: Iterable[tuple[int, Piece]]) -> None:
-        for start, piece in pieces:
+                there += [(name, start, piece) for start, piece in pieces.items() if not piece.group]
+        for name, start, piece in there:
             if piece.content_digest is not None:
                 self._found.setdefault((name, start, piece.content_digest), (decoder, piece))

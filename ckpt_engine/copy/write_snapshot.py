@@ -181,15 +181,12 @@ class CutLayout:
     def entries(self, digests: Sequence[str]) -> dict[str, Entry]:
         """The manifest's entries, given the digests of all pieces in order."""
         found: dict[str, Entry] = {}
+        if len(digests) != sum(map(len, self.extents)):
+            raise ValueError(f"{len(digests)} digests are too few or too many")
         left = iter(digests)
-        try:
-            for entry, extents in zip(self.layout.entries, self.extents, strict=True):
-                pieces = [Piece(0, one.offset, one.nbytes, next(left), one.nbytes) for one in extents]
-                found[entry.name] = Entry(entry.dtype, entry.shape, tuple(pieces), entry.container_dtype)
-        except StopIteration:
-            raise ValueError(f"{len(digests)} digests are too few") from None
-        if next(left, None) is not None:
-            raise ValueError(f"{len(digests)} digests are too many")
+        for entry, extents in zip(self.layout.entries, self.extents, strict=True):
+            pieces = [Piece(0, one.offset, one.nbytes, next(left), one.nbytes) for one in extents]
+            found[entry.name] = Entry(entry.dtype, entry.shape, tuple(pieces), entry.container_dtype)
         return found
 
 
@@ -321,12 +318,10 @@ class Staged:
     def manifest(self, run: str, digests: Sequence[str]) -> Manifest:
         """Its manifest in `run`, where it is the image as it is, given the digests of all pieces."""
         job, cut_layout = self.job, self.cut_layout
-        parsed = names.parse_id(self.snapshot)
-        assert parsed is not None
         sizes = cut_layout.entry_bytes
         info = SnapshotInfo(
             id=self.snapshot,
-            seq=parsed.seq,
+            seq=names.seq_of(self.snapshot),
             step=job.step,
             epoch=job.epoch,
             reason=job.reason,

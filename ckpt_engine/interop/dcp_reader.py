@@ -53,6 +53,18 @@ from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import TreePath
 
+_OPEN = frozenset({"dict", "odict", "mapping", "defaultdict", "counter"})
+"""Kinds that DCP looks into; all others are values to it."""
+Root = str | os.PathLike[str] | Mapping[str, Any] | Config
+_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]+)/?")
+LEASE_WAIT_SECONDS = 60.0
+"""A process that was killed may still be finishing, or its lease on an object store has to run out."""
+_runs: dict[str, _Run] = {}
+_lines: dict[str, Line] = {}
+"""By the URL of a run: the line of history of what this process saves there."""
+_lock = threading.RLock()
+"""The collector of garbage may end a save that was not ended, at any instant of the thread that holds this."""
+
 
 class NamedByStep:
     """A reader or writer of which a `checkpoint_id` names a step."""
@@ -200,10 +212,6 @@ def _saved(value: Any) -> io.BytesIO:
     return data
 
 
-_OPEN = frozenset({"dict", "odict", "mapping", "defaultdict", "counter"})
-"""Kinds that DCP looks into; all others are values to it."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a snapshot.
@@ -310,10 +318,6 @@ class _Drawer(Rebuilder):
             raise FormatError(f"{'/'.join(map(str, path))} refers to entry {name!r}, which the manifest lacks")
 
 
-Root = str | os.PathLike[str] | Mapping[str, Any] | Config
-_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]+)/?")
-
-
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     """The step that a `checkpoint_id` names: the number it ends with, as in `step-1200`.
 
@@ -342,10 +346,6 @@ def config_of(root: Root, options: Mapping[str, Any]) -> Config:
     return config
 
 
-LEASE_WAIT_SECONDS = 60.0
-"""A process that was killed may still be finishing, or its lease on an object store has to run out."""
-
-
 @dataclass(slots=True)
 class _Run:
     repository: Repository
@@ -353,13 +353,6 @@ class _Run:
     under_way: set[str] = field(default_factory=set)
     busy: int = 0
     """Calls that need the lease."""
-
-
-_runs: dict[str, _Run] = {}
-_lines: dict[str, Line] = {}
-"""By the URL of a run: the line of history of what this process saves there."""
-_lock = threading.RLock()
-"""The collector of garbage may end a save that was not ended, at any instant of the thread that holds this."""
 
 
 class Save:
@@ -384,7 +377,7 @@ class Save:
                 newest = max(run.repository.ids(), key=lambda parsed: parsed.seq, default=None)
                 if step is None:
                     step = newest.step + 1 if newest is not None else 0
-                seq = max(run.repository.next_seq(), *(parsed_of(one).seq + 1 for one in run.under_way), 0)
+                seq = max(run.repository.next_seq(), *(names.seq_of(one) + 1 for one in run.under_way), 0)
                 self.id = names.snapshot_id(seq, step)
                 self.run = run.repository.run_id
                 run.under_way.add(self.id)

@@ -32,8 +32,7 @@ def rebuild(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> tu
         StorageError: it cannot be read.
     """
     rebuilder = Rebuilder(read_entries(sources, manifest, entries_of(tree)))
-    state = as_plain(rebuilder.state(tree))
-    return state, tuple(rebuilder.notes)
+    return as_plain(rebuilder.state(tree)), tuple(rebuilder.notes)
 
 
 def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> Any:

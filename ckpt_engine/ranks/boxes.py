@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -50,7 +51,7 @@ class Box:
         return tuple(slice(start, start + n) for start, n in zip(starts, self.shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """How an array is divided over ranks.
 
@@ -64,16 +65,20 @@ class Grid:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     holders: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Elements that lie before each box where the boxes are stored one behind another."""
-    signature: str = field(init=False, repr=False, compare=False)
-    _index: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        index = {rank: number for number, ranks in enumerate(self.holders) for rank in ranks}
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "starts", tuple(accumulate((box.count for box in self.boxes), initial=0))[:-1])
-        object.__setattr__(self, "signature", digest(repr((self.shape, self.boxes, self.holders)).encode()))
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Elements that lie before each box where the boxes are stored one behind another."""
+        return tuple(accumulate((box.count for box in self.boxes), initial=0))[:-1]
+
+    @cached_property
+    def signature(self) -> str:
+        """What tells it from other ones."""
+        return digest(repr((self.shape, self.boxes, self.holders)).encode())
+
+    @cached_property
+    def _index(self) -> Mapping[int, int]:
+        return {rank: number for number, ranks in enumerate(self.holders) for rank in ranks}
 
     def of(self, rank: int) -> int | None:
         """The number of the box that a rank has; None: it has nothing."""

@@ -233,9 +233,7 @@ class Session:
             step: of training.
             parent: the snapshot that this run resumed from: numbers are higher than its.
         """
-        before = names.parse_id(parent) if parent is not None else None
-        if before is not None:
-            self._next_seq = max(self._next_seq, before.seq + 1)
+        self._next_seq = max(self._next_seq, names.seq_of(parent) + 1)
         snapshot = names.session_id(self.name, self._next_seq, step)
         self._next_seq += 1
         self.count += 1

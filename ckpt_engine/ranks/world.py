@@ -24,6 +24,16 @@ from typing import Any, Protocol
 from ckpt_engine.errors import ConfigError, RanksError
 from ckpt_engine.store.container import digest
 
+_BLOCKED = "blocked"
+_ASKED = 15
+"""Other ranks at most that rank 0 asks how long they were blocked, spread over all of them."""
+PIECE_BYTES = 4 << 20
+"""The server of torch's `TCPStore` hangs up on a client that sets more than 8 MiB at once."""
+_ANY_PORT = 9
+_LOOPBACK = "127.0.0.1"
+PAIR = 2
+"""Machines that keep a share: its own and its partner's. With two, parity is a copy."""
+
 
 class Store(Protocol):
     """Small texts by key that all ranks see. Every call is short; nothing here is a collective. Thread safe."""
@@ -62,10 +72,7 @@ class Ranks(Protocol):
     Attributes:
         rank, size: of `size` ranks, from 0; rank 0 is the coordinator.
         own: components of the state that differ between ranks: each rank saves its own and gets it back.
-        store: where they meet.
         wait_seconds: how long the coordinator waits for the part of a rank.
-        node: name of this rank's machine.
-        address: where other machines reach this one.
     """
 
     rank: int
@@ -74,21 +81,19 @@ class Ranks(Protocol):
     wait_seconds: float
 
     @property
-    def store(self) -> Store: ...
+    def store(self) -> Store:
+        """Where they meet."""
 
     @property
-    def node(self) -> str: ...
+    def node(self) -> str:
+        """Name of this rank's machine."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """Where other machines reach this one."""
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         """Whether the array at `path` is bit for bit the same on all ranks; if not, that of rank 0 counts."""
-
-
-_BLOCKED = "blocked"
-_ASKED = 15
-"""Other ranks at most that rank 0 asks how long they were blocked, spread over all of them."""
 
 
 class Waits:
@@ -122,10 +127,6 @@ class Waits:
         since = [seconds - before for seconds, before in zip(now, self._before, strict=True)]
         self._before = now
         self.seconds += max(since) - statistics.fmean(since)
-
-
-PIECE_BYTES = 4 << 20
-"""The server of torch's `TCPStore` hangs up on a client that sets more than 8 MiB at once."""
 
 
 def say(store: Store, key: str, answer: dict[str, Any]) -> None:
@@ -164,10 +165,6 @@ def hear(store: Store, key: str, timeout: float) -> dict[str, Any]:
         )
     value: dict[str, Any] = json.loads(text)
     return value
-
-
-_ANY_PORT = 9
-_LOOPBACK = "127.0.0.1"
 
 
 def towards(host: str) -> str | None:
@@ -215,10 +212,6 @@ class Neighbours:
 
     keepers: tuple[int, ...]
     senders: tuple[int, ...]
-
-
-PAIR = 2
-"""Machines that keep a share: its own and its partner's. With two, parity is a copy."""
 
 
 def neighbours(rank: int, nodes: Sequence[str], machines: int) -> Neighbours:

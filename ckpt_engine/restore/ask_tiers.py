@@ -373,9 +373,8 @@ class Sources:
             except CkptError:
                 continue  # it has nothing to offer here; what is wrong with the piece is said already
             if digest(out) == piece.digest:
-                if storage is self._storages[0]:
-                    return  # it was damaged on the way only
-                self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
+                if storage is not self._storages[0]:  # else it was damaged on the way only
+                    self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
         raise CorruptError(f"{entry!r}: {what}")
 

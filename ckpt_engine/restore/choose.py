@@ -106,7 +106,7 @@ class Candidate:
 
     def unpacked(self) -> Candidate:
         """The snapshot with a node for each of its leaves, see `tree.unpacked`. Raises as that."""
-        decoder = partial(decoder_of, self.sources[0].storage)
+        decoder = partial(decoder_of, self.sources[0].storage.get_into)
         return replace(self, manifest=unpacked(self.manifest, decoder))
 
 
@@ -198,9 +198,8 @@ def _nearest_first(
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far, near = list[Repository](), list[Repository]()
-    for place in holders:
-        (far if place.storage.capabilities.slow_answers else near).append(place)
+    near = [place for place in holders if not place.storage.capabilities.slow_answers]
+    far = [place for place in holders if place not in near]
     first = None
     if far and near:
         with suppress(FormatError, StorageError):
@@ -261,10 +260,8 @@ class _Copies:
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near, far = list[Repository](), list[Repository]()
-        for place in self.parts:
-            (far if place.storage.capabilities.nodes is None else near).append(place)
-        return (*near, *self.whole, *far)
+        near = [place for place in self.parts if place.storage.capabilities.nodes is not None]
+        return (*near, *self.whole, *[place for place in self.parts if place not in near])
 
 
 def _assemble(

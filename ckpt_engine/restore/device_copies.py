@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -30,21 +31,16 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
         return
     away = {name: target for name, target in targets.items() if runtime.device(target) is not None and target.numel()}
     read_moves(sources, manifest, moves_of(manifest, {name: one for name, one in targets.items() if name not in away}))
-    if not away:
-        return
-    landing = _PageLocked(away, runtime)
-    try:
-        read_moves(sources, manifest, moves_of(manifest, away), landing)
-    finally:
-        landing.close()
+    if away:
+        with closing(_PageLocked(away, runtime)) as landing:
+            read_moves(sources, manifest, moves_of(manifest, away), landing)
 
 
 class _Strip:
     """Page-locked host memory from where a device copies."""
 
     def __init__(self, nbytes: int, runtime: Cuda, device: torch.device) -> None:
-        memory = private_memory(nbytes)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(private_memory(nbytes), dtype=torch.uint8)
         self.sent: list[Any] = []
         """Happen when what was sent from it has arrived."""
         self._runtime = runtime

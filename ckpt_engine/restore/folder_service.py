@@ -60,7 +60,7 @@ def manifest_at(root: Folder, snapshot: str) -> tuple[bytes, dict[str, int]]:
     return data, {item.name: item.nbytes for item in root.list(layout.DATA) if item.name in names}
 
 
-class FolderServer:
+class FolderServer(Server):
     """Serves a root until it is closed.
 
     Args:
@@ -75,18 +75,9 @@ class FolderServer:
     def __init__(self, root: Folder, host: str, secret: str, ranks: int) -> None:
         self._root = root
         self._turns = threading.BoundedSemaphore(AT_ONCE)
-        self._server = Server(host, secret, self._answer, clients=lines(ranks) * ranks)
+        super().__init__(host, secret, self._lend, clients=lines(ranks) * ranks)
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._server.port
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._server.close()
-
-    def _answer(self, request: dict[str, Any], line: PeerConnection) -> None:
+    def _lend(self, request: dict[str, Any], line: PeerConnection) -> None:
         if not self._turns.acquire(timeout=SECONDS):
             raise WriterError("too many ask at once")  # hangs up: it asks again
         try:
@@ -150,8 +141,7 @@ class FolderClient:
         """As `Storage.get_into`."""
         out = out.cast("B")
         for at in range(0, max(1, out.nbytes), MOST_BYTES):
-            part = out[at : at + MOST_BYTES]
-            self._read(name, start + at, part)
+            self._read(name, start + at, out[at : at + MOST_BYTES])
 
     def _read(self, name: str, start: int, out: memoryview) -> None:
         def room(nbytes: int) -> memoryview:
@@ -203,9 +193,9 @@ class FolderClient:
         except BaseException:
             line.close()
             raise
-        if not self._keeps:
+        if self._keeps:
+            with self._lock:
+                self._idle.append(line)
+        else:
             line.close()
-            return head
-        with self._lock:
-            self._idle.append(line)
         return head

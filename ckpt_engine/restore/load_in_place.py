@@ -97,9 +97,8 @@ def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], A
 
 def _regions(name: str, entry: Entry, node: Mapping[str, Any], live: Any) -> list[ArrayRegion] | None:
     """What of an entry a live tensor takes; None: it has to be read as it is first."""
-    if "view" in node or "stride" in node or not isinstance(live, torch.Tensor | FlatPart):
-        return None
-    if tuple(live.shape) != entry.shape:
+    is_plain = "view" not in node and "stride" not in node
+    if not (is_plain and isinstance(live, torch.Tensor | FlatPart) and tuple(live.shape) == entry.shape):
         return None
     if isinstance(live, FlatPart):
         return _runs(name, live)
@@ -164,14 +163,11 @@ def _copy_into(loaded: Any, into: Any, path: TreePath) -> Any:
     if isinstance(loaded, torch.Tensor):
         if not isinstance(into, torch.Tensor) or into.shape != loaded.shape:
             raise MismatchError(f"{where} is a tensor of shape {list(loaded.shape)} in the snapshot, not so in `into`")
-        if is_sharded(into):
-            if not is_sharded(loaded):  # else all live DTensors of that entry are filled
+        if not is_sharded(loaded):  # else all live tensors of that entry are filled
+            if is_sharded(into):
                 local(into).copy_(loaded[_box(where, into).slices(Box.whole(loaded.shape))])
-            return into
-        if is_sharded(loaded):
-            return into
-        if into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
-            into.copy_(loaded)
+            elif into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
+                into.copy_(loaded)
         return into
     if isinstance(loaded, dict) and isinstance(into, Mapping):
         for key, value in loaded.items():

@@ -323,14 +323,14 @@ class Slots:
         warm = self._warm_up
         if warm is None:
             return
-        done = warm.take_done()
-        self._free.extend(done)
+        self._free.extend(warm.take_done())
         if not warm.slots:
             warm.let_go()  # all were hurried, and its own thread may starve for long
         if warm.finished or not warm.slots:
             self._touched_seconds += warm.cpu_seconds
             self._warm_up = None
-            warm.raise_error()
+            if warm.error is not None:
+                raise warm.error
 
 
 class _WarmUp:
@@ -347,7 +347,7 @@ class _WarmUp:
         self._paused = False
         self._stopped = False
         self._hurried: SharedSlot | None = None
-        self._error: CkptError | None = None
+        self.error: CkptError | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
         self._thread.start()
 
@@ -390,10 +390,6 @@ class _WarmUp:
                 self._made.append(slot)
                 self._done.append(slot)
 
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Its threads wait for the end of the `with` block."""
@@ -427,7 +423,7 @@ class _WarmUp:
                     slot.pinned.pin(self._devices[0], lambda slot=slot: self._go_on(slot))  # type: ignore[misc]
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
-                    self._error = err
+                    self.error = err
                 return
             self._add(slot)
 

@@ -91,20 +91,20 @@ def of_load(step: Any, into: Any, live: Any, check: Any) -> tuple[int | None, An
     return found, function("live", live), function("check", check)
 
 
-def seconds(name: str, value: Any) -> float | None:
-    """`value` as a time to wait: at least 0, and no more than a lock can be waited for. None stays None.
+def seconds(timeout: Any, otherwise: float) -> float:
+    """`timeout` as a time to wait: at least 0, and no more than a lock can be waited for; `otherwise` where it is None.
 
     Raises:
         ArgumentError: it is none.
     """
-    if value is None:
-        return None
+    if timeout is None:
+        return otherwise
     try:
-        found = float(plain_number(value))
+        found = float(plain_number(timeout))
     except (ValueError, OverflowError) as err:
-        raise ArgumentError(f"{name} must be a number of seconds, or None: {err}") from err
+        raise ArgumentError(f"timeout must be a number of seconds, or None: {err}") from err
     if math.isnan(found):
-        raise ArgumentError(f"{name} must be a number of seconds, or None, not {found}")
+        raise ArgumentError(f"timeout must be a number of seconds, or None, not {found}")
     return min(max(found, 0.0), threading.TIMEOUT_MAX / 2)
 
 

@@ -48,6 +48,15 @@ _SUCCESS = 0
 
 Copy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """Queues copies to the first from the second; either side of a pair may be host memory, which should be page-locked."""
+PIECE_BYTES = 256 << 20
+"""Larger pieces make other processes wait longer, smaller ones make more copies."""
+DRIVER_TIMEOUT_SECONDS = 600.0
+_ALIGN = 64
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_PACKED_AS_THEY_ARE = frozenset(
+    (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""Dtypes that every version of torch can copy many tensors of in one launch; of others it gets the bytes."""
 
 
 def home(runtime: Cuda, tensor: torch.Tensor) -> torch.device:
@@ -145,11 +154,7 @@ def _cudart() -> Any:
 CUDA = Cuda()
 
 
-PIECE_BYTES = 256 << 20
-"""Larger pieces make other processes wait longer, smaller ones make more copies."""
-DRIVER_TIMEOUT_SECONDS = 600.0
-
-
+@dataclass(eq=False)
 class Pinned:
     """A range of host memory, page-locked or not.
 
@@ -159,13 +164,12 @@ class Pinned:
         locks: the runtime of the devices.
     """
 
-    def __init__(self, address: int, nbytes: int, locks: Cuda) -> None:
-        self._address = address
-        self._nbytes = nbytes
-        self._locks = locks
-        self._pieces: list[tuple[Any, int]] = []
-        self._problem: str | None = None
-        self._done = False
+    _address: int
+    _nbytes: int
+    _locks: Cuda
+    _pieces: list[tuple[Any, int]] = field(default_factory=list, init=False)
+    _problem: str | None = field(default=None, init=False)
+    _done: bool = field(default=False, init=False)
 
     def pin(self, device: Any, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock all of it, unless that was tried before; what is wrong, or None. Any thread; releases the GIL.
@@ -217,14 +221,6 @@ def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-_ALIGN = 64
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_PACKED_AS_THEY_ARE = frozenset(
-    (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
-"""Dtypes that every version of torch can copy many tensors of in one launch; of others it gets the bytes."""
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
     """The device tensors of one instant, in the order of the plan's entries.
@@ -256,9 +252,6 @@ class Load:
         """Of the entry that has this byte of the slot."""
         starts = [int(view.storage_offset()) * view.element_size() for view in self.views]
         return max((start, path) for start, path in zip(starts, self.paths, strict=True) if start <= byte)[1]
-
-
-_NOTHING = Load((), (), (), (), ())
 
 
 class TornCopyError(StateError):
@@ -318,7 +311,7 @@ class Flight:
                 self.torn = self._find_torn()
         except RuntimeError as err:
             self.error = self.error or err
-        self.load, self.summed = _NOTHING, ()
+        self.load, self.summed = Load((), (), (), (), ()), ()
         self.ends.clear()
         self.complete.set()
         self._on_complete()

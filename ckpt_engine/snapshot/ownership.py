@@ -30,6 +30,11 @@ from ckpt_engine.writer.client import WriterClient
 
 SETTLE_SECONDS = 60.0
 _log = logging.getLogger(LOGGER_NAME)
+_tenures: dict[tuple[str, int], Tenure] = {}
+leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+"""Those that are asked to leave where the process forks."""
+CLOSE_SECONDS = 60.0
+_ATTEMPT_DIGITS = 16
 
 
 def _open_standard_descriptors() -> None:
@@ -166,9 +171,6 @@ class Tenure:
             self._quietly(self._end)  # what is raised here keeps Python from joining the threads of the user
 
 
-_tenures: dict[tuple[str, int], Tenure] = {}
-
-
 def _end_all() -> None:
     for one in tuple(_tenures.values()):
         one.end_before_executors()
@@ -185,20 +187,12 @@ class Leaver(Protocol):
         """In a fork: follow nothing any more, and take no lock."""
 
 
-leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
-"""Those that are asked to leave where the process forks."""
-
-
 def _in_fork() -> None:
     for one in tuple(leavers):
         one.leave_fork()
 
 
 os.register_at_fork(after_in_child=_in_fork)
-
-
-CLOSE_SECONDS = 60.0
-_ATTEMPT_DIGITS = 16
 
 
 class Lineage:
@@ -239,10 +233,9 @@ class Lineage:
         """What is trained from here on comes after `resumed`; `before`: see `restore.load.before_of`."""
         own = resumed.line.attempt == self._attempt and bool(before)
         self._resumed = resumed
-        if own:
-            return
-        self._begin()
-        self._before = before
+        if not own:
+            self._begin()
+            self._before = before
 
     def _begin(self) -> None:
         """What follows is of another attempt than what was before."""

@@ -27,7 +27,17 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.arguments import seconds
 from ckpt_engine.state.flatten import LazyPredicate
-from ckpt_engine.store.names import parse_id
+from ckpt_engine.store.names import parse_id, seq_of
+
+WAIT_SECONDS = 3600.0
+"""Of waits without a timeout of their own: forever, but for a fault of ours."""
+PATIENCE_SECONDS = 30.0
+"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
+_MISSED = "missed"
+_ASKED = 8
+"""The newest snapshots of this node that are asked for; all older ones failed somewhere."""
+_KEPT = 64
+"""Keys that a rank leaves in the store: more than leaders can be behind each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +80,6 @@ class Request:
             software=software(),
             **rest,
         )
-
-
-WAIT_SECONDS = 3600.0
-"""Of waits without a timeout of their own: forever, but for a fault of ours."""
 
 
 class SaveOutcomes(Protocol):
@@ -133,7 +139,7 @@ class SaveHandle:
             SnapshotFailedError: it did not become durable; the cause is chained.
             WaitTimeoutError: not durable yet; it may still become so.
         """
-        most = wait_seconds(seconds("timeout", timeout))
+        most = seconds(timeout, WAIT_SECONDS)
         if self.skipped is not None:
             raise SnapshotSkippedError(f"the snapshot of step {self.step} was skipped ({self.skipped})")
         if not self._pipeline.wait_for(self, most):
@@ -158,11 +164,6 @@ class SaveHandle:
         return f"<SaveHandle step={self.step} {state}>"
 
 
-def wait_seconds(timeout: float | None) -> float:
-    """How long a wait may take for which the user has given `timeout`."""
-    return WAIT_SECONDS if timeout is None else timeout
-
-
 @cache
 def software() -> Mapping[str, str]:
     """Versions that bear on whether a resumed run can be bitwise the same."""
@@ -173,15 +174,6 @@ def software() -> Mapping[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-PATIENCE_SECONDS = 30.0
-"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
-_MISSED = "missed"
-_ASKED = 8
-"""The newest snapshots of this node that are asked for; all older ones failed somewhere."""
-_KEPT = 64
-"""Keys that a rank leaves in the store: more than leaders can be behind each other."""
 
 
 Save = Callable[[Callable[[], Mapping[str, Any]]], SaveHandle]
@@ -286,7 +278,7 @@ class SharedSnapshots(OwnSnapshots):
         if self._waits_for is not None:
             late = time.monotonic() - self._since > PATIENCE_SECONDS
             missed = None if late else self._session.ranks.store.get(_MISSED)
-            if late or (missed is not None and _age(missed) >= self._waits_for):
+            if late or (missed is not None and seq_of(missed) >= self._waits_for):
                 self._waits_for = None
         return self._waits_for is None
 
@@ -294,7 +286,7 @@ class SharedSnapshots(OwnSnapshots):
         """This rank takes part in a snapshot; what its job says of that. `parent`: what the run resumed from."""
         session, self._took = self._session, snapshot
         if session.replicates and session.coordinates:  # that one is to be mirrored by all ranks
-            self._waits_for, self._since = _age(snapshot), time.monotonic()
+            self._waits_for, self._since = seq_of(snapshot), time.monotonic()
         return {"snapshot": snapshot, "rank": session.ranks.rank, **self._on_all_nodes(parent)}
 
     def heard(self, message: object) -> None:
@@ -302,7 +294,7 @@ class SharedSnapshots(OwnSnapshots):
             self.committed(message.snapshot_id)
         elif isinstance(message, Mirrored):
             # Where partners are slow a newer one takes the place of one that waits.
-            if self._waits_for is not None and _age(message.snapshot) >= self._waits_for:
+            if self._waits_for is not None and seq_of(message.snapshot) >= self._waits_for:
                 self._waits_for = None
         elif isinstance(message, SnapshotFailed) and message.snapshot:
             self.lacks(message.snapshot)
@@ -360,7 +352,7 @@ class SharedSnapshots(OwnSnapshots):
             lacked += [one for one in tuple(self._unsure)[:-1] if session.ranks.store.get(_lack(one)) is not None]
         for one in lacked:
             self._unsure.remove(one)
-        return {"common": max(filter(None, (self._newest, parent)), key=_age, default=None), "lacked": tuple(lacked)}
+        return {"common": max(filter(None, (self._newest, parent)), key=seq_of, default=None), "lacked": tuple(lacked)}
 
 
 def _key(snapshot: str) -> str:
@@ -369,8 +361,3 @@ def _key(snapshot: str) -> str:
 
 def _lack(snapshot: str) -> str:
     return f"lacked/{snapshot}"
-
-
-def _age(snapshot: str) -> int:
-    parsed = parse_id(snapshot)
-    return parsed.seq if parsed is not None else -1

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine.config import Config
@@ -32,6 +32,13 @@ from ckpt_engine.writer.client import Message, WriterClient
 
 OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
 """Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
+Send = Callable[[WriterClient], object]
+Failed = Callable[[CkptError], object]
+LEASE_WAIT_SECONDS = 60.0
+DRAIN_SECONDS = 600.0
+"""How long a writer whose trainer is gone, or waits no more, may go on."""
+REUNION_WAIT_SECONDS = 240.0
+"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
 
 class Coming(Future[WriterClient]):
@@ -66,10 +73,6 @@ def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) ->
         emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
         return False
     return True
-
-
-Send = Callable[[WriterClient], object]
-Failed = Callable[[CkptError], object]
 
 
 class Handover:
@@ -257,6 +260,7 @@ class InFlightJob:
     handed_on: bool = False
 
 
+@dataclass(eq=False)
 class InFlight:
     """The snapshots that are to become durable and whose outcome is not known, and those that no writer takes.
 
@@ -271,27 +275,19 @@ class InFlight:
         next_writer: starts one in place of one that died; None: of several ranks.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        newest: Newest,
-        emit: Callable[[Event], None],
-        tier: str,
-        next_writer: Callable[[], Handover] | None,
-    ) -> None:
-        self._slots = slots
-        self._newest = newest
-        self._emit = emit
-        self._tier = tier
-        self._next_writer = next_writer
-        self._open: dict[int, InFlightJob] = {}
-        self._held: set[int] = set()
-        self.unsent: dict[int, tuple[InFlightJob, CkptError, Handover | None]] = {}
-        """Jobs that no writer has, by number, and why; with the writer that has not taken a complete slot."""
-        self.failures: list[CkptError] = []
-        """Background errors that have not been shown yet, oldest first."""
-        self.ends = False
-        """No other writer starts."""
+    _slots: Slots
+    _newest: Newest
+    _emit: Callable[[Event], None]
+    _tier: str
+    _next_writer: Callable[[], Handover] | None
+    _open: dict[int, InFlightJob] = field(default_factory=dict, init=False)
+    _held: set[int] = field(default_factory=set, init=False)
+    unsent: dict[int, tuple[InFlightJob, CkptError, Handover | None]] = field(default_factory=dict, init=False)
+    """Jobs that no writer has, by number, and why; with the writer that has not taken a complete slot."""
+    failures: list[CkptError] = field(default_factory=list, init=False)
+    """Background errors that have not been shown yet, oldest first."""
+    ends: bool = field(default=False, init=False)
+    """No other writer starts."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -396,13 +392,6 @@ class InFlight:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
             self.failures.append(error)
-
-
-LEASE_WAIT_SECONDS = 60.0
-DRAIN_SECONDS = 600.0
-"""How long a writer whose trainer is gone, or waits no more, may go on."""
-REUNION_WAIT_SECONDS = 240.0
-"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
 
 def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:

@@ -71,21 +71,6 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
 
 
-class Running:
-    """The digest of bytes that come one after the other."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
-
-    def add(self, data: bytes | bytearray | memoryview) -> None:
-        """They come next; releases the GIL while it runs."""
-        self._hash.update(data)
-
-    def result(self) -> str:
-        """That of all bytes until now, as `digest`."""
-        return f"{ALGORITHM}:{self._hash.hexdigest()}"
-
-
 @lru_cache(256)
 def item_bytes(dtype: str) -> int | None:
     """Bytes per element of a torch dtype; None: it is not known here."""

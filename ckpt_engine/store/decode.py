@@ -10,8 +10,9 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -19,7 +20,6 @@ from ckpt_engine.errors import CorruptError, FormatError, NewerFormatError, Stor
 from ckpt_engine.store.codecs.codec import get_codec, get_group_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import RAW, Manifest, Piece
-from ckpt_engine.store.storage.base import Storage
 
 KEPT_BYTES = 192 << 20
 """Decoded pieces that wait for somebody to ask for them, at most."""
@@ -36,6 +36,8 @@ MAX_CHAIN = 64
 """Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
 _IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
 """Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
+ReadInto = Callable[[str, int, memoryview], object]
+"""As `Storage.get_into`."""
 FetchPiece = Callable[[str, Piece, memoryview], object]
 """`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
 OpenStored = Callable[[str, Piece], AbstractContextManager[memoryview]]
@@ -126,6 +128,7 @@ class BufferPool:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+@dataclass(eq=False)
 class GroupDecoder:
     """Decodes the groups of one snapshot; what was not asked for yet is kept for a while. Thread safe.
 
@@ -135,15 +138,14 @@ class GroupDecoder:
         rooms: for what is decoded on the way.
     """
 
-    def __init__(self, manifest: Manifest, stored: OpenStored, fill_base: FillBase, rooms: BufferPool) -> None:
-        self._manifest = manifest
-        self._rooms = rooms
-        self._stored = stored
-        self._fill_base = fill_base
-        self._lock = threading.Lock()
-        self._busy: dict[_Key, threading.Lock] = {}
-        self._kept: OrderedDict[_Key, dict[str, memoryview]] = OrderedDict()
-        self._left_bytes: int | None = None
+    _manifest: Manifest
+    _stored: OpenStored
+    _fill_base: FillBase
+    _rooms: BufferPool
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _busy: dict[_Key, threading.Lock] = field(default_factory=dict, init=False)
+    _kept: OrderedDict[_Key, dict[str, memoryview]] = field(default_factory=OrderedDict, init=False)
+    _left_bytes: int | None = field(default=None, init=False)
 
     def fill(self, level: str | None, start: int, piece: Piece, outs: Mapping[str, memoryview]) -> None:
         """Fill `outs`, by entry, with a piece that has a group, and others of it.
@@ -228,10 +230,9 @@ class GroupDecoder:
             return self._kept.pop(key, {})
 
     def _keep(self, key: _Key, left: dict[str, memoryview]) -> None:
-        if not left:
-            return
         with self._lock:
-            self._kept[key] = left
+            if left:
+                self._kept[key] = left
             while sum(one.nbytes for kept in self._kept.values() for one in kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
 
@@ -436,7 +437,9 @@ class Decoder:
         with ExitStack() as stack:
             base: memoryview | None = None
             if len(chain) > 1:
-                base = out if _is_in_place(chain) else stack.enter_context(self._room(piece.raw_nbytes))
+                # Decoded over its base nothing but the piece's own digest tells that it was the right one.
+                over = piece.codec in _IN_PLACE and piece.raw_digest is not None
+                base = out if over else stack.enter_context(self._room(piece.raw_nbytes))
                 self._fill(name, start, chain[1:], None, base, piece.base)
             data = stack.enter_context(self._stored(name, piece)) if stored is None else stored
             try:
@@ -475,18 +478,18 @@ def _require(name: str, start: int, piece: Piece, out: memoryview) -> None:
         raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
 
 
-def _is_in_place(chain: Sequence[Piece]) -> bool:
-    """Whether a piece is decoded over its base. Then nothing but its own digest tells that it was the right one."""
-    return len(chain) > 1 and chain[0].codec in _IN_PLACE and chain[0].raw_digest is not None
+def decoder_of(read: ReadInto, manifest: Manifest, glance: FetchPiece | None = None) -> Decoder:
+    """Decodes pieces of a snapshot, of which `read` reads the data files; what is read is verified.
 
-
-def decoder_of(storage: Storage, manifest: Manifest) -> Decoder:
-    """Decodes pieces of a snapshot in `storage`; what is read is verified."""
+    Args:
+        read: as `Storage.get_into`.
+        glance: see `Decoder`.
+    """
 
     def fetch(entry: str, piece: Piece, out: memoryview) -> None:
         name = manifest.files[piece.file].name
-        storage.get_into(name, piece.offset, out)
+        read(name, piece.offset, out)
         if digest(out) != piece.digest:
             raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
 
-    return Decoder(manifest, fetch)
+    return Decoder(manifest, fetch, glance)

@@ -98,6 +98,13 @@ def parse_id(snapshot: str) -> ParsedId | None:
     return ParsedId(snapshot, int(match[1]), int(match[2])) if match else None
 
 
+@lru_cache(_REMEMBERED)
+def seq_of(snapshot: str | None) -> int:
+    """The number in a snapshot's id; -1: there is none."""
+    parsed = parse_id(snapshot or "")
+    return -1 if parsed is None else parsed.seq
+
+
 def manifest_name(snapshot: str) -> str:
     """The object name of a snapshot's manifest."""
     return f"{MANIFESTS}{snapshot}.json"

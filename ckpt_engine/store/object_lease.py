@@ -137,8 +137,7 @@ def _try_to_take(
         slot.write(record.encode(), seen[1] if seen else None)
     except StorageExistsError:
         return None
-    written = timing.clock()
-    timing.pause(max(timing.settle_seconds, 3 * (written - began)))
+    timing.pause(max(timing.settle_seconds, 3 * (timing.clock() - began)))
     back = slot.read()
     found = Record.decode(back[0]) if back else None
     if found is None or found.token != record.token:

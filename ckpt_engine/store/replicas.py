@@ -45,7 +45,7 @@ def difference(storage: Storage, manifest: Manifest) -> str:
 
 
 def _difference(storage: Storage, manifest: Manifest, tables: _Tables) -> str:
-    read = reader_of(manifest, decoder_of(storage, manifest))
+    read = reader_of(manifest, decoder_of(storage.get_into, manifest))
     words = {rank: read(tables[rank][WORDS][0]) for rank in sorted(tables)}
     names = read(tables[min(tables)][NAMES][0]).decode().split("\n")
     rows = [

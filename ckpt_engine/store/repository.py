@@ -142,16 +142,12 @@ class Repository:
         if self._record is None:
             try:
                 self._stored_record = self.storage.get(names.RECORD)
-            except StorageMissingError:
-                self._refuse_foreign()
-                return None
-            except CorruptError as err:
-                self._record = self._record_by_manifests(err)
-                return self._record
-            try:
                 record = parse_record(self._stored_record, self.storage.url)
                 is_certain = self._stored_record == encode_record(record)
                 self._record = record if is_certain else self._agreeing(record)
+            except StorageMissingError:
+                self._refuse_foreign()
+                return None
             except CorruptError as err:
                 self._record = self._record_by_manifests(err)
         return self._record
@@ -254,8 +250,8 @@ class Repository:
                 raise StorageMissingError(f"not a snapshot id: {snapshot}")
             data = self.storage.get(name)
         except StorageMissingError as err:
-            hint = f"ckpt ls {self.storage.url}"
-            raise StorageMissingError(f"no snapshot {snapshot} at {self.storage.url}", hint=hint) from err
+            url = self.storage.url
+            raise StorageMissingError(f"no snapshot {snapshot} at {url}", hint=f"ckpt ls {url}") from err
         with self._locating(name):
             manifest = known.get(data) or manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)
@@ -483,11 +479,8 @@ class Repository:
     def _at_once(self, work: Callable[[_Of], _T], ids: Sequence[_Of]) -> Iterable[_T]:
         if len(ids) < 2 or self.storage.capabilities.cheap_reads:
             return map(work, ids)
-        pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")
-        try:
+        with ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list") as pool:
             return list(pool.map(work, ids))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _references(self, listed: Sequence[tuple[names.ParsedId, ObjectInfo]]) -> tuple[set[str], tuple[Damaged, ...]]:
         self.learn([item for _, item in listed])

@@ -254,14 +254,11 @@ def _problem_of_array(node: Mapping[str, Any], kind: str, entry: Entry) -> str |
     return None
 
 
-def _problem_of_view(view: Mapping[str, Any], nbytes: int) -> str | None:
+def _problem_of_view(view: Any, nbytes: int) -> str | None:
     """Whether a view lies in its memory: what follows it does not look again."""
     dtype, shape, stride, offset = (view.get(key) for key in ("dtype", "shape", "stride", "byte_offset"))
     if type(dtype) is not str or not is_shape(shape) or not are_sizes(stride) or not are_sizes([offset]):
         return "'view' lacks something, or has it out of range"
-    assert shape is not None
-    assert stride is not None
-    assert offset is not None
     if len(shape) != len(stride):
         return "'view' has a stride of another number of dimensions"
     size = item_bytes(dtype) or 1  # of a dtype that only a newer torch knows, which looks itself

@@ -223,6 +223,7 @@ class AttemptRecord:
         ranks: that train together.
         check: raises LeaseHeldError if the lease was lost.
         emit: takes events; any thread.
+        spent: what the trainer says of its time; None: nothing.
     """
 
     def __init__(
@@ -232,17 +233,17 @@ class AttemptRecord:
         ranks: int,
         check: Callable[[], None],
         emit: Callable[[Event], object],
+        spent: Callable[[], SpentTimes | None] = lambda: None,
     ) -> None:
         self._storage = storage
         self._check = check
         self._emit = emit
+        self._spent = spent
         process = ProcessIdentity.of(trainer.pid)
         name = "" if process is None else f"{process.boot}/{process.namespace}/{process.pid}/{process.ticks}"
         self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)
         self._opened = time.monotonic()
         self._earlier = AttemptHistory()
-        self.spent: Callable[[], SpentTimes | None] = lambda: None
-        """What the trainer says of its time; None: nothing."""
         self._said = self._gone = False
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -303,7 +304,7 @@ class AttemptRecord:
         if self._gone:
             return
         self._mine = replace(self._mine, seconds=time.monotonic() - self._opened)
-        if (spent := self.spent()) is not None:
+        if (spent := self._spent()) is not None:
             self._mine = replace(self._mine, started=spent.started, step=spent.step, times=spent.times)
 
     def _beat(self) -> None:

@@ -103,7 +103,6 @@ class Channel:
         self._outgoing: deque[_Frame] = deque()
         self._incoming = bytearray()
         self._fds: deque[int] = deque()
-        self._closed = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -131,7 +130,7 @@ class Channel:
         data = encode({**body, "fds": len(fds)} if fds else body)
         frame = memoryview(_LENGTH.pack(len(data)) + data)
         with self._lock:
-            if self._closed:
+            if self.fileno() < 0:
                 return False
             self._outgoing.append(_Frame(frame, duplicates(fds)))
             if len(self._outgoing) > 1:
@@ -144,7 +143,7 @@ class Channel:
     def flush(self) -> None:
         """Send as much of the backlog as the socket takes now."""
         with self._lock:
-            if not self._closed:
+            if self.fileno() >= 0:
                 self._send_some()
 
     def _send_some(self) -> None:
@@ -172,7 +171,7 @@ class Channel:
     def wake(self) -> None:
         """Wake the owner's selector. Any thread."""
         with self._lock:
-            if not self._closed:
+            if self.fileno() >= 0:
                 os.eventfd_write(self.wake_fd, 1)
 
     def clear_wake(self) -> None:
@@ -257,9 +256,8 @@ class Channel:
     def close(self) -> None:
         """Close everything, unsent messages included. Idempotent, any thread once the owner no longer selects."""
         with self._lock:
-            if self._closed:
+            if self.fileno() < 0:
                 return
-            self._closed = True
             self._drop_outgoing()
             close_all(tuple(self._fds))
             self._fds.clear()
@@ -273,6 +271,14 @@ def readable(timeout: float, *fds: int) -> set[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return {fd for fd, _ in poll.poll(timeout * 1000)}
+
+
+def pidfd_of(pid: int) -> int | None:
+    """Readable when the process ends, even if a fork of it holds the connection open; None: there is no such thing."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
 
 
 def close_all(fds: Sequence[int]) -> None:

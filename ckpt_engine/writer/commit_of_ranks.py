@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_engine.copy.job import RankConfig
@@ -46,16 +47,16 @@ GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
 """Between two looks at the tier for what others have left."""
 
 
+@dataclass(eq=False)
 class SessionSnapshots(Container[str]):
     """The snapshots of a session that other ranks may be writing now: all from the first one that is not settled.
 
     Thread safe. With another session its ids differ: what ranks of dead sessions have left is not among them.
     """
 
-    def __init__(self, session: str, first_seq: int) -> None:
-        self._session = session
-        self._first_seq = first_seq
-        self._declined: set[str] = set()
+    _session: str
+    _first_seq: int
+    _declined: set[str] = field(default_factory=set, init=False)
 
     def __contains__(self, snapshot: object) -> bool:
         parsed = names.parse_id(snapshot) if isinstance(snapshot, str) else None
@@ -65,9 +66,7 @@ class SessionSnapshots(Container[str]):
 
     def settle(self, snapshot: str) -> None:
         """This snapshot and all before it are committed, or never will be."""
-        parsed = names.parse_id(snapshot)
-        assert parsed is not None
-        self._first_seq = max(self._first_seq, parsed.seq + 1)
+        self._first_seq = max(self._first_seq, names.seq_of(snapshot) + 1)
 
     def decline(self, snapshot: str) -> None:
         """The coordinator has no part in this one; others say the same, or leave what they have written."""
@@ -262,6 +261,7 @@ def each_look(
         pause_seconds = looks.after(pause_seconds)
 
 
+@dataclass(eq=False)
 class Gather:
     """Rank 0's side, for one tier.
 
@@ -270,9 +270,8 @@ class Gather:
         pause: waits so many seconds; raises where the copy under way is not wanted any more.
     """
 
-    def __init__(self, ranks: RankConfig, pause: Callable[[float], object]) -> None:
-        self.ranks = ranks
-        self._pause = pause
+    ranks: RankConfig
+    _pause: Callable[[float], object]
 
     def begin(self, target: Repository) -> tuple[str, ...]:
         """Once it is open: commit or drop what earlier sessions have left; the snapshots that exist now.
@@ -352,15 +351,9 @@ def give(source: Repository, target: Repository, snapshot: str, put: Put) -> tup
 
 def questions(storage: Storage) -> tuple[list[names.ParsedId], dict[str, set[int]]]:
     """The snapshots that are asked for, newest first, and who has answered what."""
-    asked, there = [], dict[str, set[int]]()
-    for item in storage.list(names.PARTS):
-        wanted = names.wanted_id(item.name)
-        owner = names.part_owner(item.name)
-        if wanted is not None:
-            asked.append(wanted)
-        elif owner is not None:
-            there.setdefault(owner[0].id, set()).add(owner[1])
-    return sorted(asked, key=lambda one: (one.seq, one.id), reverse=True), there
+    found = list(storage.list(names.PARTS))
+    asked = [wanted for item in found if (wanted := names.wanted_id(item.name)) is not None]
+    return sorted(asked, key=lambda one: (one.seq, one.id), reverse=True), part_records.by_snapshot(found)
 
 
 def _withdraw(storage: Storage, snapshot: str) -> None:

@@ -123,7 +123,6 @@ class Control:
         self._listener: SocketListener | None = None
         self._clients: set[Channel] = set()
         self._changed = threading.Condition()
-        self._room = threading.Semaphore(_CLIENTS)
         self._answering = threading.Lock()
 
     def open(self, timeout: float) -> None:
@@ -163,11 +162,11 @@ class Control:
 
     def _run(self) -> None:
         while (listener := self._listener) is not None:
-            if not self._room.acquire(timeout=REQUEST_SECONDS):
-                continue
+            with self._changed:
+                if not self._changed.wait_for(lambda: len(self._clients) < _CLIENTS, REQUEST_SECONDS):
+                    continue
             sock = listener.accept()
             if sock is None:
-                self._room.release()
                 continue
             channel = Channel(sock, most_bytes=_REQUEST_BYTES, takes_fds=False)
             with self._changed:
@@ -183,7 +182,6 @@ class Control:
                 self._clients.discard(channel)
                 channel.close()
                 self._changed.notify_all()
-            self._room.release()
 
     def _converse(self, channel: Channel) -> None:
         """Hear one request, wait until its reply is known, and send that."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ckpt_engine.copy.job import RankConfig
@@ -60,6 +61,7 @@ class ShareBoard(Protocol):
         """Whether it is committed. Raises `CkptError`."""
 
 
+@dataclass(eq=False)
 class CrashRecovery:
     """One writer's side.
 
@@ -69,13 +71,12 @@ class CrashRecovery:
         patience_seconds: see above.
     """
 
-    def __init__(self, ranks: RankConfig, place: ShareBoard, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._ranks = ranks
-        self._place = place
-        self._patience_seconds = patience_seconds
-        self._bad: set[str] = set()
-        self._left: set[str] = set()
-        self._pause = threading.Event()
+    _ranks: RankConfig
+    _place: ShareBoard
+    _patience_seconds: float = PATIENCE_SECONDS
+    _bad: set[str] = field(default_factory=set, init=False)
+    _left: set[str] = field(default_factory=set, init=False)
+    _pause: threading.Event = field(default_factory=threading.Event, init=False)
 
     def run(self, orders: Sequence[StagedJob]) -> None:
         """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.

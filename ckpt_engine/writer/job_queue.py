@@ -137,7 +137,7 @@ class JobQueue:
                     return
                 self.held.pace = order.job.pace
                 # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
-                if self._memory and order.known:
+                if self._memory and order.problem is None:
                     self.held.hold(order)
                     if self.peers is not None:
                         self.peers.offer(order)
@@ -145,7 +145,7 @@ class JobQueue:
                     self._todo.append(_QueueItem(partial(self._persister.persist, order), order))
                     return
                 order.release()
-                if not order.known:
+                if order.problem is not None:
                     text = f"step {order.job.step} is not kept in memory: {order.problem}"
                     self._emit(channel.event(Notice("WARNING", text)))
 
@@ -331,7 +331,7 @@ class JobQueue:
                 return None
             turn = self._todo.popleft()
             self._at_hand = turn.order
-            if turn.order is not None and turn.order.known:
+            if turn.order is not None and turn.order.problem is None:
                 self._ids.of(turn.order)
             return turn
 

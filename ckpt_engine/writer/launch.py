@@ -20,7 +20,7 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.writer import channel, messages
-from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, readable
+from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, pidfd_of, readable
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
 from ckpt_engine.writer.job_queue import JobQueue
 from ckpt_engine.writer.messages import Body
@@ -95,7 +95,7 @@ class ProcessWriter(WriterClient):
         self._abandoned = False
         self._tail, self._complains = b"", True
         """What it has written to its stderr last; whether that is open."""
-        self._exit_fd = _pidfd(process.pid)
+        self._exit_fd = pidfd_of(process.pid)
         # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
         self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
 
@@ -251,14 +251,6 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:
         except OSError as err:
             ours.close()
             raise CannotSpawnError(f"cannot start {sys.executable}: {err}") from err
-
-
-def _pidfd(pid: int) -> int | None:
-    """Readable when the process ends, even if a fork of the trainer holds the other end of the socket open."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
 
 
 def _describe(status: int | None) -> str:

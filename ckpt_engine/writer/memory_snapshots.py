@@ -69,16 +69,6 @@ class StagedJob:
         if slot is not None:
             slot.retain()
 
-    @property
-    def known(self) -> bool:
-        """Whether the job can be done: everything that it refers to was sent, and its step is one."""
-        return self.problem is None
-
-    @property
-    def digested(self) -> bool:
-        """Whether the digests of its bytes are known."""
-        return self._digests.known is not None
-
     def staged(self, snapshot: str) -> Staged:
         """What is to be written as `snapshot`.
 
@@ -182,10 +172,8 @@ class Ids:
         """The id of `order`: the one it has, or a new one, higher than all before."""
         with self._lock:
             if order.snapshot is None:
-                parent = names.parse_id(order.job.parent) if order.job.parent is not None else None
-                if parent is not None:
-                    # It may come from a tier that did not answer at the start.
-                    self._seq = max(self._seq, parent.seq + 1)
+                # The parent may come from a tier that did not answer at the start.
+                self._seq = max(self._seq, names.seq_of(order.job.parent) + 1)
                 order.snapshot = names.snapshot_id(self._seq, order.job.step)
                 self._seq += 1
             return order.snapshot
@@ -344,10 +332,10 @@ class MemorySnapshots:
                 return nothing(f"the snapshot in memory cannot be used: {error.message}")
             order.retain()
         try:
-            if not order.digested:
+            staged = order.staged(self._ids.of(order))
+            if staged.digests.known is None:
                 self._digest_soon(order)
                 return None
-            staged = order.staged(self._ids.of(order))
             body = {
                 "snapshot": staged.snapshot,
                 "step": order.job.step,

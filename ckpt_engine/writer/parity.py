@@ -20,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from ckpt_engine.copy.host_memory import shared_bytes, shared_memory
 from ckpt_engine.errors import CorruptError, WriterError
-from ckpt_engine.store.container import Running
+from ckpt_engine.store.container import ALGORITHM
 from ckpt_engine.store.names import parse_id
 from ckpt_engine.writer.peer_service import SLICE_BYTES, PeerConnection, PeerShare
 
@@ -196,16 +198,16 @@ class ParitySets:
         return found, nbytes
 
     def _take_in(self, found: _Set, nbytes: int, digest: str, line: PeerConnection) -> None:
-        running, buffer = Running(), memoryview(bytearray(min(nbytes, SLICE_BYTES)))
+        whole, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(nbytes, SLICE_BYTES)))
         for at in range(0, nbytes, SLICE_BYTES):
             slice_ = buffer[: min(SLICE_BYTES, nbytes - at)]
             line.fill(slice_)
-            running.add(slice_)
+            whole.update(slice_)
             with found.lock:
                 if found.memory is None:
                     raise WriterError(f"what was kept of {found.snapshot} was given up")
                 xor_into(found.memory.view[at : at + slice_.nbytes], slice_)
-        if running.result() != digest:
+        if f"{ALGORITHM}:{whole.hexdigest()}" != digest:
             raise CorruptError(f"a chunk of {found.snapshot} does not match its digest")
 
     def _end(self, found: _Set, share: PeerShare) -> None:

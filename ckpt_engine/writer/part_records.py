@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ckpt_engine.store import manifest_codec, names, repository
 from ckpt_engine.store.json_checks import are_sizes, is_shape, is_whole, require
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 READS_AT_ONCE = 32
 
@@ -215,8 +215,13 @@ def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[in
 
 def there(storage: Storage, snapshot: str | None = None) -> dict[str, set[int]]:
     """The ranks that have a part record, by snapshot; of all snapshots or of one."""
+    return by_snapshot(storage.list(names.PARTS if snapshot is None else f"{names.PARTS}{snapshot}-r"))
+
+
+def by_snapshot(listed: Iterable[ObjectInfo]) -> dict[str, set[int]]:
+    """The ranks whose part records are among what was listed, by snapshot."""
     found: dict[str, set[int]] = {}
-    for item in storage.list(names.PARTS if snapshot is None else f"{names.PARTS}{snapshot}-r"):
+    for item in listed:
         owner = names.part_owner(item.name)
         if owner is not None:
             found.setdefault(owner[0].id, set()).add(owner[1])

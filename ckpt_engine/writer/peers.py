@@ -277,8 +277,7 @@ class Peers:
             copy[:] = image
         if not self._intact(order):
             return  # a newer one is on its way
-        digests = digesting(copy, staged.cut_layout).result()
-        manifest = staged.manifest(run.run, digests)
+        manifest = staged.manifest(run.run, digesting(copy, staged.cut_layout).result())
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
         record = run.text.decode()
         share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, nbytes)

@@ -148,9 +148,9 @@ class Persister:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             again = partial(acquire, plain, holder)
             self._primary = self._tier_at(repository, lease, again, policy, in_flight)
-            check = self._primary.check_lease
-            self._attempts = AttemptRecord(plain, holder, ranks.size, check, self._emit_event)
-            self._attempts.spent = self._spent
+            self._attempts = AttemptRecord(
+                plain, holder, ranks.size, self._primary.check_lease, self._emit_event, self._spent
+            )
             self._attempts.begin()
             if len(ranks.places) > 1 and not (ranks.rank or config.tiers):
                 text = (
@@ -182,10 +182,8 @@ class Persister:
 
     def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
         """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
-        if self._secondary is not None:
-            self.first_seq = max(self.first_seq, self._secondary.next_seq())
-        if ranks.first_seq is not None:
-            self.first_seq = max(self.first_seq, ranks.first_seq)
+        further = 0 if self._secondary is None else self._secondary.next_seq()
+        self.first_seq = max(self.first_seq, further, ranks.first_seq or 0)
         in_flight = SessionSnapshots(ranks.session, self.first_seq if ranks.first_seq is None else ranks.first_seq)
         found = recover(repository, in_flight)
         self.first_seq = max(self.first_seq, repository.next_seq())
@@ -319,7 +317,7 @@ class Persister:
 
     def _attempt(self, order: StagedJob, settle: Callable[[ErrorRecord | None], object]) -> None:
         try:
-            if order.known:
+            if order.problem is None:
                 (self._ids.renew if order.failed else self._ids.of)(order)
             self._learn(order.job)
             event, is_primary = self._make_durable(order.staged(order.snapshot or ""))
@@ -422,21 +420,20 @@ class Persister:
 
     def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
-        if self._config.ranks.several:
-            return None  # the other ranks would not know where
-        if self._secondary is None or not isinstance(error, StorageError | LeaseHeldError | FormatError):
+        secondary = None if self._config.ranks.several else self._secondary  # the other ranks would not know where
+        if secondary is None or not isinstance(error, StorageError | LeaseHeldError | FormatError):
             return None
-        self._secondary.primary_failed(error)
+        secondary.primary_failed(error)
         if self._config.fatal:
             return None
-        for replicator in self._secondary.working():
+        for replicator in secondary.working():
             tier = replicator.tier
             try:
                 committed = self._in_lane(tier.direct, staged, partial(tier.write, staged))
             except Exception as err:  # noqa: BLE001 - reported as the failure of that tier; the next one may do
                 replicator.failed(err)
                 continue
-            self._secondary.committed_elsewhere(staged.snapshot)
+            secondary.committed_elsewhere(staged.snapshot)
             return committed
         return None
 

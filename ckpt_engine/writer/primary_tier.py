@@ -154,8 +154,7 @@ class PrimaryTier:
         """
         self._line = line
         self._lacked.update(lacked)
-        parsed = names.parse_id(common) if common is not None else None
-        self._common_seq = max(self._common_seq, parsed.seq if parsed is not None else 0)
+        self._common_seq = max(self._common_seq, names.seq_of(common))
 
     def _unsure(self) -> dict[str, str]:
         """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""

@@ -226,8 +226,7 @@ class Replicator:
         """Note that the tier failed."""
         with self._changed:
             self._failures += 1
-        silent = self._finishing and not self.tier.config.fatal  # the end says it
-        self._health.failed(error, silent=silent)
+        self._health.failed(error, silent=self._finishing and not self.tier.config.fatal)  # the end says it
         self._tell()
 
     def status(self) -> TierStatus:

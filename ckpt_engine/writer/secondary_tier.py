@@ -132,8 +132,7 @@ class SecondaryTier:
         self._policy = policy_from(config.keep)
         self.encoding = CodecSelector(config.codec)
         self._rhythm = CopySchedule(config.every_seconds, config.every_n_steps, self._policy)
-        self._lease: Lease | None = None
-        self._repository: Repository | None = None
+        self._held: tuple[Repository, Lease] | None = None
         self._damaged: set[tuple[str, str]] = set()
         self._unpruned = self._said = self._swept = False
         self.sent_bytes = 0
@@ -152,7 +151,7 @@ class SecondaryTier:
     @property
     def is_open(self) -> bool:
         """Whether its lease is ours."""
-        return self._repository is not None
+        return self._held is not None
 
     def advance(self) -> bool:
         """Copy the snapshot that is wanted most; False if none is. Once removes what interrupted writes left.
@@ -162,22 +161,21 @@ class SecondaryTier:
             CopySourceError: no nearer tier can be read now.
         """
         more = self._copy_newest()
-        if not self._swept and self._repository is not None and self._lease is not None:
+        if not self._swept and self._held is not None:
             self._swept = True
-            self._tell(collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting]))
+            self._tell(collect(*self._held, in_flight=[info.id for info in self.waiting]))
         return more
 
     def _copy_newest(self) -> bool:
         self.direct.refuse_if_stuck()
-        repository = self._open()
-        assert self._lease is not None
+        repository, lease = self._open()
         self.copies.progress.moved(LEASE_SECONDS)
-        self._lease.check()
+        lease.check()
         infos = repository.list()
         there = self._of_line(infos)
         self.newest = there[-1] if there else None
         if self._unpruned and self.newest is not None:
-            self._prune(repository, self.newest.id)
+            self._prune(repository, lease, self.newest.id)
         near = self._near()
         self._say_what_stays([info for info in infos if info.id not in near])
         wanted = self._wanted([found.info for found in near.values() if found.info.id not in self._done], there)
@@ -190,7 +188,7 @@ class SecondaryTier:
             return False
         self.copying = copying = wanted[0]
         try:
-            self._copy(near[copying.id], repository, there)
+            self._copy(near[copying.id], repository, lease, there)
         except StorageFullError:
             if self.line is None:
                 return False  # what may go is not known yet
@@ -218,13 +216,13 @@ class SecondaryTier:
             StorageFullError: it does not fit within the limits of the tier.
             CkptError: it is not durable.
         """
-        lease, progress = self._lease, self.direct.progress
+        held, progress = self._held, self.direct.progress
         progress.moved(GUARD_SECONDS)
-        if self._repository is None or lease is None or not self._guard.acquire(timeout=GUARD_SECONDS):
+        if held is None or not self._guard.acquire(timeout=GUARD_SECONDS):
             raise WaitTimeoutError(f"{self.url} is not ready")
         try:
             progress.moved(LEASE_SECONDS)
-            lease.check()
+            held[1].check()
             progress.moved()
             codec = self.config.codec  # of `auto` nothing is known of what was not copied
             plain = RawContents(staged, self._direct)
@@ -232,7 +230,7 @@ class SecondaryTier:
             if not isinstance(self._policy, KeepAll):
                 keeping, line = [info.id for info in self.waiting], self.line or _NO_LINE
                 nbytes = contents.new_bytes
-                self._tell(make_room(self._direct, lease, self._policy, nbytes, line=line, in_flight=keeping))
+                self._tell(make_room(self._direct, held[1], self._policy, nbytes, line=line, in_flight=keeping))
             kept = contents if contents.stands() else plain  # what it was to refer to may have gone for room
             committed = write_snapshot(kept, self.url, progress, partial(self._not_undone, staged))[0]
             self._unpruned = True
@@ -242,11 +240,11 @@ class SecondaryTier:
 
     def release(self) -> None:
         """Give back the lease; `advance` takes it again. Never raises: an unreachable tier does not receive it."""
-        lease, self._lease, self._repository = self._lease, None, None
+        held, self._held = self._held, None
         self._done.clear()
-        if lease is not None:
+        if held is not None:
             try:
-                lease.release()
+                held[1].release()
             except (CkptError, OSError) as err:
                 self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
 
@@ -302,27 +300,26 @@ class SecondaryTier:
             self._done.intersection_update(found)
         return found
 
-    def _open(self) -> Repository:
-        if self._repository is None:
+    def _open(self) -> tuple[Repository, Lease]:
+        if self._held is None:
             self.copies.progress.moved(LEASE_SECONDS)
             lease = acquire(self.places.plain, self._holder)
             try:
-                self._repository = adopt_run(self.run, self.places.copies)
-                completed = self._gather.begin(self._repository) if self._gather is not None else ()
+                repository = adopt_run(self.run, self.places.copies)
+                completed = self._gather.begin(repository) if self._gather is not None else ()
             except BaseException:
-                self._repository = None
                 lease.release()
                 raise
-            self._lease = lease
+            self._held = repository, lease
             for snapshot in completed:
                 self._say(f"all nodes had copied {snapshot} to {self.url}, and it is committed there now")
-        return self._repository
+        return self._held
 
-    def _copy(self, found: CopySource, repository: Repository, there: Sequence[SnapshotInfo]) -> None:
+    def _copy(self, found: CopySource, repository: Repository, lease: Lease, there: Sequence[SnapshotInfo]) -> None:
         began = time.monotonic()
         info = found.info
         try:
-            self._make_room(found, repository, [one.id for one in there])
+            self._make_room(found, repository, lease, [one.id for one in there])
             copied = self._transfer(found, repository)
         except CopySourceError as err:
             self._not_readable(found, err)
@@ -346,7 +343,7 @@ class SecondaryTier:
                 encoding=self.encoding.why,
             )
         )
-        self._prune(repository, info.id)
+        self._prune(repository, lease, info.id)
 
     def _transfer(self, found: CopySource, repository: Repository) -> Copied:
         """Copy it as the tier stores it. Raises as `copy_snapshot`."""
@@ -377,11 +374,10 @@ class SecondaryTier:
         self._damaged.add((url, found.info.id))
         self._say(f"snapshot {found.info.id} is damaged at {url} and is not copied from there: {err.error.message}")
 
-    def _make_room(self, found: CopySource, repository: Repository, there: Sequence[str]) -> None:
+    def _make_room(self, found: CopySource, repository: Repository, lease: Lease, there: Sequence[str]) -> None:
         """Nothing that is there goes for something older."""
         if isinstance(self._policy, KeepAll):
             return
-        assert self._lease is not None
         again = True
         while again:
             nbytes = self._most_bytes(found, repository)
@@ -390,7 +386,7 @@ class SecondaryTier:
                 newest = self.newest is None or found.info.seq > self.newest.seq
                 done = make_room(
                     repository,
-                    self._lease,
+                    lease,
                     self._policy,
                     nbytes,
                     line=self.line or _NO_LINE,
@@ -412,7 +408,7 @@ class SecondaryTier:
             nbytes = nbytes * manifest.info.partial.size // len(manifest.info.partial.ranks)
         return nbytes if self.encoding.is_plain else max(nbytes, plan(manifest, repository).most_bytes(text))
 
-    def _prune(self, repository: Repository, newest: str) -> None:
+    def _prune(self, repository: Repository, lease: Lease, newest: str) -> None:
         """Retention after a copy, which is done: what goes wrong here is not its failure."""
         if isinstance(self._policy, KeepAll):
             repository.write_catalog_if_due()
@@ -420,13 +416,10 @@ class SecondaryTier:
         self._unpruned = True
         if self.line is None:
             return
-        assert self._lease is not None
         keeping = [info.id for info in self.waiting]
         try:
             with self._guarded():
-                pruned = prune(
-                    repository, self._lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping
-                )
+                pruned = prune(repository, lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping)
         except CkptError as err:
             self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
         else:

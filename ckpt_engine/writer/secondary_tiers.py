@@ -88,7 +88,7 @@ class SecondaryTiers:
         self._nearest = nearest
         self._config = config
         self._holder = holder
-        self._follows = config.ranks is not None and config.ranks.rank != 0
+        self._follows = config.ranks.rank != 0
         """Rank 0's writer has asked the tiers for this one."""
         self._changed = threading.Condition()
         self._primary = TierHealth(nearest.url, emit)
@@ -138,7 +138,7 @@ class SecondaryTiers:
 
     def _gather(self, gate: CopyThrottle, progress: CallProgress) -> Gather | None:
         ranks = self._config.ranks
-        if ranks is None or not ranks.places:
+        if not ranks.places:
             return None
 
         def pause(seconds: float) -> None:
@@ -318,8 +318,7 @@ class SecondaryTiers:
         def left() -> list[Replicator]:
             return [one for one in self._replicators if not (one.settled or one.silent)]
 
-        tell_at = time.monotonic() + TELL_SECONDS
-        self._wait(lambda: not left(), min(deadline, tell_at))
+        self._wait(lambda: not left(), min(deadline, time.monotonic() + TELL_SECONDS))
         # One that has just stopped answering is left soon, and the end says that.
         self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
         late = [one.unfinished(self._newest) for one in left()]

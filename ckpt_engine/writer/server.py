@@ -19,12 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Container
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
 from ckpt_engine.writer import channel, messages, unix_sockets
-from ckpt_engine.writer.channel import Channel, Received, readable
+from ckpt_engine.writer.channel import Channel, Received, pidfd_of, readable
 from ckpt_engine.writer.messages import Body
 
 if TYPE_CHECKING:
@@ -54,26 +55,16 @@ class PeerWatch:
     def __init__(self, sock: socket.socket) -> None:
         self.pid = unix_sockets.peer_of(sock)[0]
         self.gone = False
-        self.fd: int | None = None
-        """Readable once the process has ended; None where the kernel offers no pidfd."""
-        try:
-            self.fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            self.gone = True
-        except OSError:
-            self.fd = None
+        self.fd = pidfd_of(self.pid)
+        """Readable once the process has ended; None where the kernel offers no pidfd, or the process is gone."""
+        self.look(())
 
     def look(self, ready: Container[int]) -> None:
         """Update `gone`, given the descriptors a selector found readable."""
         if self.fd is not None:
             self.gone = self.gone or self.fd in ready
-        elif not self.gone:
-            try:
-                os.kill(self.pid, 0)
-            except ProcessLookupError:
-                self.gone = True
-            except PermissionError:
-                self.gone = False
+        else:
+            self.gone = self.gone or not Path(f"/proc/{self.pid}").exists()
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Whether it has ended, or does so within `timeout` seconds. Any thread; leaves `gone` as it is.
@@ -237,12 +228,11 @@ class Serving:
         if not queue.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
-        if self._closing or self._left:
-            pass  # is left alone below; done when the trainer said so
-        elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
-            queue.abandon(GONE)
-        else:
-            queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
+        if not (self._closing or self._left):  # one is left alone below, the other was done when the trainer said so
+            if self._peer.fd is None or self._peer.ended(_END_SECONDS):
+                queue.abandon(GONE)
+            else:
+                queue.disown()  # it lives, speaks to us no more, and does with its memory what it wants
         self._handlers.leave(serves=not self._closing)
         if self._control is None and not self._closing:
             self._listen()  # who had the name may be gone by now

@@ -15,7 +15,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -100,21 +100,18 @@ def connect(name: str, timeout: float) -> socket.socket | None:
 
 
 def _connected(path: str, timeout: float) -> socket.socket | None:
-    sock, micros = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), max(1, int(timeout * 1e6))
-    try:
+    micros = max(1, int(timeout * 1e6))
+    # One that is refused or missing: the name is free, or who had it was killed.
+    with suppress(ConnectionRefusedError, FileNotFoundError), ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
-        sock.connect(path)
+        try:
+            sock.connect(path)
+        except BlockingIOError as err:
+            raise TimeoutError(f"{path} takes no connections") from err
         if peer_of(sock)[1] == os.geteuid():
+            undo.pop_all()
             return sock
-    except (ConnectionRefusedError, FileNotFoundError):
-        pass  # the name is free, or who had it was killed
-    except BlockingIOError as err:
-        sock.close()
-        raise TimeoutError(f"{path} takes no connections") from err
-    except BaseException:
-        sock.close()
-        raise
-    sock.close()
     return None
 
 

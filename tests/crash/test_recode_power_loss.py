@@ -102,7 +102,7 @@ class _World:
         assert saved <= {info.step for info in listing.snapshots}, "acknowledged and lost"
         for info in listing.snapshots:
             manifest = repository.read(info.id)
-            decoder = decoder_of(repository.storage, manifest)
+            decoder = decoder_of(repository.storage.get_into, manifest)
             for name, entry in manifest.entries.items():
                 found = bytearray(SIZES[name])
                 for start, piece in entry.placed():

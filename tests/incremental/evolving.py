@@ -115,7 +115,7 @@ class Evolving:
 
 def contents(place: Repository, manifest: Manifest) -> dict[str, bytes]:
     """The bytes of every entry."""
-    decoder = decoder_of(place.storage, manifest)
+    decoder = decoder_of(place.storage.get_into, manifest)
     found = {}
     for name, entry in manifest.entries.items():
         data = bytearray(sum(piece.raw_nbytes for piece in entry.pieces))

@@ -105,8 +105,8 @@ def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path:
     """What the writer does after the end of its trainer does not count as time of the trainer."""
     said = [SpentTimes(1.0, 5, {"training": 3.0}), SpentTimes(1.0, 9, {"training": 4.0})]
     before = time.monotonic()
-    record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
-    record.spent = lambda: said[0]
+    me = LeaseHolder.current()
+    record = AttemptRecord(LocalStorage(tmp_path), me, 1, lambda: None, lambda _: None, lambda: said[0])
     record.begin()
     said.pop(0)
     record.note(gone=True)

@@ -119,7 +119,7 @@ def test_what_is_not_sent_again_is_as_before(sending: Trainer) -> None:
 def test_an_order_that_names_nothing_says_so(sending: Trainer, stage: Stage) -> None:
     """A slot that was not sent, or the slot alone: neither becomes a snapshot."""
     order = sending.hold(1, slot=9)
-    assert not order.known
+    assert order.problem is not None
     with pytest.raises(WriterError, match="9 was never sent"):
         order.staged("x")
     sending.intake.close()

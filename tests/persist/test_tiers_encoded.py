@@ -32,7 +32,7 @@ def decoded_steps(root: Path) -> list[int]:
     found = []
     for info in repository.list():
         manifest = repository.read(info.id)
-        decoder = decoder_of(repository.storage, manifest)
+        decoder = decoder_of(repository.storage.get_into, manifest)
         entry = manifest.entries["model.weight"]
         data = bytearray(sum(piece.raw_nbytes for piece in entry.pieces))
         for start, piece in entry.placed():
@@ -213,7 +213,7 @@ class Place:
         tally.put_bytes, tally.put_seconds = 1 << 21, (1 << 21) / link
         self.auto.done(tally)
         manifest = self.far.read(snapshot)
-        decoder = decoder_of(self.far.storage, manifest)
+        decoder = decoder_of(self.far.storage.get_into, manifest)
         for name, data in self.arrays.items():
             [(start, piece)] = manifest.entries[name].placed()
             out = bytearray(len(data))

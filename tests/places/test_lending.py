@@ -134,7 +134,7 @@ def read_all(borrowers: list[FolderClient]) -> list[object]:
 @pytest.mark.parametrize("ranks", [2, 1000])
 def test_more_ranks_than_a_leader_takes_come_one_after_the_other(lender: FolderServer, ranks: int) -> None:
     """It hangs up on those who are too many: they come again, and get what others have let go of."""
-    lender._server._room = 12 if ranks == 2 else 2
+    lender._room = 12 if ranks == 2 else 2
     borrowers = [FolderClient("127.0.0.1", lender.port, "secret", 0, ranks) for _ in range(4)]
     assert read_all(borrowers) == [True] * 12
     assert all(not borrower._idle for borrower in borrowers) == (ranks > folder_service.ALL_LINES)

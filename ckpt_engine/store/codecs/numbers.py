@@ -100,8 +100,7 @@ def fold_difference(new: Words, old: Words, store: Scratch) -> Words:
 
 def unfold_difference(folded: Words, old: Words, out: Words, store: Scratch) -> None:
     """Undo `fold_difference`; overwrites `folded`."""
-    width = folded.itemsize
-    sign = store.words(width, 1, folded.size)
+    sign = store.words(folded.itemsize, 1, folded.size)
     one = folded.dtype.type(1)
     np.bitwise_and(folded, one, out=sign)
     np.negative(sign, out=sign)

@@ -98,11 +98,8 @@ class Disk:
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive power loss."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 class Meter:
@@ -114,14 +111,19 @@ class Meter:
 
     slice_bytes = 32 << 20
 
-    def wait(self, nbytes: int) -> float:
-        """Seconds to wait before `nbytes` bytes are sent, or, if 0, before a request is sent again. Raises to stop."""
-        del nbytes
+    def wait(self, _nbytes: int) -> float:
+        """Seconds to wait before so many bytes are sent, or, if 0, before a request is sent again. Raises to stop."""
         return 0.0
 
     def pause(self, seconds: float) -> None:
         """Wait that long, where the storage has no way of its own. Raises to stop."""
         time.sleep(seconds)
+
+    def let_pass(self, nbytes: int) -> None:
+        """Wait as long as has to be waited before so many bytes are sent. Raises to stop."""
+        seconds = self.wait(nbytes)
+        if seconds > 0:
+            self.pause(seconds)
 
     def moved(self) -> None:
         """A call to the operating system begins: the one before has ended."""
@@ -173,9 +175,7 @@ class MeteredDisk(Disk):
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         part = data[: self._meter.slice_bytes]
-        seconds = self._meter.wait(part.nbytes)
-        if seconds > 0:
-            self._meter.pause(seconds)
+        self._meter.let_pass(part.nbytes)
         self._moved()
         done = self._inner.write(fd, part, offset)
         if fd in self._cached:

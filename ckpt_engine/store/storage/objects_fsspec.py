@@ -165,10 +165,9 @@ class FsspecStorage(ObjectStore):
     def _info(self, path: str) -> Mapping[str, Any] | None:
         """What the library says of a file or folder; None: there is none. Its `exists` says so after any error."""
         try:
-            found: Mapping[str, Any] = self._fresh(path).info(path)
+            return dict(self._fresh(path).info(path))
         except FileNotFoundError:
             return None
-        return found
 
     def _write(self, path: str, blocks: Sequence[memoryview], mode: str) -> None:
         file = self._open(path, mode)

@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -112,18 +113,14 @@ class ObstoreStorage(ObjectStore):
 
     def encrypted(self) -> bool:
         """Whether the channel protects the bytes."""
-        store = self._trying(self._store, "open", "")
-        config = store.config
+        config = self._trying(self._store, "open", "").config
         return not (str(config.get("endpoint", "")).startswith("http:") or config.get("use_emulator"))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         key = self._key(name)
-        whole = MemoryBlocks(blocks)
         token = os.urandom(16).hex()
-        try:
+        with closing(MemoryBlocks(blocks)) as whole:
             self._trying(lambda: self._put(key, whole, token, exclusive=exclusive), "write", name)
-        finally:
-            whole.release()
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         key = self._key(name)
@@ -240,9 +237,7 @@ class ObstoreStorage(ObjectStore):
         """The caller's memory, each slice when it is its turn. What is still lent is in `lent`."""
         for view in blocks.views(0, blocks.nbytes, _SLICE_BYTES):
             lent.append(view)
-            seconds = self._meter.wait(len(view))
-            if seconds > 0:
-                self._meter.pause(seconds)
+            self._meter.let_pass(len(view))
             yield view
 
     def _take_back(self, lent: _Views) -> None:

@@ -10,9 +10,10 @@ import base64
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
@@ -46,6 +47,7 @@ from ckpt_engine.store.storage.upload_parts import MemoryBlocks, UploadPart, pla
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
 _DELETES = 16
+_T = TypeVar("_T")
 _S3Rows = tuple[tuple[str, int, str], ...]
 """Objects of a listing: key, size, ETag."""
 
@@ -113,11 +115,8 @@ class S3Storage(ObjectStore):
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         key = self._key(name)
-        whole = MemoryBlocks(blocks)
-        try:
+        with closing(MemoryBlocks(blocks)) as whole:
             self._calls.run(self._put(name, key, whole, exclusive=exclusive), "write", name)
-        finally:
-            whole.release()
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         checked(name)
@@ -130,8 +129,7 @@ class S3Storage(ObjectStore):
             raise StorageMissingError(f"no object {self.url}/{name}", hint=err.hint) from err
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        key = self._key(name)
-        done = self._calls.run(self._get_into(key, start, out.cast("B")), "read", name)
+        done = self._calls.run(self._get_into(self._key(name), start, out.cast("B")), "read", name)
         if done < out.nbytes:
             raise CorruptError(f"{self.url}/{name} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
@@ -304,13 +302,17 @@ class S3Storage(ObjectStore):
             return await self._read(name, start, nbytes)
         if size <= _SMALL_BYTES:
             return (await self._get_small(name))[0][start:][:nbytes]
-        before = await self._read(name, start, nbytes)
+        return await self._twice(lambda: self._read(name, start, nbytes), bytes, f"{key} reads differently each time")
+
+    async def _twice(self, ask: Callable[[], Awaitable[_T]], part: Callable[[_T], object], problem: str) -> _T:
+        """The first answer of which this part is as it was in the one before."""
+        before = await ask()
         for _ in range(_LOOKS):
-            again = await self._read(name, start, nbytes)
-            if again == before:
+            again = await ask()
+            if part(again) == part(before):
                 return again
             before = again
-        raise DamagedInTransitError(f"{key} reads differently each time")
+        raise DamagedInTransitError(problem)
 
     async def _get_small(self, name: str) -> tuple[bytes, str]:
         """A small object and its ETag, which has to match where it is a digest of the bytes."""
@@ -340,16 +342,11 @@ class S3Storage(ObjectStore):
             raise
 
     async def _page(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
-        first = await self._page_once(prefix, after)
+        ask = partial(self._page_once, prefix, after)
         if not self._calls.verifying:
-            return first
+            return await ask()
         # One flipped bit in a name, and what belongs to that snapshot would look like garbage.
-        for _ in range(_LOOKS):
-            second = await self._page_once(prefix, after)
-            if second[0] == first[0] and (second[1] is None) == (first[1] is None):
-                return second
-            first = second
-        raise DamagedInTransitError("the listing is different each time")
+        return await self._twice(ask, lambda page: (page[0], page[1] is None), "the listing is different each time")
 
     async def _page_once(self, prefix: str, after: str | None) -> tuple[_S3Rows, str | None]:
         more: dict[str, Any] = {"ContinuationToken": after} if after else {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from ckpt_engine.store.storage.disk import SLICE_BYTES, Disk, read_into, translating
 
 
+@dataclass(eq=False)
 class PartialFile:
     """The file so far. Bytes that have not arrived are undefined. Thread safe.
 
@@ -17,11 +19,10 @@ class PartialFile:
         has_begun: an earlier attempt has left something: look with `read` before bytes are fetched again.
     """
 
-    def __init__(self, disk: Disk, fd: int, path: str, *, has_begun: bool) -> None:
-        self._disk = disk
-        self._fd = fd
-        self._path = path
-        self.has_begun = has_begun
+    _disk: Disk
+    _fd: int
+    _path: str
+    has_begun: bool
 
     def read(self, start: int, out: memoryview) -> bool:
         """Fill `out` with what is there; whether there was enough."""

@@ -64,13 +64,12 @@ class UploadBody(Payload):
         self.stopped: MeterStoppedError | None = None
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        assert self._size is not None
         transport: Any = getattr(writer, "transport", None)
         plain = transport is not None and transport.get_extra_info("sslcontext") is None
         if plain:
             transport.set_write_buffer_limits(high=0)  # `drain` returns when nothing is kept
         try:
-            for view in self._blocks.views(self._start, self._size, SLICE_BYTES):
+            for view in self._blocks.views(self._start, len(self), SLICE_BYTES):
                 with view:
                     await self._wait_for_turn(len(view))
                     await writer.write(view if plain else bytes(view))

@@ -117,11 +117,7 @@ class Multipart:
 
     async def abort(self, key: str, upload: str) -> None:
         """Remove an upload's parts; one that is gone is no error."""
-        try:
-            await self._calls.call("abort_multipart_upload", Bucket=self._bucket, Key=key, UploadId=upload)
-        except ClientError as err:
-            if status_of(err) != 404:
-                raise
+        await existing(self._calls.call("abort_multipart_upload", Bucket=self._bucket, Key=key, UploadId=upload))
 
     async def unfinished(self, prefix: str) -> list[Stale]:
         """The uploads that this process is not busy with; none where the store does not list them."""

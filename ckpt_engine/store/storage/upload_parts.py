@@ -57,7 +57,7 @@ class MemoryBlocks:
         self._blocks = [memoryview(block).cast("B") for block in blocks if block.nbytes]
         self.nbytes = sum(len(block) for block in self._blocks)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go of the memory, also if there are references to this."""
         for block in self._blocks:
             block.release()

@@ -103,7 +103,7 @@ class ResponsivenessProbe(CallProgress):
     """Whether a place has anything to say to what it is asked now: another try is no sign of it. Any thread."""
 
     def tried(self) -> None:
-        pass
+        """No sign."""
 
 
 @dataclass(slots=True)
@@ -313,12 +313,12 @@ class WatchedStorage(WrapperStorage):
         return found
 
 
+@dataclass(eq=False)
 class _WatchedVersions:
     """Conditional writes of a watched storage."""
 
-    def __init__(self, inner: Versions, progress: CallProgress) -> None:
-        self._inner = inner
-        self._progress = progress
+    _inner: Versions
+    _progress: CallProgress
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
         return self._progress.during(partial(self._inner.read_versioned, name))
@@ -400,6 +400,7 @@ class WatchedSource(CallProgress):
                 raise AbandonedError
 
 
+@dataclass(eq=False)
 class GuardedReader:
     """Reads at one tier while a call to it is under way.
 
@@ -411,10 +412,9 @@ class GuardedReader:
         waiting: progress of the call that asks, which must not look as if it hung while a read does.
     """
 
-    def __init__(self, repository: Repository, lane: StuckCallRunner, waiting: CallProgress) -> None:
-        self._repository = repository
-        self._lane = lane
-        self.waiting = waiting
+    _repository: Repository
+    _lane: StuckCallRunner
+    waiting: CallProgress
 
     def read(self, work: Callable[[Repository], T], nbytes: int = 0) -> T:
         """The result of `work`, which reads at most so many bytes in one call, and into nothing that others need.

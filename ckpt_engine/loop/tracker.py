@@ -24,7 +24,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.components import Counters, LoopComponents, Surroundings
+from ckpt_engine.loop.components import Counters, NamedParts, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
@@ -68,7 +68,7 @@ class Tracker(LoopProgress):
     def __init__(
         self,
         engine: Engine,
-        parts: LoopComponents,
+        parts: NamedParts,
         sources: Mapping[str, LoaderSource],
         surroundings: Surroundings,
         *,

@@ -35,6 +35,14 @@ from ckpt_engine.adapter import (
     Tracker,
 )
 
+FILES = "hook_files"
+"""The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
+_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_HINTS = {
+    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
+}
+_ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
+
 
 class AdaptiveCheckpoint(Tracker):
     """Exact, asynchronous snapshots of an Accelerate loop whose body stays as it is.
@@ -151,10 +159,6 @@ class AdaptiveCheckpoint(Tracker):
             )
 
 
-FILES = "hook_files"
-"""The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
-
-
 class AcceleratedParts(NamedParts):
     """The components of a snapshot, with the same hooks as `save_state` and `load_state`.
 
@@ -264,12 +268,6 @@ def _write(folder: Path, files: Mapping[str, torch.Tensor]) -> None:
         path.write_bytes(content.numpy().tobytes())
 
 
-_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_HINTS = {
-    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
-}
-
-
 def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
     """All ranks of `accelerator`; None: it is one process. Streams and positions are each rank's own.
 
@@ -286,9 +284,6 @@ def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
         )
 
     return ProcessGroupRanks()
-
-
-_ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
 
 
 class Accumulation(Surroundings):

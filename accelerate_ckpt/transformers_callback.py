@@ -55,6 +55,18 @@ _log = logging.getLogger("ckpt_engine.transformers")
 _FILE = "trainer_state.json"
 _RESUME = "trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))"
 _LOADER = "loader"
+_NOT_EXACT = {
+    "ignore_data_skip": ("begins the epoch's data again after a resume", "leave it out"),
+    "auto_find_batch_size": (
+        "begins again at step 0 with smaller batches and the weights of then, when memory runs out",
+        "leave it out, and set per_device_train_batch_size to what it finds in a run without this callback",
+    ),
+}
+_CALLS = (
+    "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
+)
+_Place = tuple[str, str]
+"""The machine of a folder, or "" for a place that all machines see; and its URL."""
 
 
 class TransformersCallback(TrainerCallback):
@@ -424,15 +436,6 @@ class TransformersCallback(TrainerCallback):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-_NOT_EXACT = {
-    "ignore_data_skip": ("begins the epoch's data again after a resume", "leave it out"),
-    "auto_find_batch_size": (
-        "begins again at step 0 with smaller batches and the weights of then, when memory runs out",
-        "leave it out, and set per_device_train_batch_size to what it finds in a run without this callback",
-    ),
-}
-
-
 def _require(callback: TransformersCallback, trainer: Trainer) -> None:
     """Raises ConfigError where there is no exact resume."""
     arguments = trainer.args
@@ -480,13 +483,6 @@ def _require_same_step(
         f"transformers resumes at step {state.global_step}, the snapshot that could be read is another one",
         hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), once more if a snapshot was damaged",
     )
-
-
-_CALLS = (
-    "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
-)
-_Place = tuple[str, str]
-"""The machine of a folder, or "" for a place that all machines see; and its URL."""
 
 
 def meet(engine: Engine, check: Callable[[], None]) -> None:

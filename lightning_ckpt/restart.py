@@ -34,6 +34,10 @@ from lightning_ckpt.run_state import Groups
 _log = logging.getLogger("lightning_ckpt")
 
 AUTO = "auto"
+HOOK = "on_train_epoch_start"
+_RESTORES_ITSELF = (BaseFinetuning,)
+"""Callbacks whose saved state already contains what their hook did."""
+Dtypes = Mapping[str, torch.dtype]
 
 
 class EarlierFit:
@@ -299,11 +303,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-HOOK = "on_train_epoch_start"
-_RESTORES_ITSELF = (BaseFinetuning,)
-"""Callbacks whose saved state already contains what their hook did."""
-
-
 class _InEpoch:
     """A trainer in another epoch."""
 
@@ -352,9 +351,6 @@ def replay(
         if in_module:
             module.on_train_epoch_start()
     return kept.put_back()
-
-
-Dtypes = Mapping[str, torch.dtype]
 
 
 def dtypes_of(module: torch.nn.Module) -> dict[str, torch.dtype]:

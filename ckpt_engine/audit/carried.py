@@ -49,6 +49,16 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAM
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
 _KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple, nn.Module)
+Calls = frozenset[tuple[CodeType, int]]
+"""Functions on the stack, and the instructions that they are at."""
+_CARRIED = (
+    "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
+    "track(…, carry=carry), and use carry.{2}"
+)
+_BESIDE = (
+    "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
+    "another one: track(…, {1}={0})"
+)
 
 
 class Carry(SimpleNamespace):
@@ -148,10 +158,6 @@ def _nothing() -> Any:
     return MISSING
 
 
-Calls = frozenset[tuple[CodeType, int]]
-"""Functions on the stack, and the instructions that they are at."""
-
-
 def calls_now() -> Calls:
     """The calls that are under way."""
     return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
@@ -241,16 +247,6 @@ def sentence(names: Sequence[str]) -> str:
     beside = [name.removeprefix(_ITER)[:-1] for name in names if name.startswith(_ITER)]
     said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
     return "; ".join([*said, *(_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside)])
-
-
-_CARRIED = (
-    "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
-    "track(…, carry=carry), and use carry.{2}"
-)
-_BESIDE = (
-    "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
-    "another one: track(…, {1}={0})"
-)
 
 
 def frames_around(frame: FrameType | None) -> Iterator[FrameType]:

@@ -53,6 +53,12 @@ _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_S
 _FOREIGN: set[str] = set()
 """Names of modules, and of whole packages, that are not the user's, as far as they have been looked at."""
 OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
+_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
+_MOST_KEYS = 10_000
+_NO_LIST = ((), ("list", -1))
+"""Beside a key and its value, frozen: any list has more."""
+_PROCESS = Clocks(of_process=True)
+_MOST_INPUTS = 1000
 
 
 def of_modules() -> dict[str, Any]:
@@ -181,13 +187,6 @@ def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
 
 
 # ---- what it is at one moment
-
-_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
-_MOST_KEYS = 10_000
-_NO_LIST = ((), ("list", -1))
-"""Beside a key and its value, frozen: any list has more."""
-_PROCESS = Clocks(of_process=True)
-_MOST_INPUTS = 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ _BYTES = 1 << 20
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-6
 _PLAIN = (str, int, float, bool, bytes, PurePath, np.generic, type(None))
 _LISTS = (list, tuple, range, array, deque)
+Fingerprint = dict[str, Any]
 
 
 def samples_of(dataset: Any) -> Samples:
@@ -277,28 +278,6 @@ class Restoration:
     """Where the data set's own state is of no use: a sentence that says what is done instead, and why."""
 
 
-Fingerprint = dict[str, Any]
-
-_EFFECTS: Mapping[str, Effect] = {
-    "dataset_kind": Effect.REFUSED,
-    "dataset_length": Effect.REFUSED,
-    "batch_size": Effect.REFUSED,
-    "batches": Effect.REFUSED,
-    "samplers": Effect.REFUSED,
-    "num_replicas": Effect.REFUSED,
-    "rank": Effect.REFUSED,
-    "drop_last": Effect.REFUSED,
-    "num_workers": Effect.AUGMENTATION,
-    "persistent_workers": Effect.AUGMENTATION,
-    "in_order": Effect.AUGMENTATION,
-    "dataset_type": Effect.AUGMENTATION,
-    "loader_type": Effect.HARMLESS,
-    "prefetch_factor": Effect.HARMLESS,
-    "start_method": Effect.HARMLESS,
-    "pin_memory": Effect.HARMLESS,
-}
-
-
 def fingerprint(loader: DataLoader[Any], samples: Samples) -> Fingerprint:
     """The fields a resume compares. Never calls `len(loader)` on an iterable dataset: torch would warn.
 
@@ -373,3 +352,23 @@ def length_of(sized: Any) -> int | None:
 def type_name(value: object) -> str:
     """The class of a value, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_EFFECTS: Mapping[str, Effect] = {
+    "dataset_kind": Effect.REFUSED,
+    "dataset_length": Effect.REFUSED,
+    "batch_size": Effect.REFUSED,
+    "batches": Effect.REFUSED,
+    "samplers": Effect.REFUSED,
+    "num_replicas": Effect.REFUSED,
+    "rank": Effect.REFUSED,
+    "drop_last": Effect.REFUSED,
+    "num_workers": Effect.AUGMENTATION,
+    "persistent_workers": Effect.AUGMENTATION,
+    "in_order": Effect.AUGMENTATION,
+    "dataset_type": Effect.AUGMENTATION,
+    "loader_type": Effect.HARMLESS,
+    "prefetch_factor": Effect.HARMLESS,
+    "start_method": Effect.HARMLESS,
+    "pin_memory": Effect.HARMLESS,
+}

@@ -21,6 +21,12 @@ import torch
 
 from ckpt_engine.probe.raw_memory import numpy_stream
 
+RngState = dict[str, Any]
+"""`{"python": …, "numpy": …, "torch": bytes, "cuda": [bytes, …], …}`; accelerators only where initialised."""
+_ACCELERATORS = ("cuda", "xpu")
+_MT19937 = "MT19937"
+_numpy_memo: tuple[bytes, dict[str, Any]] | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Teams:
@@ -115,14 +121,6 @@ def _of_device(kind: str, index: int | None, like: bytes, seed: int) -> bytes:
 def _torch(generator: torch.Generator, seed: int) -> bytes:
     generator.manual_seed(seed % 2**63)
     return generator.get_state().numpy().tobytes()
-
-
-RngState = dict[str, Any]
-"""`{"python": …, "numpy": …, "torch": bytes, "cuda": [bytes, …], …}`; accelerators only where initialised."""
-
-_ACCELERATORS = ("cuda", "xpu")
-_MT19937 = "MT19937"
-_numpy_memo: tuple[bytes, dict[str, Any]] | None = None
 
 
 def capture() -> RngState:

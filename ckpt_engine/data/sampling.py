@@ -29,6 +29,8 @@ from ckpt_engine.errors import MismatchError, StateError
 
 Attributes = dict[str, int]
 """Checksums of containers, tensors and arrays by path."""
+_STATES = 3
+"""Draws of an epoch around which the state of samplers is looked at."""
 
 
 def attributes(loader: DataLoader[Any]) -> Attributes:
@@ -137,10 +139,6 @@ class ResumePlan:
     """The epoch starts again: its first entry is drawn under the streams of then, the others follow from it."""
     dealt: Sequence[Any] | None = None
     """Entries to give instead of those of the sampler; the streams are left alone."""
-
-
-_STATES = 3
-"""Draws of an epoch around which the state of samplers is looked at."""
 
 
 class RecordingSampler(streams.StandIn):

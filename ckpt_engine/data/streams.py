@@ -354,6 +354,26 @@ class _GeneratorKind(NamedTuple):
     put: Callable[[Any, Any], None]
 
 
+def _kind(value: object) -> str | None:
+    if not isinstance(value, _GENERATORS) or isinstance(value, random.SystemRandom):
+        return None  # it is asked for every attribute at every boundary
+    return next(name for name, kind in _KINDS.items() if isinstance(value, kind.of))
+
+
+def encode(generator: Any) -> dict[str, Any]:
+    """Where a random stream is, as a storable tree."""
+    kind = _kind(generator)
+    assert kind is not None
+    return {"kind": kind, "state": _KINDS[kind].read(generator)}
+
+
+def decode(generator: Any, encoded: Mapping[str, Any]) -> None:
+    """Put a random stream of the same kind there; in place, so that others that use it see it too."""
+    kind = encoded["kind"]
+    if kind == _kind(generator):
+        _KINDS[kind].put(generator, encoded["state"])
+
+
 _KINDS: Mapping[str, _GeneratorKind] = {
     "torch": _GeneratorKind(
         torch.Generator,
@@ -373,23 +393,3 @@ _KINDS: Mapping[str, _GeneratorKind] = {
     ),
 }
 _GENERATORS = tuple(kind.of for kind in _KINDS.values())
-
-
-def _kind(value: object) -> str | None:
-    if not isinstance(value, _GENERATORS) or isinstance(value, random.SystemRandom):
-        return None  # it is asked for every attribute at every boundary
-    return next(name for name, kind in _KINDS.items() if isinstance(value, kind.of))
-
-
-def encode(generator: Any) -> dict[str, Any]:
-    """Where a random stream is, as a storable tree."""
-    kind = _kind(generator)
-    assert kind is not None
-    return {"kind": kind, "state": _KINDS[kind].read(generator)}
-
-
-def decode(generator: Any, encoded: Mapping[str, Any]) -> None:
-    """Put a random stream of the same kind there; in place, so that others that use it see it too."""
-    kind = encoded["kind"]
-    if kind == _kind(generator):
-        _KINDS[kind].put(generator, encoded["state"])

@@ -35,6 +35,11 @@ _EXTRA_STATE = "_extra_state"
 _LAZY = frozenset({nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer})
 _SHOWN = 8
 Shapes = dict[str, tuple[int, ...]]
+_T = TypeVar("_T")
+_LIBRARY = "torchmetrics"
+PRIVATE_NAMES = _COUNT, _CACHE, _COMPUTED = "_update_count", "_forward_cache", "_computed"
+"""Of the library; a test fails where it does not have them."""
+States = dict[str, Any]
 
 
 class Components(Parts, Protocol):
@@ -266,9 +271,6 @@ class Surroundings:
         return {}
 
 
-_T = TypeVar("_T")
-
-
 def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T]:
     """Values by name, those of tied weights under all of their names: other programs store them under one."""
     names: dict[tuple[int, torch.Size], list[str]] = {}
@@ -371,12 +373,6 @@ def restore_flags(module: torch.nn.Module, saved: Mapping[str, list[str]]) -> No
             parameter.requires_grad_(name not in frozen)
     for name, submodule in module.named_modules():
         submodule.training = name not in evaluating
-
-
-_LIBRARY = "torchmetrics"
-PRIVATE_NAMES = _COUNT, _CACHE, _COMPUTED = "_update_count", "_forward_cache", "_computed"
-"""Of the library; a test fails where it does not have them."""
-States = dict[str, Any]
 
 
 def found_in(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -37,6 +37,11 @@ from ckpt_engine.state.optimizers import clean_name, load_exactly
 from ckpt_engine.state.sharding import FlatPart, grid_of_runs
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_places: weakref.WeakKeyDictionary[nn.Module, tuple[_Place, ...]] = weakref.WeakKeyDictionary()
+_ORDER = "rebuilt_per_bucket_param_indices"
+_CAME = "prev_iteration_grad_ready_order_indices"
+_FEW = 2
+"""The sum of so many numbers is the same in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,6 @@ class _Place:
     grid: Grid
     at: int
     count: int
-
-
-_places: weakref.WeakKeyDictionary[nn.Module, tuple[_Place, ...]] = weakref.WeakKeyDictionary()
 
 
 def units(module: nn.Module) -> list[tuple[str, Any]]:
@@ -330,12 +332,6 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for unit, name, hooks in taken:
             vars(unit)[name] = hooks
-
-
-_ORDER = "rebuilt_per_bucket_param_indices"
-_CAME = "prev_iteration_grad_ready_order_indices"
-_FEW = 2
-"""The sum of so many numbers is the same in any order."""
 
 
 def wrappers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -47,6 +47,9 @@ LAST_SECONDS = 60.0
 """How long the end of a training waits for the ranks that have not judged their last losses."""
 _NONE: dict[str, Any] = {"error": None, "remember": None, "stop": None}
 """The verdict where no rank has diverged."""
+DURABLE_SECONDS = 60.0
+_PLACES_SECONDS = DURABLE_SECONDS + 15.0
+"""How long rank 0 waits for what other nodes have on disks of their own."""
 
 
 class Diverging:
@@ -238,11 +241,6 @@ def require_alike(engine: Engine) -> None:
 
 def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
-
-
-DURABLE_SECONDS = 60.0
-_PLACES_SECONDS = DURABLE_SECONDS + 15.0
-"""How long rank 0 waits for what other nodes have on disks of their own."""
 
 
 class Rollbacks:

@@ -11,6 +11,9 @@ import torch
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.state.sharding import here
 
+_Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
+"""A parameter, its gradient, and the version of that."""
+
 
 class StepsMade(set[int]):
     """The optimizers, by id, that have used up their gradients since the last boundary.
@@ -67,10 +70,6 @@ class StepsMade(set[int]):
             else:
                 self._left[one] = there
         self._marks = {}
-
-
-_Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
-"""A parameter, its gradient, and the version of that."""
 
 
 def _version(grad: torch.Tensor) -> int:

@@ -46,6 +46,8 @@ _SHORT = 1 << 63
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _VALUE = object()
 _TOGETHER = 512
+LazyPredicate = Callable[[TreePath], bool]
+"""True for array leaves that do not change before the next fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,10 +502,6 @@ def problems(node: Any, root: TreePath, flattener: Flattener | None = None) -> s
     except StateError as err:
         return err.message
     return None
-
-
-LazyPredicate = Callable[[TreePath], bool]
-"""True for array leaves that do not change before the next fence."""
 
 
 def shapes_of(

@@ -51,6 +51,40 @@ _SURELY_SHORT = 1 << 2000
 """Below it no limit of digits ever holds."""
 
 
+CONTEXT = "__tensor_flatten__"
+"""The key of what a tensor of other tensors has beside them."""
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+"""Others have more than their text."""
+_ENCODERS: Sequence[tuple[type | types.UnionType, Callable[[Any], Json | None]]] = (
+    (complex, lambda v: {"$": "complex", "re": encode_float(v.real), "im": encode_float(v.imag)}),
+    (bytes | bytearray, lambda v: encode_bytes(type(v).__name__, bytes(v))),
+    (datetime.datetime, lambda v: {"$": "datetime", "v": v.isoformat(), "fold": v.fold}),
+    (datetime.date | datetime.time, lambda v: {"$": type(v).__name__, "v": v.isoformat()}),
+    (datetime.timedelta, lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
+    (uuid.UUID | decimal.Decimal | fractions.Fraction, lambda v: {"$": type(v).__name__.lower(), "v": str(v)}),
+    (range | slice, lambda v: {"$": type(v).__name__, "v": [v.start, v.stop, v.step]} if _plain_bounds(v) else None),
+    (
+        torch.dtype | torch.device | torch.memory_format | torch.layout,
+        lambda v: {"$": f"torch.{type(v).__name__}", "v": str(v).removeprefix("torch.")},
+    ),
+    (np.dtype, lambda v: None if v.hasobject or v.names else {"$": "np.dtype", "v": v.str}),
+)
+"""How the kinds of plain leaves are written; the first one that fits. `rebuild` reads them by the same names."""
+# As the interpreter reads them itself: a class may have attributes of these names that are something else.
+_of_module: Callable[[Any], dict[str, Any] | None] = vars(types.ModuleType)["__dict__"].__get__
+_of_class: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
+_line: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+_flags: Callable[[type], int] = vars(type)["__flags__"].__get__
+_MADE_BY_PYTHON = 1 << 9
+_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta, object)
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9A-Za-z/]{1,16}\])?")
+_MOST_FIELDS = 1000
+"""Of a named tuple whose class is made here; one with more comes back as a tuple."""
+_MOST_MADE = 1000
+"""Classes of named tuples that are made here: each costs as much as a thousand values."""
+_made: dict[tuple[str, tuple[str, ...]], type] = {}
+
+
 def problem_of(node: Json) -> str | None:
     """Why an encoded value could not be written, or not be read again; None: it can be both."""
     if isinstance(node, str):
@@ -113,32 +147,10 @@ def encode_scalar(node: Any) -> Json | None:
         return _encode_subclass(node, str.__str__(node) if isinstance(node, str) else int(node))
     if isinstance(node, float):
         return encode_float(node) if type(node) is float else _encode_subclass(node, encode_float(float(node)))
-    if isinstance(node, complex):
-        return {"$": "complex", "re": encode_float(node.real), "im": encode_float(node.imag)}
-    if isinstance(node, bytes | bytearray):
-        return encode_bytes(type(node).__name__, bytes(node))
     if type(node) in _PATHS:
         windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
         return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows}
-    if isinstance(node, datetime.datetime):
-        return {"$": "datetime", "v": node.isoformat(), "fold": node.fold}
-    if isinstance(node, datetime.date | datetime.time):
-        return {"$": type(node).__name__, "v": node.isoformat()}
-    if isinstance(node, datetime.timedelta):
-        return {"$": "timedelta", "v": [node.days, node.seconds, node.microseconds]}
-    if isinstance(node, uuid.UUID | decimal.Decimal | fractions.Fraction):
-        return {"$": type(node).__name__.lower(), "v": str(node)}
-    if isinstance(node, range | slice):
-        return {"$": type(node).__name__, "v": [node.start, node.stop, node.step]} if _plain_bounds(node) else None
-    if isinstance(node, torch.dtype | torch.device | torch.memory_format | torch.layout):
-        return {"$": "torch." + type(node).__name__, "v": str(node).removeprefix("torch.")}
-    if isinstance(node, np.dtype):
-        return None if node.hasobject or node.names else {"$": "np.dtype", "v": node.str}
-    return None
-
-
-_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
-"""Others have more than their text."""
+    return next((encode(node) for kinds, encode in _ENCODERS if isinstance(node, kinds)), None)
 
 
 def _encode_subclass(node: Any, plain: Json) -> Json | None:
@@ -177,10 +189,6 @@ def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | Non
     if hasattr(type(node), "__tensor_flatten__"):
         return _open_wrapper(node)
     return open_generator(node) or _open_omegaconf(node)
-
-
-CONTEXT = "__tensor_flatten__"
-"""The key of what a tensor of other tensors has beside them."""
 
 
 def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
@@ -249,22 +257,6 @@ def _open_omegaconf(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | No
     flags = {"struct": OmegaConf.is_struct(node), "readonly": OmegaConf.is_readonly(node)}
     plain = OmegaConf.to_container(node, resolve=False)
     return [plain], ["container"], lambda c: {"$": "omegaconf", "flags": flags, "container": c[0]}
-
-
-# As the interpreter reads them itself: a class may have attributes of these names that are something else.
-_of_module: Callable[[Any], dict[str, Any] | None] = vars(types.ModuleType)["__dict__"].__get__
-_of_class: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
-_line: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
-_flags: Callable[[type], int] = vars(type)["__flags__"].__get__
-_MADE_BY_PYTHON = 1 << 9
-_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta, object)
-_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9A-Za-z/]{1,16}\])?")
-_MOST_FIELDS = 1000
-"""Of a named tuple whose class is made here; one with more comes back as a tuple."""
-_MOST_MADE = 1000
-"""Classes of named tuples that are made here: each costs as much as a thousand values."""
-
-_made: dict[tuple[str, tuple[str, ...]], type] = {}
 
 
 def find_class(name: str) -> type | None:

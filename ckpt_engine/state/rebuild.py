@@ -54,6 +54,11 @@ _MOST_WORDS = 624
 
 _COPIED_BYTES = 2 << 10
 """Of smaller arrays one call that copies all takes less time than a call for each that does not."""
+_TORCH_NAMES = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
+_BIT_GENERATORS: dict[str, Any] = {
+    one.__name__: one
+    for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,11 +448,18 @@ def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
     return json_types.torch_value(node["v"], _TORCH_NAMES[node["$"]])
 
 
-_TORCH_NAMES = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
-_BIT_GENERATORS: dict[str, Any] = {
-    one.__name__: one
-    for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
-}
+def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+    """The array whose boxes `stored` has one behind another."""
+    out = torch.empty_like(stored)
+    flat = stored.view(-1)
+    whole = Box.whole(stored.shape)
+    at = 0
+    for box in boxes:
+        out[box.slices(whole)] = flat[at : at + box.count].view(box.shape)
+        at += box.count
+    return out
+
+
 _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "tensor": Rebuilder.tensor,
     "sharded": Rebuilder.tensor,
@@ -497,15 +509,3 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "np.RandomState": _np_generator,
     "random.Random": _python_random,
 }
-
-
-def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-    """The array whose boxes `stored` has one behind another."""
-    out = torch.empty_like(stored)
-    flat = stored.view(-1)
-    whole = Box.whole(stored.shape)
-    at = 0
-    for box in boxes:
-        out[box.slices(whole)] = flat[at : at + box.count].view(box.shape)
-        at += box.count
-    return out

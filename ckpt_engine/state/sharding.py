@@ -36,6 +36,9 @@ PRIVATE = {
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "which ranks have the same part, on the other meshes",
 }
 """Every name in use that is not public, and what for."""
+_teams: dict[int, tuple[weakref.ref[Any], _Team]] = {}
+"""By `id`: meshes that are equal may be cut out of different ones."""
+NOTHING = Box((0,), (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +157,6 @@ class _Team:
     own: int
 
 
-_teams: dict[int, tuple[weakref.ref[Any], _Team]] = {}
-"""By `id`: meshes that are equal may be cut out of different ones."""
-
-
 def _team_of(mesh: Any) -> _Team:
     found = _teams.get(id(mesh))
     if found is not None and found[0]() is mesh:
@@ -242,9 +241,6 @@ def _part_of(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int
 
 def _shown(tensor: Any) -> str:
     return ", ".join(map(str, tensor.placements))
-
-
-NOTHING = Box((0,), (0,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

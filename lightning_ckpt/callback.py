@@ -164,6 +164,7 @@ class AdaptiveCheckpoint(Callback):
         from ckpt_engine.adapter import Engine
         from lightning_ckpt.compat import LightningInternals
         from lightning_ckpt.fit_resume import FitResume
+        from lightning_ckpt.loaders import FitLoaders
         from lightning_ckpt.loggers import FitLoggers
         from lightning_ckpt.restart import allow_restart
         from lightning_ckpt.run import FitRun
@@ -173,7 +174,8 @@ class AdaptiveCheckpoint(Callback):
             internals = LightningInternals(trainer)
             internals.probe()
             self._idle = internals
-            internals.wrap_resume_start(FitResume(internals, trainer, pl_module, Engine(self.config), None).resolve)
+            engine, loaders = Engine(self.config), FitLoaders(internals, trainer)
+            internals.wrap_resume_start(FitResume(internals, trainer, pl_module, engine, loaders).resolve)
         elif trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._idle = LightningInternals(trainer)
             self._idle.probe()

@@ -63,7 +63,6 @@ BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_a
 Groups = list[dict[str, Any]]
 MARK = "ckpt_engine_run"
 """The key in a checkpoint of Lightning's that says beside which of our runs it was written."""
-Wrap = Callable[[Any, str, Callable[..., Any]], None]
 OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()).keys()
 """Attributes of Lightning's own classes, which users' classes inherit."""
 _SETTINGS = frozenset(
@@ -402,7 +401,9 @@ def kind_of(internals: LightningInternals, *, validated: bool) -> BoundaryKind:
     return BoundaryKind.VALIDATED if validated else BoundaryKind.PLAIN
 
 
-def write_again(trainer: pl.Trainer, root_url: str, created: float, wrap: Wrap) -> None:
+def write_again(
+    trainer: pl.Trainer, root_url: str, created: float, wrap: Callable[[Any, str, Callable[..., Any]], None]
+) -> None:
     """From now on names of files that the interrupted run wrote after the snapshot are free."""
     began, mark = time.time(), TrainerResume.mark_of(root_url)
 

@@ -49,7 +49,7 @@ class Starter:
         self._recorder: RecordingSampler | None = None
         self._rotation = 0
         self._late = False
-        self._fingerprint: fingerprints.Fingerprint | None = None
+        self._fingerprint: dict[str, Any] | None = None
         self._recipe: Recipe | None = None
 
     @property
@@ -88,7 +88,7 @@ class Starter:
         with rng.untouched():
             return native.why_replayed(self._loader)
 
-    def fingerprint(self, *, again: bool = False) -> fingerprints.Fingerprint:
+    def fingerprint(self, *, again: bool = False) -> dict[str, Any]:
         """The loader's fingerprint, taken once per epoch, or `again`."""
         if self._fingerprint is None or again:
             self._fingerprint = fingerprints.fingerprint(self._loader, self._samples)

@@ -34,6 +34,7 @@ from torch.utils.data import (
 
 from ckpt_engine.data import native, rng
 from ckpt_engine.data.native import is_stateful
+from ckpt_engine.state.flatten import bytes_tensor
 from ckpt_engine.whose_code import is_function_of_user
 
 Streams = dict[str, Any]
@@ -378,7 +379,7 @@ _KINDS: Mapping[str, _GeneratorKind] = {
     "torch": _GeneratorKind(
         torch.Generator,
         lambda generator: generator.get_state().numpy().tobytes(),
-        lambda generator, state: generator.set_state(rng.bytes_tensor(state)),
+        lambda generator, state: generator.set_state(bytes_tensor(state)),
     ),
     "python": _GeneratorKind(random.Random, rng.encode_python, rng.decode_python),
     "numpy": _GeneratorKind(

@@ -83,12 +83,7 @@ def _is_changed(mark: _Mark) -> bool:
 
 def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
     """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
-    for group in groups[::way]:
-        for parameter in group["params"][::way]:
-            if parameter.grad is not None:
-                found: torch.Tensor = parameter
-                return found
-    return None
+    return next((p for group in groups[::way] for p in group["params"][::way] if p.grad is not None), None)
 
 
 def needs_optimizer(name: str) -> ConfigError:

@@ -440,8 +440,6 @@ class Tracker(LoopProgress):
         streams = rng.capture()
         if (own := self._resume.load()) is None:
             return
-        loaded = self._engine.loaded
-        assert loaded is not None
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
         self._stepped.expect(own.get("reused", ()))

@@ -450,13 +450,9 @@ def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
 
 def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
     """The array whose boxes `stored` has one behind another."""
-    out = torch.empty_like(stored)
-    flat = stored.view(-1)
-    whole = Box.whole(stored.shape)
-    at = 0
-    for box in boxes:
-        out[box.slices(whole)] = flat[at : at + box.count].view(box.shape)
-        at += box.count
+    out, whole = torch.empty_like(stored), Box.whole(stored.shape)
+    for box, part in zip(boxes, torch.split(stored.view(-1), [box.count for box in boxes]), strict=True):
+        out[box.slices(whole)] = part.view(box.shape)
     return out
 
 

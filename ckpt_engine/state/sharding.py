@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -79,8 +79,7 @@ def here(tensor: Any) -> torch.Tensor:
     """What this rank has of any tensor: all of a plain one."""
     if is_sharded(tensor):
         return local(tensor)
-    found: torch.Tensor = tensor
-    return found
+    return cast(torch.Tensor, tensor)
 
 
 def parts_of(tensor: Any) -> Iterator[torch.Tensor]:

@@ -65,7 +65,6 @@ _NOT_EXACT = {
 _CALLS = (
     "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
 )
-_Place = tuple[str, str]
 """The machine of a folder, or "" for a place that all machines see; and its URL."""
 
 
@@ -499,7 +498,7 @@ def meet(engine: Engine, check: Callable[[], None]) -> None:
         CkptError: what `check` has raised on some rank.
     """
 
-    def say() -> list[_Place]:
+    def say() -> list[tuple[str, str]]:
         check()
         node = engine.ranks.node if engine.ranks is not None else ""
         return [(node if tier.is_folder else "", tier.url) for tier in engine.config.tiers]
@@ -510,7 +509,7 @@ def meet(engine: Engine, check: Callable[[], None]) -> None:
         raise ConfigError("rank 0 has not called resume_from()", hint=_CALLS) from err
 
 
-def _require_one_run(said: list[list[_Place] | None]) -> None:
+def _require_one_run(said: list[list[tuple[str, str]] | None]) -> None:
     missing = [rank for rank, one in enumerate(said) if one is None]
     if missing:
         raise ConfigError(

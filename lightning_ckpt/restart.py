@@ -355,6 +355,7 @@ def dtypes_of(module: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: value.dtype for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
+@torch.no_grad()
 def load_again_where_changed(
     module: torch.nn.Module, saved: Mapping[str, Any], loaded_as: Mapping[str, torch.dtype], *, buffers: bool
 ) -> None:
@@ -371,13 +372,12 @@ def load_again_where_changed(
         buffers: DDP has been around it since.
     """
     again = {name for name, _ in module.named_buffers()} if buffers else set()
-    with torch.no_grad():
-        for name, live in module.state_dict().items():
-            value = saved.get(name)
-            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
-                continue
-            if live.dtype is not loaded_as[name] or name in again:
-                live.copy_(value)
+    for name, live in module.state_dict().items():
+        value = saved.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
+            continue
+        if live.dtype is not loaded_as[name] or name in again:
+            live.copy_(value)
 
 
 def finish_again(trainer: pl.Trainer, module: pl.LightningModule) -> None:

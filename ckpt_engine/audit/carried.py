@@ -49,8 +49,6 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAM
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
 _KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple, nn.Module)
-Calls = frozenset[tuple[CodeType, int]]
-"""Functions on the stack, and the instructions that they are at."""
 _CARRIED = (
     "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
     "track(…, carry=carry), and use carry.{2}"
@@ -155,19 +153,21 @@ def _nothing() -> Any:
     return MISSING
 
 
-def calls_now() -> Calls:
+def calls_now() -> frozenset[tuple[CodeType, int]]:
     """The calls that are under way."""
     return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
 
 
-def taking_part(own: Mapping[str, Any], sources: Mapping[str, Any], outside: Calls) -> dict[str, Any]:
+def taking_part(
+    own: Mapping[str, Any], sources: Mapping[str, Any], outside: frozenset[tuple[CodeType, int]]
+) -> dict[str, Any]:
     """What takes part in training, by name: `own`, what these loaders read, and what `objects_used` finds."""
     read = (roots_of_loader(name, one.base) for name, one in sources.items())
     known = {**own, **{path: root for found in read for path, root in found.items()}}
     return {**known, **{name: value for name, value in objects_used(outside).items() if name not in known}}
 
 
-def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
+def objects_used(outside: frozenset[tuple[CodeType, int]]) -> dict[str, UsedObject | Variables]:
     """Objects of the user's own classes, and functions, that the loops on the stack use, by the names that they have
     there, and variables of the loops whose values change within. Before a loop: of those that are behind.
 

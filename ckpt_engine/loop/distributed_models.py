@@ -74,21 +74,6 @@ def is_flat(module: nn.Module) -> bool:
     return any(_divides(unit) for _, unit in units(module))
 
 
-def require_supported(modules: Iterable[nn.Module]) -> None:
-    """Raise where the parts of a parameter are not known.
-
-    Raises:
-        ConfigError: says what to do.
-    """
-    for module in modules:
-        for _, unit in units(module):
-            if _divides(unit) and unit._handle.flat_param._params is None:
-                raise ConfigError(
-                    "FSDP1 with use_orig_params=False: its optimizer knows rows of many parameters only",
-                    hint="FullyShardedDataParallel(..., use_orig_params=True), or FSDP2 (fully_shard)",
-                )
-
-
 class FlatModels:
     """Reads and writes the states of some modules and of the optimizers of their parameters.
 
@@ -96,21 +81,20 @@ class FlatModels:
         modules: of which FSDP1 divides at least one.
 
     Raises:
-        ConfigError: as `require_supported`, or ranks that are divided in a way of their own.
+        ConfigError: the parts of a parameter are not known, or ranks are divided in a way of their own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        require_supported(self._modules)
+        self._units = [unit for module in modules for _, unit in units(module)]
+        if any(_divides(unit) and unit._handle.flat_param._params is None for unit in self._units):
+            raise ConfigError(
+                "FSDP1 with use_orig_params=False: its optimizer knows rows of many parameters only",
+                hint="FullyShardedDataParallel(..., use_orig_params=True), or FSDP2 (fully_shard)",
+            )
 
     def parts(self) -> dict[int, FlatPart]:
         """What this rank has of each parameter that is divided, by its `id`."""
-        return {
-            id(place.parameter): part
-            for module in self._modules
-            for _, unit in units(module)
-            for place, part in _parts(unit)
-        }
+        return {id(place.parameter): part for unit in self._units for place, part in _parts(unit)}
 
     def state(self, module: nn.Module) -> dict[str, Any]:
         """`module.state_dict()` under the names that it has without FSDP1; the divided parameters as parts."""
@@ -188,12 +172,11 @@ class FlatModels:
         """
         members = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         found: set[int] = set()
-        for module in self._modules:
-            for _, unit in units(module):
-                mine = [place for place, _ in _parts(unit) if id(place.parameter) in members]
-                told = [bool(optimizer.state.get(place.parameter)) for place in mine if place.count]
-                if any(told) if told else bool(optimizer.state):
-                    found |= {id(place.parameter) for place in mine}
+        for unit in self._units:
+            mine = [place for place, _ in _parts(unit) if id(place.parameter) in members]
+            told = [bool(optimizer.state.get(place.parameter)) for place in mine if place.count]
+            if any(told) if told else bool(optimizer.state):
+                found |= {id(place.parameter) for place in mine}
         return found
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

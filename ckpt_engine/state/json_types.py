@@ -294,11 +294,6 @@ def _bare(cls: type, *allowed: type) -> Any:
     return base.__new__(cls) if base in allowed else None
 
 
-def is_mapping(cls: type) -> bool:
-    """Whether it is a subclass of dict."""
-    return dict in _line(cls)
-
-
 def mapping(cls: type, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any] | None:
     """An object of a subclass of dict; None: it cannot be made without running code."""
     out: dict[Any, Any] | None = _bare(cls, dict, collections.OrderedDict, collections.defaultdict)
@@ -310,18 +305,16 @@ def mapping(cls: type, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any] | Non
     return out
 
 
-def of_subclass(cls: type, value: str | int | float) -> Any:
-    """The value as an object of a subclass of its type, made without code of that class; None: it is none."""
-    return type(value).__new__(cls, value) if type(value) in _line(cls) else None
-
-
-def is_dataclass(cls: type) -> bool:
-    """Whether it is a dataclass."""
-    return type(_lookup(cls, "__dataclass_fields__")) is dict
+def of_subclass(cls: type, value: Any) -> Any:
+    """A text or number as an object of a subclass of its type, made without code of that class; None: it is none."""
+    kind = type(value)
+    return kind.__new__(cls, value) if kind in (str, int, float) and kind in _line(cls) else None
 
 
 def dataclass(cls: type, values: Mapping[str, Any]) -> Any:
-    """An object of a dataclass whose `__init__` has not run; None: it cannot be made without running code."""
+    """An object of a dataclass whose `__init__` has not run; None: it is none, or making it would run code."""
+    if type(_lookup(cls, "__dataclass_fields__")) is not dict:
+        return None
     found = {name: _lookup(cls, name) for name in values}
     slots = {name: one for name, one in found.items() if type(one) is types.MemberDescriptorType}
     if any(_takes_values(one) for name, one in found.items() if name not in slots):

@@ -156,20 +156,17 @@ class Rebuilder:
             out.append((key, self.node(raw_value, (*path, key))))
         return out
 
-    def find_class(self, name: Any, fits: Callable[[type], bool], path: TreePath) -> type | None:
-        """The class if it is there, runs no code, and is of the right kind; else None, with a note."""
+    def made(self, name: Any, make: Callable[[type], Any], path: TreePath) -> Any:
+        """What `make` makes of the class of this name; None, with a note: it is not here, is of another kind, or would
+        run code."""
         found = None if self._plain or not isinstance(name, str) else json_types.find_class(name)
-        if found is not None and fits(found):
-            return found
-        self.note_plain(name, path)
-        return None
-
-    def note_plain(self, name: Any, path: TreePath) -> None:
-        """Say that a class is not used."""
-        self.notes.append(
-            f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
-            "restored as a plain equivalent"
-        )
+        made = None if found is None else make(found)
+        if made is None:
+            self.notes.append(
+                f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
+                "restored as a plain equivalent"
+            )
+        return made
 
     def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         try:
@@ -268,10 +265,10 @@ def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Seque
         offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
         if offset % dtype.itemsize:
             raise ValueError(f"{view['dtype']} at byte {offset} of its memory")
-        out = torch.empty(0, dtype=dtype)
-        return out.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"]))
-    out = torch.empty_strided(raw.shape, tuple(stride or ()), dtype=raw.dtype)
-    return out.copy_(raw)
+        return torch.empty(0, dtype=dtype).set_(
+            raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"])
+        )
+    return torch.empty_strided(raw.shape, tuple(stride or ()), dtype=raw.dtype).copy_(raw)
 
 
 def flat_bytes(raw: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -300,14 +297,8 @@ def _odict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> collections
 
 def _mapping(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[Any, Any]:
     pairs = r.pairs(node, path)
-    cls = r.find_class(node["type"], json_types.is_mapping, path)
-    if cls is None:
-        return dict(pairs)
-    out = json_types.mapping(cls, pairs)
-    if out is None:
-        r.note_plain(node["type"], path)
-        return dict(pairs)
-    return out
+    made: dict[Any, Any] | None = r.made(node["type"], lambda cls: json_types.mapping(cls, pairs), path)
+    return dict(pairs) if made is None else made
 
 
 def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
@@ -319,7 +310,7 @@ def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     fields = tuple(node["fields"])
     if not all(isinstance(one, str) for one in fields):
         raise ValueError("names of fields are text")
-    cls = r.find_class(node["type"], lambda cls: json_types.is_namedtuple(cls, fields), path)
+    cls = r.made(node["type"], lambda cls: cls if json_types.is_namedtuple(cls, fields) else None, path)
     return tuple.__new__(cls or json_types.plain_namedtuple(str(node["type"]), fields), r.items(node, path))
 
 
@@ -335,14 +326,8 @@ def _namespace(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 
 def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     values = _fields(r, node, path)
-    cls = r.find_class(node["type"], json_types.is_dataclass, path)
-    out = None if cls is None else json_types.dataclass(cls, values)
-    if out is None:
-        if cls is not None:
-            r.note_plain(node["type"], path)
-        out = types.SimpleNamespace()
-        vars(out).update(values)
-    return out
+    made = r.made(node["type"], lambda cls: json_types.dataclass(cls, values), path)
+    return types.SimpleNamespace(**values) if made is None else made
 
 
 def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
@@ -355,16 +340,14 @@ def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
 
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = node["name"]
-    cls = r.find_class(node["type"], lambda cls: json_types.member(cls, name) is not None, path)
-    return name if cls is None else json_types.member(cls, name)
+    member = r.made(node["type"], lambda cls: json_types.member(cls, name), path)
+    return name if member is None else member
 
 
 def _subclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     value = r.node(node["v"], path)
-    cls = r.find_class(
-        node["type"], lambda cls: type(value) in (str, int, float) and issubclass(cls, type(value)), path
-    )
-    return value if cls is None else json_types.of_subclass(cls, value)
+    made = r.made(node["type"], lambda cls: json_types.of_subclass(cls, value), path)
+    return value if made is None else made
 
 
 def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:

@@ -76,6 +76,8 @@ class Checkpointer(WithFacts):
         **options: Unpack[Options],
     ) -> None:
         self.engine = Engine(root, ranks=ranks, **options)
+        self.config: Config = self.engine.config
+        """The options."""
         self._tracker: Tracker | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,11 +88,6 @@ class Checkpointer(WithFacts):
     def facts(self) -> dict[str, str]:
         """What `repr` and a notebook show of the run."""
         return self.engine.facts
-
-    @property
-    def config(self) -> Config:
-        """The options."""
-        return self.engine.config
 
     @property
     def loaded(self) -> Loaded | None:

@@ -64,6 +64,7 @@ CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
 T = TypeVar("T")
 U = TypeVar("U")
+Named = Callable[[], Mapping[str, T]]
 _UNDECIDED = (WaitTimeoutError.code, SnapshotSkippedError.code)
 """The writer still goes on with the snapshot; another rank was busy."""
 
@@ -266,9 +267,7 @@ class Engine:
         return self._pipeline.recorder
 
     def record(
-        self,
-        optimizers: Callable[[], Mapping[str, torch.optim.Optimizer]],
-        modules: Callable[[], Mapping[str, torch.nn.Module]],
+        self, optimizers: Named[torch.optim.Optimizer], modules: Named[torch.nn.Module]
     ) -> FlightRecorder | None:
         """Record the steps of these optimizers from now on; None: that is off.
 

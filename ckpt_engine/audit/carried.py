@@ -12,6 +12,7 @@ import dis
 import itertools
 import re
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,14 +247,10 @@ def sentence(names: Sequence[str]) -> str:
     return "; ".join([*said, *(_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside)])
 
 
-def frames_around(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_around(frame: FrameType) -> Iterator[FrameType]:
     """The frames that are not our own, innermost first."""
-    count = 0
-    while frame is not None and count < _MOST_FRAMES:
-        if not _is_ours(frame.f_code.co_filename):
-            count += 1
-            yield frame
-        frame = frame.f_back
+    others = (one for one, _ in traceback.walk_stack(frame) if not _is_ours(one.f_code.co_filename))
+    return itertools.islice(others, _MOST_FRAMES)
 
 
 @cache
@@ -266,7 +263,7 @@ def is_of_user(frame: FrameType) -> bool:
     return not is_library_file(frame.f_code.co_filename)
 
 
-def frames_of_users(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_of_users(frame: FrameType) -> Iterator[FrameType]:
     """The frames of the user's own code, innermost first; of a function that calls itself the innermost one only."""
     seen = set[CodeType]()
     for one in filter(is_of_user, frames_around(frame)):

@@ -13,11 +13,12 @@ import itertools
 import operator
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -64,12 +65,9 @@ _MOST_INPUTS = 1000
 def of_modules() -> dict[str, Any]:
     """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
     functions set or may change within, and what functions keep."""
-    found, bodies = dict[str, Any](), dict[int, CodeType]()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            bodies[id(frame.f_globals)] = frame.f_code
-        frame = frame.f_back
+    found: dict[str, Any] = {}
+    frames = (one for one, _ in traceback.walk_stack(sys._getframe(1)) if one.f_code.co_name == "<module>")
+    bodies = {id(one.f_globals): one.f_code for one in frames}
     for name, module in _modules_of_user():
         values, functions = vars(module), tuple(_functions(module))
         codes = [one.__code__ for one in functions]

@@ -34,6 +34,7 @@ from torch.utils.data import (
 
 from ckpt_engine.data import native, rng
 from ckpt_engine.data.native import is_stateful
+from ckpt_engine.data.walk import walk
 from ckpt_engine.state.flatten import bytes_tensor
 from ckpt_engine.whose_code import is_function_of_user
 
@@ -208,18 +209,16 @@ def draws_at_start_only(loader: DataLoader[Any]) -> bool:
 
 def holders(loader: DataLoader[Any]) -> Holders:
     """The loader and the samplers reachable from it, each once, with the path that leads there."""
-    found: Holders = [("loader", loader)]
-    seen = {id(loader)}
-    queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
-    for path, sampler in queue:  # it grows meanwhile
-        if isinstance(sampler, StandIn):
-            sampler = sampler.inner
-        if sampler is None or id(sampler) in seen or isinstance(sampler, _SCALARS) or len(found) > _MAX_SAMPLERS:
-            continue
-        seen.add(id(sampler))
-        found.append((path, sampler))
-        queue += [(f"{path}.{name}", getattr(sampler, name, None)) for name in ("sampler", "batch_sampler")]
-    return found
+    return list(walk(("loader", loader), _samplers_in, 1 + _MAX_SAMPLERS))
+
+
+def _samplers_in(path: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    top, names = path == "loader", ("sampler", "batch_sampler")
+    for name in reversed(names) if top else names:
+        sampler = getattr(holder, name, None)
+        inner = sampler.inner if isinstance(sampler, StandIn) else sampler
+        if inner is not None and not isinstance(inner, _SCALARS):
+            yield name if top else f"{path}.{name}", inner
 
 
 def path_of(loader: DataLoader[Any], generator: object) -> str | None:

@@ -232,9 +232,8 @@ class AdaptivePolicy:
         """
         step, price = _finite(costs.step_seconds), _finite(BYTE_PRICE * costs.written_bytes)
         settings, near = self.settings, frozenset({PROCESS, MACHINE})
-        fixed = None
-        if settings.overhead is None:
-            fixed = settings.every_seconds or (settings.every_n_steps or 1) * step
+        chosen = settings.every_seconds or (settings.every_n_steps or 1) * step
+        fixed = chosen if settings.overhead is None else None
         limit = settings.bandwidth_bytes_per_second
         least = max(step, _finite(self._busy(costs)), _finite(costs.written_bytes / limit) if limit else 0.0)
         latency = _finite(costs.promised_latency_seconds)
@@ -440,9 +439,8 @@ class FrequencySettings:
         fixed = config.every_n_steps is not None or config.every_seconds is not None
         only_fixed = fixed and config.max_lost_work is None and "overhead" not in config.model_fields_set
         memory = config.memory
-        rhythm = None
-        if memory is not None:
-            rhythm = MemoryRhythm(memory.every_n_steps, memory.every, bool(memory.replicate or memory.parity))
+        mirrored = memory is not None and bool(memory.replicate or memory.parity)
+        rhythm = None if memory is None else MemoryRhythm(memory.every_n_steps, memory.every, mirrored)
         return cls(
             overhead=None if only_fixed else config.overhead,
             max_lost_work_seconds=config.max_lost_work,

@@ -24,7 +24,7 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.phases import BEGUN, ENDED, LEFT, OPEN, RUNNING, UNBEGUN, PassPhase
-from ckpt_engine.loop.shape import At, Followed, Lead
+from ckpt_engine.loop.shape import At, Lead
 from ckpt_engine.snapshot.ownership import leavers
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ class Feed:
             listener.failed(self, error)
 
 
-class _Pass(Proxy, Followed):
+class _Pass(Proxy):
     """One pass over a feed, in the place of the loader's own iterator."""
 
     def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:

@@ -457,7 +457,7 @@ class Tracker(LoopProgress):
         elif own["cadence"] is not None:
             if own.get("loop", {}).get("start", False):
                 rng.restore(streams)
-            self._loops.start.expect(own["rng"])
+            self._loops.start.streams = own["rng"]
             self._loops.counted = own.get("loop", {}).get("numbers", {})
             for problem in own.get("loop", {}).get("says", ()):
                 self._resume.say(problem)

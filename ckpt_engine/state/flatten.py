@@ -426,11 +426,9 @@ def _sharded_leaf(tensor: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[
 
 
 def _array_leaf(item: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
-    node: dict[str, Any]
+    node: dict[str, Any] = {"$": type(item).__name__}
     if isinstance(item, np.ndarray):
         node = {"$": "ndarray", "dtype": item.dtype.str, "shape": list(item.shape)}
-    else:
-        node = {"$": type(item).__name__}
     leaves.append(ArrayLeaf(path, node))
     return node
 

@@ -31,7 +31,7 @@ import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from ckpt_engine.errors import FormatError
 Json = Any
 Wrap = Callable[[list[Json]], Json]
 
-FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str | None, Callable[[], Any]] = {
     f.__name__: f for f in (list, dict, set, tuple, int, float, str, bool, collections.OrderedDict)
 }
 """Default factories of a `defaultdict` that can be named without pickle."""
@@ -169,20 +169,16 @@ def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | Non
     if isinstance(node, dict):
         return _open_mapping(node)
     if isinstance(node, torch.Size):
-        return [int(x) for x in node], range(len(node)), lambda c: {"$": "torch.Size", "items": c}
+        return _items([int(x) for x in node], {"$": "torch.Size"})
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         fields = list(node._fields)
-        name = type_name(type(node))
-        return list(node), fields, lambda c: {"$": "namedtuple", "type": name, "fields": fields, "items": c}
+        return _items(list(node), {"$": "namedtuple", "type": type_name(type(node)), "fields": fields}, fields)
     if isinstance(node, set | frozenset):
-        kind = "set" if isinstance(node, set) else "frozenset"
-        return list(node), range(len(node)), lambda c: {"$": kind, "items": c}
+        return _items(list(node), {"$": "set" if isinstance(node, set) else "frozenset"})
     if isinstance(node, collections.deque):
-        maxlen = node.maxlen
-        return list(node), range(len(node)), lambda c: {"$": "deque", "maxlen": maxlen, "items": c}
+        return _items(list(node), {"$": "deque", "maxlen": node.maxlen})
     if isinstance(node, argparse.Namespace | types.SimpleNamespace):
-        kind = "namespace" if isinstance(node, argparse.Namespace) else "simplenamespace"
-        return _fields(vars(node), {"$": kind})
+        return _fields(vars(node), {"$": "namespace" if isinstance(node, argparse.Namespace) else "simplenamespace"})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if hasattr(node, f.name)}
         return _fields(values, {"$": "dataclass", "type": type_name(type(node))})
@@ -205,6 +201,16 @@ def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wra
     return _fields({**{name: getattr(node, name) for name in names}, CONTEXT: context}, head)
 
 
+def _items(
+    children: list[Any], head: dict[str, Json], keys: Sequence[Any] | None = None
+) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+    return children, keys or range(len(children)), lambda c: {**head, "items": c}
+
+
+def _one(key: str, child: Any, head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+    return [child], [key], lambda c: {**head, key: c[0]}
+
+
 def _fields(values: dict[str, Any], head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
     names = list(values)
     return list(values.values()), names, lambda c: {**head, "fields": dict(zip(names, c, strict=True))}
@@ -215,14 +221,13 @@ def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], W
     head: dict[str, Json]
     if isinstance(node, collections.defaultdict):
         factory = node.default_factory
-        name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and FACTORIES.get(name) is not factory:
+        name = getattr(factory, "__name__", None)
+        if FACTORIES.get(name) is not factory:  # of None, too, there is none
             return None
         head = {"$": "defaultdict", "factory": name}
-    elif isinstance(node, collections.Counter):
-        head = {"$": "counter"}
     else:
-        head = {"$": "mapping", "type": type_name(type(node))}
+        is_counter = isinstance(node, collections.Counter)
+        head = {"$": "counter"} if is_counter else {"$": "mapping", "type": type_name(type(node))}
     keys, n = list(node), len(node)
 
     def wrap(children: list[Json]) -> Json:
@@ -234,17 +239,12 @@ def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], W
 def open_generator(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
     """Random generators as objects: their stream position, not their identity."""
     if isinstance(node, torch.Generator):
-        device = str(node.device)
-        return [node.get_state()], ["state"], lambda c: {"$": "torch.Generator", "device": device, "state": c[0]}
+        return _one("state", node.get_state(), {"$": "torch.Generator", "device": str(node.device)})
     if isinstance(node, np.random.Generator):
-        state: Any = node.bit_generator.state
-        return [state], ["state"], lambda c: {"$": "np.Generator", "state": c[0]}
+        return _one("state", node.bit_generator.state, {"$": "np.Generator"})
     if isinstance(node, np.random.RandomState):
-        legacy: Any = node.get_state(legacy=False)
-        return [legacy], ["state"], lambda c: {"$": "np.RandomState", "state": c[0]}
-    if type(node) is random.Random:
-        return [node.getstate()], ["state"], lambda c: {"$": "random.Random", "state": c[0]}
-    return None
+        return _one("state", node.get_state(legacy=False), {"$": "np.RandomState"})
+    return _one("state", node.getstate(), {"$": "random.Random"}) if type(node) is random.Random else None
 
 
 def _open_omegaconf(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
@@ -255,8 +255,7 @@ def _open_omegaconf(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | No
     if not isinstance(node, Container):
         return None
     flags = {"struct": OmegaConf.is_struct(node), "readonly": OmegaConf.is_readonly(node)}
-    plain = OmegaConf.to_container(node, resolve=False)
-    return [plain], ["container"], lambda c: {"$": "omegaconf", "flags": flags, "container": c[0]}
+    return _one("container", OmegaConf.to_container(node, resolve=False), {"$": "omegaconf", "flags": flags})
 
 
 def find_class(name: str) -> type | None:
@@ -381,9 +380,7 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         FormatError: this torch has none of that name.
     """
-    found = torch_value(name, torch.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    return cast(torch.dtype, torch_value(name, torch.dtype))
 
 
 def torch_value(name: Any, kind: type) -> Any:

@@ -39,6 +39,7 @@ import xxhash
 from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
+from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.json_types import CONTEXT, FACTORIES
 from ckpt_engine.state.wrapped import Wrapped
 from ckpt_engine.store.manifest import PACKED
@@ -135,14 +136,14 @@ class Rebuilder:
         build = _KINDS.get(kind)
         if build is None:
             raise NewerFormatError(
-                f"unknown node kind {kind!r} at {_show(path)}", hint="read it with a newer ckpt-engine"
+                f"unknown node kind {kind!r} at {show_path(path)}", hint="read it with a newer ckpt-engine"
             )
         try:
             return build(self, node, path)
         except CkptError:
             raise
         except _NONSENSE as err:  # the one place where values of a snapshot meet constructors of others
-            raise FormatError(f"malformed {kind!r} node at {_show(path)}: {type(err).__name__}: {err}") from err
+            raise FormatError(f"malformed {kind!r} node at {show_path(path)}: {type(err).__name__}: {err}") from err
 
     def items(self, node: Mapping[str, Any], path: TreePath) -> list[Any]:
         return [self.node(child, (*path, i)) for i, child in enumerate(node["items"])]
@@ -163,8 +164,8 @@ class Rebuilder:
         made = None if found is None else make(found)
         if made is None:
             self.notes.append(
-                f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
-                "restored as a plain equivalent"
+                f"{show_path(path)}: class {name} is not imported here, or runs code of its own when an object is "
+                "made; restored as a plain equivalent"
             )
         return made
 
@@ -172,7 +173,7 @@ class Rebuilder:
         try:
             return self._entries[node["entry"]]
         except KeyError as err:
-            raise FormatError(f"{_show(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
+            raise FormatError(f"{show_path(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
 
     def tensor(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         """Leaves that shared memory when saved share it again."""
@@ -185,7 +186,7 @@ class Rebuilder:
             # Copies are made once for each entry, whatever a tree says: the number of leaves costs no memory.
             if stride is not None or "blocks" in node:
                 if node["entry"] in self._copied:
-                    raise FormatError(f"{_show(path)} has {node['entry']!r} in another form than a leaf before it")
+                    raise FormatError(f"{show_path(path)} has {node['entry']!r} in another form than a leaf before it")
                 self._copied.add(node["entry"])
             if "blocks" in node:
                 raw = put_together(raw, boxes_of(node, raw.shape))
@@ -250,10 +251,6 @@ class Rebuilder:
                 f"{joined} was stored with pickle and cannot be made again: {type(err).__name__}: {err}",
                 hint="import its class under the name that it had when it was saved",
             ) from err
-
-
-def _show(path: TreePath) -> str:
-    return "/".join(map(str, path)) or "(root)"
 
 
 def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Sequence[int] | None) -> torch.Tensor:
@@ -391,9 +388,10 @@ def _python_random(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> ran
 def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     plain = r.node(node["container"], path)
     omegaconf = sys.modules.get("omegaconf")  # what is not imported is not imported for a snapshot
-    if omegaconf is None or not _is_configuration(plain):
+    # It reads a text at the top as YAML.
+    if omegaconf is None or type(plain) not in (dict, list) or not _is_plain(plain):
         r.notes.append(
-            f"{_show(path)}: omegaconf is not imported here, or cannot hold this; restored as plain containers"
+            f"{show_path(path)}: omegaconf is not imported here, or cannot hold this; restored as plain containers"
         )
         return plain
     try:
@@ -405,20 +403,13 @@ def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     return out
 
 
-def _is_configuration(plain: Any) -> bool:
-    """Whether omegaconf looks into nothing of it: it reads texts at the top as YAML, and objects by getattr."""
-    if not isinstance(plain, dict | list):
-        return False
-    left = [plain]
-    while left:
-        one: Any = left.pop()
-        if type(one) is dict:
-            left += [*one.keys(), *one.values()]
-        elif type(one) is list:
-            left += one
-        elif not (one is None or isinstance(one, bool | int | float | str | bytes | pathlib.Path | enum.Enum)):
-            return False
-    return True
+def _is_plain(value: Any) -> bool:
+    """Whether omegaconf looks into nothing of it: it looks into objects by getattr."""
+    if type(value) is dict:
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | pathlib.Path | enum.Enum)
 
 
 def _path_class(node: Mapping[str, Any]) -> type[pathlib.PurePath]:

@@ -36,8 +36,8 @@ PRIVATE = {
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "which ranks have the same part, on the other meshes",
 }
 """Every name in use that is not public, and what for."""
-_teams: dict[int, tuple[weakref.ref[Any], _Team]] = {}
-"""By `id`: meshes that are equal may be cut out of different ones."""
+_teams: dict[int, _Team] = {}
+"""By `id` of meshes that live: two that are equal may be cut out of different ones."""
 NOTHING = Box((0,), (0,))
 
 
@@ -157,15 +157,10 @@ class _Team:
 
 
 def _team_of(mesh: Any) -> _Team:
-    found = _teams.get(id(mesh))
-    if found is not None and found[0]() is mesh:
-        return found[1]
-    for key, (mesh_of, _) in list(_teams.items()):  # other threads may be here too
-        if mesh_of() is None:
-            _teams.pop(key, None)
-    team = _make_team(mesh)
-    _teams[id(mesh)] = (weakref.ref(mesh), team)
-    return team
+    if id(mesh) not in _teams:
+        _teams[id(mesh)] = _make_team(mesh)
+        weakref.finalize(mesh, _teams.pop, id(mesh), None)
+    return _teams[id(mesh)]
 
 
 def _make_team(mesh: Any) -> _Team:

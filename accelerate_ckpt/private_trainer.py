@@ -201,8 +201,7 @@ class TrainerInternals:
         """Of the callbacks that log, those that go on after a resume, as far as they have begun; where this logs."""
         if not self.trainer.state.is_world_process_zero:
             return []
-        found = [_curve_of(callback) for callback in self.trainer.callback_handler.callbacks]
-        return [one for one in found if one is not None]
+        return list(filter(None, map(_curve_of, self.trainer.callback_handler.callbacks)))
 
     def open_runs(self, runs: Mapping[str, str]) -> None:
         """The callbacks of these names open the runs of these ids, unless the user names others. See `forget_runs`."""

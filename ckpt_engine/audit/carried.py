@@ -72,6 +72,9 @@ class Carry(SimpleNamespace):
         >>> carry.best_loss = min(carry.best_loss, loss)
     """
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+
     def state_dict(self) -> dict[str, Any]:
         """The values by name."""
         return dict(vars(self))

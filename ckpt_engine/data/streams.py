@@ -138,12 +138,12 @@ def capture_samplers(loader: DataLoader[Any], among: Holders | None = None) -> d
 
 def capture_generators(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:
     """The state of every generator object of the loader or a sampler, by path."""
-    return {path: encode(generator) for path, _, _, generator in _generators(loader, among)}
+    return {path: encode(generator) for path, generator in _generators(loader, among)}
 
 
 def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
     """Put generator states back by path; torch generators that a sampler creates on first use are created."""
-    present = {path: generator for path, _, _, generator in _generators(loader)}
+    present = dict(_generators(loader))
     live = dict(holders(loader))
     for path, state in states.items():
         generator = present.get(path)
@@ -223,16 +223,16 @@ def _samplers_in(path: str, holder: Any) -> Iterator[tuple[str, Any]]:
 
 def path_of(loader: DataLoader[Any], generator: object) -> str | None:
     """Where `capture_generators` has the state of this generator, or None."""
-    return next((path for path, _, _, found in _generators(loader) if found is generator), None)
+    return next((path for path, found in _generators(loader) if found is generator), None)
 
 
-def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterator[tuple[str, Any, str, Any]]:
+def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for path, holder in among or holders(loader):
         for name, value in attributes(holder):
             if _kind(value) is not None and id(value) not in seen:
                 seen.add(id(value))
-                yield f"{path}.{name}", holder, name, value
+                yield f"{path}.{name}", value
 
 
 # ---- what loader workers change in their own copies of a dataset and a collate function

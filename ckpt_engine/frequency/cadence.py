@@ -162,14 +162,19 @@ class Cadence:
         count = step + 1 - self._next
         if count < 1:
             return self._not_ahead(step, now)
-        seconds = max(0.0, now - self._mark - self._paused)
+        seconds = now - self._mark - self._paused
+        if seconds < 0.0:
+            seconds = 0.0
         self._mark = now
         self._paused = 0.0
         self._next = step + 1
         self._account.training_seconds += seconds
         add = self._steps.add_disturbed if self._disturbed else self._add_clean
-        for _ in range(min(count, CLEAN_WINDOW)):
-            add(seconds / count)
+        if count == 1:
+            add(seconds)
+        else:
+            for _ in range(min(count, CLEAN_WINDOW)):
+                add(seconds / count)
         if step < self._wake_step and now < self._wake_time:
             return None
         return self._wake(step, now)

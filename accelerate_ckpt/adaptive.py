@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accelerate_ckpt.private import AcceleratorInternals
+from accelerate_ckpt.private import AcceleratorInternals, numbered
 from ckpt_engine.adapter import (
     ConfigError,
     Counters,
@@ -34,6 +34,14 @@ from ckpt_engine.adapter import (
     Surroundings,
     Tracker,
 )
+
+FILES = "hook_files"
+"""The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
+_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_HINTS = {
+    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
+}
+_ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
 
 
 class AdaptiveCheckpoint(Tracker):
@@ -151,10 +159,6 @@ class AdaptiveCheckpoint(Tracker):
             )
 
 
-FILES = "hook_files"
-"""The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
-
-
 class AcceleratedParts(NamedParts):
     """The components of a snapshot, with the same hooks as `save_state` and `load_state`.
 
@@ -184,7 +188,7 @@ class AcceleratedParts(NamedParts):
             accelerator.unwrap_model(model, keep_torch_compile=False) if LiveModel(model, model).flat is None else model
             for model in self._models
         ]
-        models = {_name(index): model for index, model in enumerate(plain)}
+        models = numbered("model", plain)
         super().__init__({**models, **internals.named_objects(), **(more or {})})
         self.modules, self._own = models, list(models)
 
@@ -207,7 +211,7 @@ class AcceleratedParts(NamedParts):
                 for hook in hooks:
                     hook(list(self._models), weights, folder)
                 files = _read(Path(folder))
-        left = {_name(index): value for index, value in enumerate(weights)}
+        left = numbered("model", weights)
         others = {name: value for name, value in state.items() if name not in self._own}
         return {**left, **others, **({FILES: files} if files else {})}
 
@@ -232,7 +236,7 @@ class AcceleratedParts(NamedParts):
         mine = [
             next(name for name, one in zip(self._own, self._models, strict=True) if one is model) for model in models
         ]
-        left = {_name(index): self.modules[name] for index, name in enumerate(mine)}
+        left = numbered("model", [self.modules[name] for name in mine])
         others = {name: one for name, one in self.objects.items() if name not in self._own}
         wanted = {name: one for name, one in saved.items() if name not in {FILES, *self._own} - left.keys()}
         restored, absent = NamedParts({**left, **others}, self.flat).load(wanted)
@@ -241,10 +245,6 @@ class AcceleratedParts(NamedParts):
                 Restored("models", f"{len(self._own) - len(left)} by hooks of register_load_state_pre_hook")
             )
         return restored, missing + absent
-
-
-def _name(index: int) -> str:
-    return f"model_{index}" if index else "model"
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
@@ -264,12 +264,6 @@ def _write(folder: Path, files: Mapping[str, torch.Tensor]) -> None:
         path.write_bytes(content.numpy().tobytes())
 
 
-_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_HINTS = {
-    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
-}
-
-
 def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
     """All ranks of `accelerator`; None: it is one process. Streams and positions are each rank's own.
 
@@ -286,9 +280,6 @@ def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
         )
 
     return ProcessGroupRanks()
-
-
-_ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
 
 
 class Accumulation(Surroundings):

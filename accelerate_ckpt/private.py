@@ -88,14 +88,14 @@ class AcceleratorInternals:
     def named_objects(self) -> dict[str, Any]:
         """All else that `save_state` would save, named as the files it would write."""
         accelerator = self._accelerator
-        found = _numbered("optimizer", accelerator._optimizers) | _numbered("scheduler", accelerator._schedulers)
+        found = numbered("optimizer", accelerator._optimizers) | numbered("scheduler", accelerator._schedulers)
         if accelerator.scaler is not None:
             found["scaler"] = accelerator.scaler
         return found | {f"custom_checkpoint_{i}": value for i, value in enumerate(accelerator._custom_objects)}
 
     def sources(self) -> dict[str, LoaderSource]:
         """The prepared loaders."""
-        return _numbered("loader", [source_of(loader) for loader in self._accelerator._dataloaders])
+        return numbered("loader", [source_of(loader) for loader in self._accelerator._dataloaders])
 
     def count(self) -> int:
         """How many objects were prepared or registered."""
@@ -219,5 +219,6 @@ def _may_be_filled(loader: Any, base: DataLoader[Any], size: int) -> bool:
     return samples is None or samples % size != 0
 
 
-def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
+def numbered(name: str, values: list[Any]) -> dict[str, Any]:
+    """The values by this name, all but the first one with a number."""
     return {name if i == 0 else f"{name}_{i}": value for i, value in enumerate(values)}

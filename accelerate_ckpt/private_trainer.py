@@ -84,14 +84,14 @@ class TrainerInternals:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer
+        self.trainer: Any = trainer
         self._replaced, self._first_step, self._skipping = Replaced(), Replaced(), Replaced()
         self._shown: torch.Tensor | None = None
         self._variables: dict[str, str] = {}
 
     def owners(self) -> dict[str, Any]:
         """The objects that `PrivateName.owner` refers to."""
-        return {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer}
+        return {"module": _MODULE, "Trainer": Trainer, "trainer": self.trainer}
 
     def probe(self) -> None:
         """Raises `CkptError` where this version lacks a name."""
@@ -103,7 +103,7 @@ class TrainerInternals:
         """`train()` of no trial resumes from `checkpoint()` where it is given no `resume_from_checkpoint`, and what it
         raises goes through `failed`. Stays for good, and is done once.
         """
-        original = self._trainer.train
+        original = self.trainer.train
         if getattr(original, "_ckpt", None) == failed:
             return
 
@@ -117,11 +117,11 @@ class TrainerInternals:
                 raise
 
         train._ckpt = failed  # type: ignore[attr-defined]
-        Replaced().replace(self._trainer, "train", train)
+        Replaced().replace(self.trainer, "train", train)
 
     def keep_weights(self) -> None:
         """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""
-        self._replaced.replace(self._trainer, "_load_from_checkpoint", lambda *_, **__: None)
+        self._replaced.replace(self.trainer, "_load_from_checkpoint", lambda *_, **__: None)
 
     def count_from(self, epoch: int, batches: int) -> None:
         """Training goes on in this pass over the data after so many of its batches. Undone by `unwrap`.
@@ -130,14 +130,14 @@ class TrainerInternals:
         one epoch, and would skip those of the passes before in this one; else it takes every epoch for a whole one,
         though a callback may have ended one early. Before 5.0 there is no place to tell it.
         """
-        if not hasattr(self._trainer, _COUNTS):
+        if not hasattr(self.trainer, _COUNTS):
             return
 
         def init_training_state(original: Any, *arguments: Any, **more: Any) -> tuple[int, int]:
             original(*arguments, **more)
             return epoch, batches
 
-        self._replaced.around(self._trainer, _COUNTS, init_training_state)
+        self._replaced.around(self.trainer, _COUNTS, init_training_state)
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
@@ -172,7 +172,7 @@ class TrainerInternals:
                 epochs = -(-(args.max_steps + shift) // steps)
             return epochs, steps, *others
 
-        self._replaced.around(self._trainer, "set_initial_training_values", set_initial_training_values)
+        self._replaced.around(self.trainer, "set_initial_training_values", set_initial_training_values)
 
     def follow_evaluations(self, after: Callable[[str, Any], None]) -> None:
         """`after(name, loader)` gets every loader that is made or kept for an evaluation. Undone by `unwrap`."""
@@ -182,27 +182,26 @@ class TrainerInternals:
             after(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
             return loader
 
-        self._replaced.around(self._trainer, "get_eval_dataloader", get_eval_dataloader)
+        self._replaced.around(self.trainer, "get_eval_dataloader", get_eval_dataloader)
 
     # ---- counters
 
     @property
     def callbacks(self) -> list[Any]:
         """The trainer's callbacks and its control, in order."""
-        return [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return [*self.trainer.callback_handler.callbacks, self.trainer.control]
 
     @property
     def reports(self) -> list[Any]:
         """The callbacks that report to TensorBoard, W&B and the like."""
         kinds = tuple(INTEGRATION_TO_CALLBACK.values())
-        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, kinds)]
+        return [one for one in self.trainer.callback_handler.callbacks if isinstance(one, kinds)]
 
     def curves(self) -> list[WriterCurve | TrackedRun]:
         """Of the callbacks that log, those that go on after a resume, as far as they have begun; where this logs."""
-        if not self._trainer.state.is_world_process_zero:
+        if not self.trainer.state.is_world_process_zero:
             return []
-        found = [_curve_of(callback) for callback in self._trainer.callback_handler.callbacks]
-        return [one for one in found if one is not None]
+        return list(filter(None, map(_curve_of, self.trainer.callback_handler.callbacks)))
 
     def open_runs(self, runs: Mapping[str, str]) -> None:
         """The callbacks of these names open the runs of these ids, unless the user names others. See `forget_runs`."""
@@ -219,7 +218,7 @@ class TrainerInternals:
 
     def follow_running_loss(self) -> None:
         """Before 5.0 the loss since the last log is a local variable: seen when the loop hands it on to be logged."""
-        if hasattr(self._trainer, _RUNNING_LOSS):
+        if hasattr(self.trainer, _RUNNING_LOSS):
             return
 
         def maybe_log(original: Any, tr_loss: torch.Tensor, *arguments: Any, **more: Any) -> Any:
@@ -227,12 +226,12 @@ class TrainerInternals:
             self._shown = tr_loss.detach().clone()  # it was emptied if it was logged
             return result
 
-        self._replaced.around(self._trainer, "_maybe_log_save_evaluate", maybe_log)
+        self._replaced.around(self.trainer, "_maybe_log_save_evaluate", maybe_log)
 
     @property
     def ended(self) -> bool:
         """The last entry of the history is the summary of the training that has just ended."""
-        state = self._trainer.state
+        state = self.trainer.state
         last = state.log_history[-1] if state.log_history else {}
         return "train_loss" in last and last.get("step") == state.global_step
 
@@ -240,7 +239,7 @@ class TrainerInternals:
         """The loss since the last log and the step of that log, all loss and the step it counts from, and the
         operations that are not counted yet.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         loss = getattr(trainer, _RUNNING_LOSS, self._shown)
         # At its end a training adds what is left to the total: one that is started again, or goes on, does so again.
         added = float(loss) if self.ended and loss is not None else 0.0
@@ -254,7 +253,7 @@ class TrainerInternals:
 
     def restore_running_loss(self, saved: dict[str, Any]) -> bool:
         """Put `running_loss` back; False if the saved run could not see the loss."""
-        trainer = self._trainer
+        trainer = self.trainer
         trainer.current_flos = saved["flos"]
         if saved["loss"] is None:
             return False
@@ -279,4 +278,4 @@ class TrainerInternals:
             first = original(*arguments, **more)
             return first + loss.to(first.device)
 
-        self._first_step.around(self._trainer, "training_step", training_step)
+        self._first_step.around(self.trainer, "training_step", training_step)

@@ -55,6 +55,17 @@ _log = logging.getLogger("ckpt_engine.transformers")
 _FILE = "trainer_state.json"
 _RESUME = "trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))"
 _LOADER = "loader"
+_NOT_EXACT = {
+    "ignore_data_skip": ("begins the epoch's data again after a resume", "leave it out"),
+    "auto_find_batch_size": (
+        "begins again at step 0 with smaller batches and the weights of then, when memory runs out",
+        "leave it out, and set per_device_train_batch_size to what it finds in a run without this callback",
+    ),
+}
+_CALLS = (
+    "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
+)
+"""The machine of a folder, or "" for a place that all machines see; and its URL."""
 
 
 class TransformersCallback(TrainerCallback):
@@ -84,10 +95,10 @@ class TransformersCallback(TrainerCallback):
         self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Unpack[Options]
     ) -> None:
         self.config: Config = load_config(config, **options)
-        self._trainer: Trainer | None = None
         self._internals: TrainerInternals | None = None
         self._engine: Engine | None = None
-        self._tracker: Tracker | None = None
+        self.tracker: Tracker | None = None
+        """Where the loop is, while it trains."""
         self._folder: Path | None = None
         self._asked = False
         """`resume_from` was called for the training that begins next."""
@@ -109,11 +120,6 @@ class TransformersCallback(TrainerCallback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
         return {**vars(self), **self._idle}
-
-    @property
-    def tracker(self) -> Tracker | None:
-        """Where the loop is, while it trains."""
-        return self._tracker
 
     def resume_from(self, trainer: Trainer) -> str | None:
         """What to pass as `trainer.train(resume_from_checkpoint=...)`: None if there is no snapshot yet.
@@ -178,7 +184,7 @@ class TransformersCallback(TrainerCallback):
 
         engine = Engine(self.config, ranks=ranks_of(trainer.accelerator))
         meet(engine, check)
-        self._trainer, self._internals, self._engine = trainer, internals, engine
+        self._internals, self._engine = internals, engine
         engine.start()
         return engine, internals
 
@@ -218,8 +224,7 @@ class TransformersCallback(TrainerCallback):
         unasked, self._asked = not self._asked, False
         if unasked:
             self._open_unasked(state.global_step)
-        trainer, internals, engine = self._trainer, self._internals, self._engine
-        assert trainer is not None
+        internals, engine = self._internals, self._engine
         assert internals is not None
         assert engine is not None
         resumed = self._folder is not None
@@ -227,7 +232,7 @@ class TransformersCallback(TrainerCallback):
             self._remove_folder()
         internals.unwrap()
         internals.follow_running_loss()
-        private = AcceleratorInternals(trainer.accelerator)
+        private = AcceleratorInternals(internals.trainer.accelerator)
         private.probe()
         source = source_of(objects["train_dataloader"])
         source.reset()
@@ -236,10 +241,12 @@ class TransformersCallback(TrainerCallback):
             state.max_steps += self._shift  # as many steps are left as the user has asked for
         shift = self._shift = self._shift if resumed else 0
         audits, note = self.config.hidden != "off", lambda: self._curves.note()
-        surroundings = TrainerSurroundings(trainer, internals, self, shift, self._counted, note, audits=audits)
-        self._tracker = tracker = Tracker(
+        surroundings = TrainerSurroundings(
+            internals.trainer, internals, self, shift, self._counted, note, audits=audits
+        )
+        self.tracker = tracker = Tracker(
             engine,
-            AcceleratedParts(trainer.accelerator, private, more, grows=True),
+            AcceleratedParts(internals.trainer.accelerator, private, more, grows=True),
             {_LOADER: source},
             surroundings,
             trainer="transformers",
@@ -271,12 +278,12 @@ class TransformersCallback(TrainerCallback):
         if self._internals is not None:
             self._internals.forget_runs()
         if self._internals is not None and self._internals.unskip():
-            self._require_same_batch(objects["train_dataloader"], 0)
+            self._skip(objects["train_dataloader"], 0)
         if self._unchecked:
             self._unchecked = False
             loader = objects["train_dataloader"]
             # Before 5.0 the last step of a resumed epoch asks for more batches than there are, which ends the pass.
-            ended = tracker.epoch - self._begun if (tracker := self._tracker) is not None else 0
+            ended = tracker.epoch - self._begun if (tracker := self.tracker) is not None else 0
             require_same_epoch(int(getattr(loader, source_of(loader).counter)) - ended, self._saved_epoch)
         self._remove_folder()  # an imported run has its random streams from there by now
 
@@ -290,10 +297,10 @@ class TransformersCallback(TrainerCallback):
         **objects: Any,
     ) -> None:
         """The numbers that retention may rank by; and evaluation is not training."""
-        if self._tracker is not None and metrics:
-            self._tracker.report(metrics)
+        if self.tracker is not None and metrics:
+            self.tracker.report(metrics)
             if not self._evaluations:  # passes over a followed loader announce themselves
-                self._tracker.evaluated(self._tracker.metrics.get("eval_runtime", 0.0))
+                self.tracker.evaluated(self.tracker.metrics.get("eval_runtime", 0.0))
 
     @override
     def on_log(
@@ -305,9 +312,9 @@ class TransformersCallback(TrainerCallback):
         **objects: Any,
     ) -> None:
         """Reports get our numbers whenever they get the trainer's; its own history and what it prints do not."""
-        if self._tracker is not None and self._internals is not None and self.config.log.loggers == "on":
+        if self.tracker is not None and self._internals is not None and self.config.log.loggers == "on":
             for report in self._internals.reports:
-                report.on_log(args, state, control, logs=self._tracker.numbers(), **objects)
+                report.on_log(args, state, control, logs=self.tracker.numbers(), **objects)
 
     @override
     def on_train_end(
@@ -315,7 +322,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Take the final snapshot, unless the weights are those of an earlier step now; wait until all are durable."""
         try:
-            if self._tracker is not None:
+            if self.tracker is not None:
                 best = args.load_best_model_at_end and state.best_model_checkpoint is not None
                 # Resumed in an epoch that is not the last one's end, transformers would train one more step before it
                 # sees that it is done.
@@ -325,7 +332,7 @@ class TransformersCallback(TrainerCallback):
                 if self._unchecked and self._saved_epoch < state.num_train_epochs:
                     require_same_epoch(state.num_train_epochs, self._saved_epoch)  # no step was left for transformers
                 # A machine that does not see the best checkpoint has no other weights: then the ranks differ.
-                self._tracker.finish(complete=self._engine.meet(lambda: over and not best, all))
+                self.tracker.finish(complete=self._engine.meet(lambda: over and not best, all))
         finally:
             self._release()
 
@@ -340,7 +347,7 @@ class TransformersCallback(TrainerCallback):
                 _log.warning("not restored: %s: %s", problem.name, problem.why)
 
     def _counted(self) -> tuple[int, float]:
-        tracker = self._tracker
+        tracker = self.tracker
         return (0, 0.0) if tracker is None else (tracker.global_step + self._shift, float(tracker.epoch))
 
     def _hear(self, trainer: Trainer) -> None:
@@ -351,8 +358,8 @@ class TransformersCallback(TrainerCallback):
 
     def _failed(self, error: BaseException) -> None:
         """`train` ends by this: leave the process as it was found. Never raises."""
-        if self._tracker is not None:
-            self._tracker.failed_with(error)
+        if self.tracker is not None:
+            self.tracker.failed_with(error)
         try:
             self._release(Tracker.exception_wait_seconds, failed=True)
         except CkptError as err:
@@ -361,10 +368,10 @@ class TransformersCallback(TrainerCallback):
     def _follow_evaluation(self, name: str, loader: Any) -> None:
         """A loader that the trainer keeps for the next evaluation, because its workers stay, has a position."""
         source = source_of(loader)
-        if self._tracker is None or not source.base.persistent_workers or self._evaluations.get(name) is loader:
+        if self.tracker is None or not source.base.persistent_workers or self._evaluations.get(name) is loader:
             return
         self._evaluations[name] = loader
-        self._tracker.follow(f"evaluation {name}", source)
+        self.tracker.follow(f"evaluation {name}", source)
 
     def _recount(self, state: Mapping[str, Any], at: tuple[int, int], loader: Any, steps: int) -> int:
         """transformers computes epoch and batch from a number of steps: that of the loader as it is now.
@@ -372,42 +379,41 @@ class TransformersCallback(TrainerCallback):
         Args:
             at: epoch and batch of the snapshot.
         """
-        if self._trainer is None or self._internals is None or self._folder is None:
+        if self._internals is None or self._folder is None:
             return 0
         epoch, batches = at
         on_change = OnChange(self.config.data)
         length, pace = LoaderSource.length_of(loader) or 0, state.get(PACE) or {}
         trained = length - (int(pace[WHOLE]) - batches) if WHOLE in pace else batches
-        if 0 <= trained < length and pace_of(self._trainer).items() <= pace.items():
+        if 0 <= trained < length and pace_of(self._internals.trainer).items() <= pace.items():
             self._internals.count_from(max(epoch, int(state["epoch"] or 0)), trained)
-        self._step = steps_before(state, batches, self._trainer, length, steps, on_change) if length else self._step
+        self._step = (
+            steps_before(state, batches, self._internals.trainer, length, steps, on_change) if length else self._step
+        )
         (self._folder / _FILE).write_text(as_file({**state, "global_step": self._step}), encoding="utf-8")
         self._shift = int(pace.get(SHIFT, 0)) + self._step - self._saved_step
         return self._shift
 
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""
-        self._require_same_batch(loader, batches)
+        assert self.tracker is not None
+        require_same_batch(loader, batches, self.tracker.resumed_batches)
         return loader
 
     def _skip_foreign(self, loader: Any, batches: int) -> Any:
         """The loader itself, so that it is followed, after as many batches of the epoch as transformers has counted."""
-        assert self._tracker is not None
-        assert self._trainer is not None
-        epoch = int(self._trainer.state.epoch or 0)
+        assert self.tracker is not None
+        assert self._internals is not None
+        epoch = int(self._internals.trainer.state.epoch or 0)
         loader.set_epoch(epoch)
-        self._tracker.continue_after(_LOADER, epoch, batches)
+        self.tracker.continue_after(_LOADER, epoch, batches)
         return loader
 
-    def _require_same_batch(self, loader: Any, batches: int) -> None:
-        assert self._tracker is not None
-        require_same_batch(loader, batches, self._tracker.resumed_batches)
-
     def _release(self, timeout: float | None = None, *, failed: bool = False) -> None:
-        tracker, self._tracker = self._tracker, None
+        tracker, self.tracker = self.tracker, None
         self._evaluations.clear()
         engine, self._engine = self._engine, None
-        internals, self._internals, self._trainer = self._internals, None, None
+        internals, self._internals = self._internals, None
         self._curves = Curves("", [])
         self._remove_folder()
         if internals is not None:
@@ -422,15 +428,6 @@ class TransformersCallback(TrainerCallback):
         folder, self._folder = self._folder, None
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-_NOT_EXACT = {
-    "ignore_data_skip": ("begins the epoch's data again after a resume", "leave it out"),
-    "auto_find_batch_size": (
-        "begins again at step 0 with smaller batches and the weights of then, when memory runs out",
-        "leave it out, and set per_device_train_batch_size to what it finds in a run without this callback",
-    ),
-}
 
 
 def _require(callback: TransformersCallback, trainer: Trainer) -> None:
@@ -482,13 +479,6 @@ def _require_same_step(
     )
 
 
-_CALLS = (
-    "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
-)
-_Place = tuple[str, str]
-"""The machine of a folder, or "" for a place that all machines see; and its URL."""
-
-
 def meet(engine: Engine, check: Callable[[], None]) -> None:
     """All ranks are here and want the same, or each of them raises. Nothing is started or written before that.
 
@@ -503,7 +493,7 @@ def meet(engine: Engine, check: Callable[[], None]) -> None:
         CkptError: what `check` has raised on some rank.
     """
 
-    def say() -> list[_Place]:
+    def say() -> list[tuple[str, str]]:
         check()
         node = engine.ranks.node if engine.ranks is not None else ""
         return [(node if tier.is_folder else "", tier.url) for tier in engine.config.tiers]
@@ -514,7 +504,7 @@ def meet(engine: Engine, check: Callable[[], None]) -> None:
         raise ConfigError("rank 0 has not called resume_from()", hint=_CALLS) from err
 
 
-def _require_one_run(said: list[list[_Place] | None]) -> None:
+def _require_one_run(said: list[list[tuple[str, str]] | None]) -> None:
     missing = [rank for rank, one in enumerate(said) if one is None]
     if missing:
         raise ConfigError(

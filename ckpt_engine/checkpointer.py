@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from ckpt_engine.config import Config, Options
 from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.data.native import is_stateful
+from ckpt_engine.data.walk import walk
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Surroundings
@@ -74,6 +76,8 @@ class Checkpointer(WithFacts):
         **options: Unpack[Options],
     ) -> None:
         self.engine = Engine(root, ranks=ranks, **options)
+        self.config: Config = self.engine.config
+        """The options."""
         self._tracker: Tracker | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,11 +88,6 @@ class Checkpointer(WithFacts):
     def facts(self) -> dict[str, str]:
         """What `repr` and a notebook show of the run."""
         return self.engine.facts
-
-    @property
-    def config(self) -> Config:
-        """The options."""
-        return self.engine.config
 
     @property
     def loaded(self) -> Loaded | None:
@@ -362,21 +361,20 @@ def _instead(name: str, value: Any) -> str:
 def _paths(value: Any, kinds: tuple[type[Any], ...]) -> list[str]:
     """Where an object holds the first one of each of these kinds, as Python has it: ".optimizer", ".pipeline[0]"."""
     found: dict[type[Any], str] = {}
-    waiting, seen = [("", value)], {id(value)}
-    for path, one in waiting:  # it grows meanwhile
-        if len(seen) > _MOST_OBJECTS:
-            break
-        parts = [(f".{name}", part) for name, part in getattr(one, "__dict__", {}).items()]
-        if isinstance(one, list | tuple):
-            parts = [(f"[{index}]", part) for index, part in enumerate(one[:_MOST_ITEMS])]
-        for step, part in parts:
-            kind = next((kind for kind in kinds if isinstance(part, kind)), None)
-            if kind is not None:
-                found.setdefault(kind, path + step)
-            elif id(part) not in seen and (isinstance(part, list | tuple) or hasattr(part, "__dict__")):
-                seen.add(id(part))
-                waiting.append((path + step, part))
+    for path, one in walk(("", value), partial(_inner, kinds), _MOST_OBJECTS):
+        kind = next((kind for kind in kinds if isinstance(one, kind)), None)
+        if path and kind is not None:
+            found.setdefault(kind, path)
     return list(found.values())
+
+
+def _inner(kinds: tuple[type[Any], ...], path: str, one: Any) -> list[tuple[str, Any]]:
+    if path and isinstance(one, kinds):
+        return []
+    parts = [(f"{path}.{name}", part) for name, part in getattr(one, "__dict__", {}).items()]
+    if isinstance(one, list | tuple):
+        parts = [(f"{path}[{index}]", part) for index, part in enumerate(one[:_MOST_ITEMS])]
+    return [row for row in parts if isinstance(row[1], list | tuple) or hasattr(row[1], "__dict__")]
 
 
 def source_of(value: Any) -> LoaderSource | None:

@@ -194,9 +194,8 @@ class CkptWriter(NamedByStep, StorageWriter):
             self._save = None
 
 
-def _fresh(task: object) -> _Task:
+def _fresh(task: _Task) -> _Task:
     """The task, or one of the same rank under a new name where its file has been written for an earlier snapshot."""
-    assert isinstance(task, _Task)
     if task in _written:
         parsed = parsed_of(task.snapshot)
         task = _Task(names.snapshot_id(parsed.seq, parsed.step), task.rank)

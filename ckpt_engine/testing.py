@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,22 +223,19 @@ class StorageContract:
 
     def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
         """Concurrent writers of one name: one object, one success, an error for each of the others."""
-        won: list[int] = []
-        refused: list[int] = []
         start = threading.Barrier(6)
 
-        def write(number: int) -> None:
+        def write(number: int) -> bool:
             start.wait(PATIENCE_SECONDS)
             try:
                 put(storage, "data/one", bytes([number]) * 50_000)
-                won.append(number)
             except StorageExistsError:
-                refused.append(number)
+                return False
+            return True
 
-        _together([partial(write, number) for number in range(6)])
-        assert len(won) == 1
-        assert len(refused) == 5
-        assert storage.get("data/one") == bytes(won) * 50_000
+        won = _together([partial(write, number) for number in range(6)])
+        assert won.count(True) == 1
+        assert storage.get("data/one") == bytes([won.index(True)]) * 50_000
         assert storage.sweep() == 0
 
     def test_threads_may_read_and_write_at_once(self, storage: Storage) -> None:
@@ -376,10 +374,9 @@ class CodecContract:
         assert codec.name == "raw" or nbytes == 0 or stored
 
 
-def _together(jobs: Sequence[Callable[[], object]]) -> None:
+def _together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     pool = ThreadPoolExecutor(len(jobs))
     try:
-        for one in [pool.submit(job) for job in jobs]:
-            one.result(PATIENCE_SECONDS)
+        return list(pool.map(lambda job: job(), jobs, timeout=PATIENCE_SECONDS))
     finally:
         pool.shutdown(wait=False)

@@ -124,7 +124,6 @@ class AdaptiveCheckpoint(Callback):
         super().__init__()
         self.config: Config = load_config(config, **options)
         self._source, self._options = config, options
-        self._state_key = f"{type(self).__qualname__}{{'root': {self.config.root_url!r}}}"
         self._run: FitRun | None = None
         self._idle: LightningInternals | None = None
         self._fitted: EarlierFit | None = None
@@ -150,7 +149,7 @@ class AdaptiveCheckpoint(Callback):
     @override
     def state_key(self) -> str:
         """Distinct per run folder, so that two instances can share a trainer."""
-        return self._state_key
+        return f"{type(self).__qualname__}{{'root': {self.config.root_url!r}}}"
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
@@ -164,20 +163,20 @@ class AdaptiveCheckpoint(Callback):
         from ckpt_engine.adapter import Engine
         from lightning_ckpt.compat import LightningInternals
         from lightning_ckpt.fit_resume import FitResume
+        from lightning_ckpt.loaders import FitLoaders
         from lightning_ckpt.loggers import FitLoggers
         from lightning_ckpt.restart import allow_restart
         from lightning_ckpt.run import FitRun
 
         self._release()
-        if stage != "fit":
-            internals = LightningInternals(trainer)
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._idle = internals = LightningInternals(trainer)
             internals.probe()
-            self._idle = internals
-            internals.wrap_resume_start(FitResume(internals, trainer, pl_module, Engine(self.config), None).resolve)
-        elif trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._idle = LightningInternals(trainer)
-            self._idle.probe()
-            self._idle.wrap_resume_start(_start_fresh)
+            around: Callable[..., None] = _start_fresh
+            if stage != "fit":
+                engine, loaders = Engine(self.config), FitLoaders(internals, trainer)
+                around = FitResume(internals, trainer, pl_module, engine, loaders).resolve
+            internals.wrap_resume_start(around)
         else:
             self._require_own_folder(trainer)
             fitted, self._fitted = self._fitted, None

@@ -20,6 +20,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden as _is_overr
 from ckpt_engine.adapter import EventFiles, TrackedRun
 
 _ELSEWHERE = "this start gives its loggers another version"
+_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
 
 
 class DataInternals:
@@ -359,9 +361,6 @@ def _takes(logger: Any, version: Any) -> bool:
 
 
 # Lightning has two packages with the same contents, and programs import either: whose objects a trainer uses.
-
-_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
-PACKAGES = ("lightning.", *(f"{name}." for name in _NAMES.values()))
 
 
 def both(*kinds: type[Any]) -> tuple[type[Any], ...]:

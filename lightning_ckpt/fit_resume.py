@@ -48,7 +48,7 @@ class FitResume(TrainerResume):
         trainer: that resumes.
         module: the LightningModule.
         engine: opens the run's folder.
-        loaders: of this fit; None outside of `fit`.
+        loaders: of this fit; none come outside of `fit`.
         run: that resumes; None outside of `fit`.
     """
 
@@ -58,7 +58,7 @@ class FitResume(TrainerResume):
         trainer: pl.Trainer,
         module: pl.LightningModule,
         engine: Engine,
-        loaders: FitLoaders | None,
+        loaders: FitLoaders,
         run: TrainerRun | None = None,
     ) -> None:
         self._internals = internals
@@ -68,7 +68,7 @@ class FitResume(TrainerResume):
         self._loaders = loaders
         self._run = run
         self._weights: Mapping[str, Any] = {}
-        self._loaded_as: restart.Dtypes = {}
+        self._loaded_as: Mapping[str, torch.dtype] = {}
         self._unchanged: dict[str, Any] = {}
         """What Lightning has been handed whose optimizers are still to be changed."""
         self.to_restore: dict[str, Any] | None = None
@@ -101,13 +101,13 @@ class FitResume(TrainerResume):
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
         """
-        if self._loaders is not None and not self.pending:
+        if self._run is not None and not self.pending:
             path = self.fresh.path(path)
         if path != AUTO:
             original(path, *args, **kwargs)
             return
         root = self._engine.root_url
-        if self._loaders is not None:
+        if self._run is not None:
             self._engine.start(resumes=True)
         candidate = self._engine.choose(check=self._fits)
         hpc = self._newer_hpc(candidate.manifest if candidate else None)
@@ -119,7 +119,7 @@ class FitResume(TrainerResume):
         elif candidate is None and getattr(original, "resolves_auto", False):
             original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
         elif candidate is None:
-            if self._loaders is None:
+            if self._run is None:
                 raise ResumeError(
                     f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
                     hint="train first, or pass the path of a checkpoint",
@@ -140,14 +140,14 @@ class FitResume(TrainerResume):
         assert state is not None
         assert loaded is not None
         own = self._open(state, loaded)
-        if self._loaders is not None and self._engine.changes:
+        if self._run is not None and self._engine.changes:
             own = self._change(own, state, divided=live is not None)
         if live is not None:
             model.load(state["state_dict"], self._trainer.optimizers, state.get("optimizer_states", []))
         model.prepare(own or {}, state, ("state_dict", "current_model_state"))
         self._internals.hand_over(state, f"{self._engine.root_url}#{loaded.info.id}")
-        self.to_restore = state if self._loaders is not None and own is not None else None
-        if self._loaders is None:
+        self.to_restore = state if self._run is not None and own is not None else None
+        if self._run is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
             return
         if own is None:
@@ -235,11 +235,11 @@ class FitResume(TrainerResume):
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
         module = self._module
-        if not {"state_dict", *(["loops"] if self._loaders is not None else [])} <= manifest.tree.keys():
+        if not {"state_dict", *(["loops"] if self._run is not None else [])} <= manifest.tree.keys():
             raise ResumeError(
                 f"snapshot {manifest.info.id} was not taken in a Lightning run", hint="give this run its own folder"
             )
-        if self._loaders is not None:
+        if self._run is not None:
             self._require_ranks(manifest)
             sharded.require_layout(manifest, self._trainer)
         if is_overridden("on_load_checkpoint", module) or self._changes_are_due(manifest):
@@ -366,7 +366,6 @@ class FitResume(TrainerResume):
         if not self.pending:
             self._settle_optimizers(self._trainer.optimizers)
             return
-        assert self._loaders is not None
         if self._kept is not None:
             self.add([], self._kept.put_back())
             self._kept = None
@@ -411,7 +410,6 @@ class FitResume(TrainerResume):
 
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
-        assert self._loaders is not None
         self._internals.clear_restart()
         self._internals.progress = self._own["progress"]
         self._loaders.resumed()
@@ -469,7 +467,6 @@ class FitResume(TrainerResume):
         return parts
 
     def _conclude(self) -> None:
-        assert self._loaders is not None
         if self.pending:
             self._notes.append("training was complete already: nothing was done")
             within = self._own["batch"] and not self.finished

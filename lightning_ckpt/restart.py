@@ -34,6 +34,9 @@ from lightning_ckpt.run_state import Groups
 _log = logging.getLogger("lightning_ckpt")
 
 AUTO = "auto"
+HOOK = "on_train_epoch_start"
+_RESTORES_ITSELF = (BaseFinetuning,)
+"""Callbacks whose saved state already contains what their hook did."""
 
 
 class EarlierFit:
@@ -246,28 +249,26 @@ class _Tensor:
 
 
 def _keep(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _Tensor(value, [part.detach().to("cpu", copy=True) for part in parts_of(value)])
-    if type(value) in (list, tuple):
-        return type(value)(_keep(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _keep(item) for key, item in value.items()}
-    return copy.deepcopy(value)
+    return TrainerResume.mapped(value, _kept)
+
+
+def _kept(one: Any) -> Any:
+    if isinstance(one, torch.Tensor):
+        return _Tensor(one, [part.detach().to("cpu", copy=True) for part in parts_of(one)])
+    return copy.deepcopy(one)
 
 
 def _put_back(kept: Any) -> Any:
     """The value that `_keep` has seen, with the same tensors."""
-    if isinstance(kept, _Tensor):
-        for live, part in zip(parts_of(kept.live), kept.parts, strict=True):
-            if live.shape != part.shape:
-                return part.to(live.device)
-            live.copy_(part)
-        return kept.live
-    if type(kept) in (list, tuple):
-        return type(kept)(_put_back(item) for item in kept)
-    if isinstance(kept, dict):
-        return {key: _put_back(item) for key, item in kept.items()}
-    return kept
+    return TrainerResume.mapped(kept, lambda one: _filled(one) if isinstance(one, _Tensor) else one)
+
+
+def _filled(kept: _Tensor) -> torch.Tensor:
+    for live, part in zip(parts_of(kept.live), kept.parts, strict=True):
+        if live.shape != part.shape:
+            return part.to(live.device)
+        live.copy_(part)
+    return kept.live
 
 
 def _same(kept: Any, value: Any) -> bool:
@@ -297,11 +298,6 @@ def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-
-
-HOOK = "on_train_epoch_start"
-_RESTORES_ITSELF = (BaseFinetuning,)
-"""Callbacks whose saved state already contains what their hook did."""
 
 
 class _InEpoch:
@@ -354,16 +350,14 @@ def replay(
     return kept.put_back()
 
 
-Dtypes = Mapping[str, torch.dtype]
-
-
 def dtypes_of(module: torch.nn.Module) -> dict[str, torch.dtype]:
     """The dtype of every parameter and buffer that is saved with the model."""
     return {name: value.dtype for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
+@torch.no_grad()
 def load_again_where_changed(
-    module: torch.nn.Module, saved: Mapping[str, Any], loaded_as: Dtypes, *, buffers: bool
+    module: torch.nn.Module, saved: Mapping[str, Any], loaded_as: Mapping[str, torch.dtype], *, buffers: bool
 ) -> None:
     """Copy weights again that have changed since Lightning loaded them.
 
@@ -378,13 +372,12 @@ def load_again_where_changed(
         buffers: DDP has been around it since.
     """
     again = {name for name, _ in module.named_buffers()} if buffers else set()
-    with torch.no_grad():
-        for name, live in module.state_dict().items():
-            value = saved.get(name)
-            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
-                continue
-            if live.dtype is not loaded_as[name] or name in again:
-                live.copy_(value)
+    for name, live in module.state_dict().items():
+        value = saved.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
+            continue
+        if live.dtype is not loaded_as[name] or name in again:
+            live.copy_(value)
 
 
 def finish_again(trainer: pl.Trainer, module: pl.LightningModule) -> None:

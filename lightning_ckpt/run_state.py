@@ -41,6 +41,40 @@ MODEL = "model"
 """The LightningModule among the components."""
 _WEIGHTS = ("current_model_state", "state_dict")
 """Keys of a checkpoint under which are the weights that are trained: the first of them that is there."""
+_META_FIELDS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_REDUCTIONS = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in ((torch, ("mean", "sum", "min", "max")), (builtins, ("sum", "min", "max")))
+    for name in names
+}
+BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
+"""Entries of the progress bar that are ours; they are no part of a snapshot."""
+Groups = list[dict[str, Any]]
+MARK = "ckpt_engine_run"
+"""The key in a checkpoint of Lightning's that says beside which of our runs it was written."""
+OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()).keys()
+"""Attributes of Lightning's own classes, which users' classes inherit."""
+_SETTINGS = frozenset(
+    {
+        "accumulate_grad_batches",
+        "gradient_clip_val",
+        "check_val_every_n_epoch",
+        "limit_val_batches",
+        "log_every_n_steps",
+    }
+)
+"""Arguments of a trainer that a callback may change while it trains."""
 
 
 class FitParts:
@@ -176,25 +210,6 @@ def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind) -> None:
             fit_loop["epoch_progress"][span]["processed"] -= 1
 
 
-_META_FIELDS = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
-)
-_REDUCTIONS = {
-    f"{module.__name__}.{name}": getattr(module, name)
-    for module, names in ((torch, ("mean", "sum", "min", "max")), (builtins, ("sum", "min", "max")))
-    for name in names
-}
-
-
 def results_now(internals: LightningInternals) -> Callable[[], dict[str, Any]]:
     """The accumulators behind `self.log` as they are now, with everything needed to make them again.
 
@@ -293,10 +308,6 @@ def _make_result(
     return result
 
 
-BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
-"""Entries of the progress bar that are ours; they are no part of a snapshot."""
-
-
 def dump_tables(internals: LightningInternals) -> dict[str, Any]:
     """The tables behind `callback_metrics`, `logged_metrics`, `progress_bar_metrics`, and where logging stands."""
     tables = {
@@ -328,9 +339,6 @@ def named_optimizers(trainer: pl.Trainer) -> dict[str, torch.optim.Optimizer]:
 def named_schedulers(trainer: pl.Trainer) -> dict[str, Any]:
     """As `named_optimizers`."""
     return {f"lr_schedulers[{number}]": one.scheduler for number, one in enumerate(trainer.lr_scheduler_configs)}
-
-
-Groups = list[dict[str, Any]]
 
 
 def restore_groups(
@@ -393,13 +401,9 @@ def kind_of(internals: LightningInternals, *, validated: bool) -> BoundaryKind:
     return BoundaryKind.VALIDATED if validated else BoundaryKind.PLAIN
 
 
-MARK = "ckpt_engine_run"
-"""The key in a checkpoint of Lightning's that says beside which of our runs it was written."""
-
-Wrap = Callable[[Any, str, Callable[..., Any]], None]
-
-
-def write_again(trainer: pl.Trainer, root_url: str, created: float, wrap: Wrap) -> None:
+def write_again(
+    trainer: pl.Trainer, root_url: str, created: float, wrap: Callable[[Any, str, Callable[..., Any]], None]
+) -> None:
     """From now on names of files that the interrupted run wrote after the snapshot are free."""
     began, mark = time.time(), TrainerResume.mark_of(root_url)
 
@@ -426,22 +430,6 @@ def _is_redone(path: Path, after: float, before: float, mark: str) -> bool:
     except (pickle.UnpicklingError, RuntimeError, AttributeError):
         return False  # of another program, or cut off: it stays
     return bool(found == mark)
-
-
-OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()).keys()
-"""Attributes of Lightning's own classes, which users' classes inherit."""
-
-
-_SETTINGS = frozenset(
-    {
-        "accumulate_grad_batches",
-        "gradient_clip_val",
-        "check_val_every_n_epoch",
-        "limit_val_batches",
-        "log_every_n_steps",
-    }
-)
-"""Arguments of a trainer that a callback may change while it trains."""
 
 
 def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collection[Callback]) -> dict[str, Any]:

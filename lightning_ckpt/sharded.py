@@ -24,6 +24,9 @@ from ckpt_engine.adapter import ConfigError, LiveModel, Manifest, ProcessGroupRa
 from lightning_ckpt.compat_data import both
 
 _LAYOUT = "tensor_parallel_size"
+_HINTS = {
+    "DeepSpeedStrategy": "it keeps its state to itself: use its own checkpoints, or FSDP2 with ModelParallelStrategy",
+}
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
@@ -111,11 +114,6 @@ def live_of(trainer: pl.Trainer) -> Callable[[Manifest], Any] | None:
         return None
     model, key = model_of(trainer), "optimizer_states"
     return lambda manifest: {"state_dict": model.state(), key: model.shells(trainer.optimizers, manifest, key)}
-
-
-_HINTS = {
-    "DeepSpeedStrategy": "it keeps its state to itself: use its own checkpoints, or FSDP2 with ModelParallelStrategy",
-}
 
 
 def ranks_of(trainer: pl.Trainer) -> ProcessGroupRanks | None:

@@ -51,6 +51,7 @@ from ckpt_engine.audit.values import (
     text_of,
 )
 from ckpt_engine.data import rng
+from ckpt_engine.data.native import is_stateful
 from ckpt_engine.whose_code import is_function_of_user, is_library, is_standard, of_framework
 
 _MOST_OF_LIBRARIES = 500
@@ -375,18 +376,15 @@ class Walk:
 
 def _saved(value: Any) -> frozenset[str]:
     """Attributes that the object's own `state_dict` has: those of its keys, and those whose values are in it."""
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or not is_stateful(value):
         return frozenset()  # parameters and buffers are no attributes of the object itself
-    state_dict = getattr(value, "state_dict", None)
-    if not callable(state_dict) or not callable(getattr(value, "load_state_dict", None)):
-        return frozenset()
     owner = next((kind for kind in type(value).__mro__ if "state_dict" in vars(kind)), object)
     if is_library(owner) and isinstance(value, Iterable):
         # A loader may begin a pass to tell its state, and forget the one it is to continue (torchdata.nodes does).
         return frozenset(attributes_of(value) or ()) if owner is type(value) else names_of(owner)
     try:
         with rng.untouched():
-            state = state_dict()
+            state = value.state_dict()
     except Exception:  # noqa: BLE001 - it is the user's code, and the snapshot itself reports what is wrong with it
         return frozenset()
     if not isinstance(state, dict):

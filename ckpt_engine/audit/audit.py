@@ -37,7 +37,6 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.observe.units import first
 from ckpt_engine.state.flatten import Flattener, problems
 
-Roots = Callable[[], Mapping[str, Any]]
 _FIRST_LOOKS = 3
 
 
@@ -255,7 +254,7 @@ class Audit(HiddenState):
     def __init__(
         self,
         mode: Mode,
-        roots: Roots,
+        roots: Callable[[], Mapping[str, Any]],
         log: logging.Logger,
         skipped: Iterable[str] = (),
         ahead: Callable[[], Iterable[str]] = tuple,

@@ -12,6 +12,7 @@ import dis
 import itertools
 import re
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,14 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAM
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
 _KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple, nn.Module)
+_CARRIED = (
+    "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
+    "track(…, carry=carry), and use carry.{2}"
+)
+_BESIDE = (
+    "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
+    "another one: track(…, {1}={0})"
+)
 
 
 class Carry(SimpleNamespace):
@@ -148,23 +157,21 @@ def _nothing() -> Any:
     return MISSING
 
 
-Calls = frozenset[tuple[CodeType, int]]
-"""Functions on the stack, and the instructions that they are at."""
-
-
-def calls_now() -> Calls:
+def calls_now() -> frozenset[tuple[CodeType, int]]:
     """The calls that are under way."""
     return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
 
 
-def taking_part(own: Mapping[str, Any], sources: Mapping[str, Any], outside: Calls) -> dict[str, Any]:
+def taking_part(
+    own: Mapping[str, Any], sources: Mapping[str, Any], outside: frozenset[tuple[CodeType, int]]
+) -> dict[str, Any]:
     """What takes part in training, by name: `own`, what these loaders read, and what `objects_used` finds."""
     read = (roots_of_loader(name, one.base) for name, one in sources.items())
     known = {**own, **{path: root for found in read for path, root in found.items()}}
     return {**known, **{name: value for name, value in objects_used(outside).items() if name not in known}}
 
 
-def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
+def objects_used(outside: frozenset[tuple[CodeType, int]]) -> dict[str, UsedObject | Variables]:
     """Objects of the user's own classes, and functions, that the loops on the stack use, by the names that they have
     there, and variables of the loops whose values change within. Before a loop: of those that are behind.
 
@@ -243,24 +250,10 @@ def sentence(names: Sequence[str]) -> str:
     return "; ".join([*said, *(_BESIDE.format(name, re.split(r"\W", name)[0]) for name in beside)])
 
 
-_CARRIED = (
-    "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
-    "track(…, carry=carry), and use carry.{2}"
-)
-_BESIDE = (
-    "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
-    "another one: track(…, {1}={0})"
-)
-
-
-def frames_around(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_around(frame: FrameType) -> Iterator[FrameType]:
     """The frames that are not our own, innermost first."""
-    count = 0
-    while frame is not None and count < _MOST_FRAMES:
-        if not _is_ours(frame.f_code.co_filename):
-            count += 1
-            yield frame
-        frame = frame.f_back
+    others = (one for one, _ in traceback.walk_stack(frame) if not _is_ours(one.f_code.co_filename))
+    return itertools.islice(others, _MOST_FRAMES)
 
 
 @cache
@@ -273,7 +266,7 @@ def is_of_user(frame: FrameType) -> bool:
     return not is_library_file(frame.f_code.co_filename)
 
 
-def frames_of_users(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_of_users(frame: FrameType) -> Iterator[FrameType]:
     """The frames of the user's own code, innermost first; of a function that calls itself the innermost one only."""
     seen = set[CodeType]()
     for one in filter(is_of_user, frames_around(frame)):

@@ -13,11 +13,12 @@ import itertools
 import operator
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -53,17 +54,20 @@ _CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_S
 _FOREIGN: set[str] = set()
 """Names of modules, and of whole packages, that are not the user's, as far as they have been looked at."""
 OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
+_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
+_MOST_KEYS = 10_000
+_NO_LIST = ((), ("list", -1))
+"""Beside a key and its value, frozen: any list has more."""
+_PROCESS = Clocks(of_process=True)
+_MOST_INPUTS = 1000
 
 
 def of_modules() -> dict[str, Any]:
     """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
     functions set or may change within, and what functions keep."""
-    found, bodies = dict[str, Any](), dict[int, CodeType]()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            bodies[id(frame.f_globals)] = frame.f_code
-        frame = frame.f_back
+    found: dict[str, Any] = {}
+    frames = (one for one, _ in traceback.walk_stack(sys._getframe(1)) if one.f_code.co_name == "<module>")
+    bodies = {id(one.f_globals): one.f_code for one in frames}
     for name, module in _modules_of_user():
         values, functions = vars(module), tuple(_functions(module))
         codes = [one.__code__ for one in functions]
@@ -181,13 +185,6 @@ def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
 
 
 # ---- what it is at one moment
-
-_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
-_MOST_KEYS = 10_000
-_NO_LIST = ((), ("list", -1))
-"""Beside a key and its value, frozen: any list has more."""
-_PROCESS = Clocks(of_process=True)
-_MOST_INPUTS = 1000
 
 
 @dataclass(frozen=True, slots=True)

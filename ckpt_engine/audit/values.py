@@ -66,6 +66,32 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.G
 
 Frozen = tuple[Any, ...]
 MISSING: Any = object()
+_MOST_PARTS = 16
+REFERENCES = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    DataLoader,
+)
+_STEPPERS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+SAVED_BY_THEMSELVES = (torch.optim.Optimizer, *_STEPPERS)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SHOW = frozenset(
+    {
+        *("tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlflow", "loguru", "matplotlib", "logging"),
+        *("aim", "comet_ml", "neptune", "clearml", "swanlab", "trackio"),
+        *("numpy", "datasets", "webdataset", "litdata", "torchdata"),
+    }
+)
+"""Packages whose objects only show or record, or whose streams and positions are looked at elsewhere."""
+_OUTSIDE = (
+    *(io.IOBase, socket.socket, subprocess.Popen, types.GeneratorType),
+    *(multiprocessing.process.BaseProcess, multiprocessing.connection._ConnectionBase),
+)
+"""Of Python: state of other processes, of files, or that nothing shows."""
 
 
 def freeze(
@@ -411,33 +437,6 @@ class Looked:
 
 
 # ---- whose attributes are values
-
-_MOST_PARTS = 16
-REFERENCES = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    functools.partial,
-    DataLoader,
-)
-_STEPPERS = (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-SAVED_BY_THEMSELVES = (torch.optim.Optimizer, *_STEPPERS)
-NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_SHOW = frozenset(
-    {
-        *("tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "mlflow", "loguru", "matplotlib", "logging"),
-        *("aim", "comet_ml", "neptune", "clearml", "swanlab", "trackio"),
-        *("numpy", "datasets", "webdataset", "litdata", "torchdata"),
-    }
-)
-"""Packages whose objects only show or record, or whose streams and positions are looked at elsewhere."""
-_OUTSIDE = (
-    *(io.IOBase, socket.socket, subprocess.Popen, types.GeneratorType),
-    *(multiprocessing.process.BaseProcess, multiprocessing.connection._ConnectionBase),
-)
-"""Of Python: state of other processes, of files, or that nothing shows."""
 
 
 class LiveView(Mapping[str, Any]):

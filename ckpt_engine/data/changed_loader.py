@@ -22,6 +22,25 @@ from ckpt_engine.data.rng import RngState
 from ckpt_engine.data.sample_assignment import Dealing, Recipe, Tail, dealing_of
 from ckpt_engine.errors import MismatchError, ResumeError
 
+_OTHERS = "its sampler gave other samples than its seed says"
+State = dict[str, Any]
+_RESTART = "data: restart_epoch starts the interrupted epoch again with this loader"
+_CHOOSE = (
+    f"use the loader of the saved run, or say what is to become of the interrupted epoch: {_RESTART}, data: continue "
+    "goes on with the samples that are left"
+)
+_GROWS = (
+    "; a data set that the script itself changes from epoch to epoch must be what it was in that epoch before it is "
+    "tracked: Checkpointer.snapshots()[-1].epoch tells which"
+)
+_SEED = (
+    "seed what splits or orders the samples: random_split(..., generator=torch.Generator().manual_seed(0)), "
+    "shuffle(seed=0); or accept "
+    f"other samples: {_RESTART}"
+)
+_CONTINUES = ("batch_size", "batches", "drop_last", "dataset_length")
+"""Fields whose change leaves a meaning to the samples that are left."""
+
 
 def resplit(
     loader: DataLoader[Any],
@@ -147,9 +166,6 @@ def _in_batches_of(recipe: Mapping[str, Any], dealing: Dealing, batch: int, save
     )
 
 
-_OTHERS = "its sampler gave other samples than its seed says"
-
-
 def _gave_others(state: Mapping[str, Any], dealing: Dealing, order: Sequence[int]) -> bool:
     """Whether a rank was not given what the order says: samples would be left out or come twice."""
     digest = state["order"]["digest"]
@@ -178,25 +194,6 @@ def _moved(found: Mapping[str, Any], paths: Mapping[str | None, str | None]) -> 
     """Values of samplers under the paths that these have now."""
     parts = {path: path.rpartition(".") for path in found}
     return {f"{paths.get(owner) or owner}.{name}": found[path] for path, (owner, _, name) in parts.items()}
-
-
-State = dict[str, Any]
-_RESTART = "data: restart_epoch starts the interrupted epoch again with this loader"
-_CHOOSE = (
-    f"use the loader of the saved run, or say what is to become of the interrupted epoch: {_RESTART}, data: continue "
-    "goes on with the samples that are left"
-)
-_GROWS = (
-    "; a data set that the script itself changes from epoch to epoch must be what it was in that epoch before it is "
-    "tracked: Checkpointer.snapshots()[-1].epoch tells which"
-)
-_SEED = (
-    "seed what splits or orders the samples: random_split(..., generator=torch.Generator().manual_seed(0)), "
-    "shuffle(seed=0); or accept "
-    f"other samples: {_RESTART}"
-)
-_CONTINUES = ("batch_size", "batches", "drop_last", "dataset_length")
-"""Fields whose change leaves a meaning to the samples that are left."""
 
 
 class FittedState(NamedTuple):

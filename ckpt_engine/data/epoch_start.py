@@ -49,7 +49,7 @@ class Starter:
         self._recorder: RecordingSampler | None = None
         self._rotation = 0
         self._late = False
-        self._fingerprint: fingerprints.Fingerprint | None = None
+        self._fingerprint: dict[str, Any] | None = None
         self._recipe: Recipe | None = None
 
     @property
@@ -83,12 +83,12 @@ class Starter:
         return self.why_replayed
 
     @cached_property
+    @rng.untouched()
     def why_replayed(self) -> str | None:
         """Why the state of an iterable dataset is of no use; asked once."""
-        with rng.untouched():
-            return native.why_replayed(self._loader)
+        return native.why_replayed(self._loader)
 
-    def fingerprint(self, *, again: bool = False) -> fingerprints.Fingerprint:
+    def fingerprint(self, *, again: bool = False) -> dict[str, Any]:
         """The loader's fingerprint, taken once per epoch, or `again`."""
         if self._fingerprint is None or again:
             self._fingerprint = fingerprints.fingerprint(self._loader, self._samples)
@@ -149,20 +149,6 @@ class Starter:
         epoch.watch_end(iterator)
         return epoch, iterator
 
-    def within(
-        self, make: Make, state: Mapping[str, Any], on_change: OnChange = OnChange.REFUSE
-    ) -> tuple[Epoch, Iterator[Any]]:
-        """The rest of the saved epoch. Leaves the global streams as it found them.
-
-        Args:
-            on_change: what to do where the dataset now ends before the batches that were trained.
-
-        Raises:
-            MismatchError: it ends there, and the user has not chosen.
-        """
-        with rng.untouched():
-            return self._within(make, state, on_change)
-
     def next_epoch(
         self, make: Make, state: Mapping[str, Any], streams_then: Mapping[str, Any] | None
     ) -> tuple[Epoch, Iterator[Any]]:
@@ -191,7 +177,18 @@ class Starter:
             return epoch, iterator
         return self.fresh(make, previous)
 
-    def _within(self, make: Make, state: Mapping[str, Any], on_change: OnChange) -> tuple[Epoch, Iterator[Any]]:
+    @rng.untouched()
+    def within(
+        self, make: Make, state: Mapping[str, Any], on_change: OnChange = OnChange.REFUSE
+    ) -> tuple[Epoch, Iterator[Any]]:
+        """The rest of the saved epoch. Leaves the global streams as it found them.
+
+        Args:
+            on_change: what to do where the dataset now ends before the batches that were trained.
+
+        Raises:
+            MismatchError: it ends there, and the user has not chosen.
+        """
         loader = self._loader
         batches, same, saved = int(state["batches"]), self._same_workers(state), state["native"]
         self._forget_iterator()
@@ -251,21 +248,21 @@ class Starter:
                 streams.restore_holders(self._loader, holders)
         epoch.exactness = epoch.exactness.also(sampling.compared(self._loader, state, between_epochs=False))
 
+    @rng.untouched()
     def _restart(self, make: Make, previous: Epoch) -> tuple[Epoch, Iterator[Any]]:
         """The next epoch with new workers in place of persistent ones. Leaves the global streams as it found them.
 
         Workers of an iterable dataset that play another role than their number cannot be moved between epochs as
         those of a map-style one are: they name themselves by number when their shard ends.
         """
-        with rng.untouched():
-            self._forget_iterator()
-            epoch, counters = self._following(previous), streams.counters(self._loader)
-            try:
-                streams.restore(self._loader, previous.made)
-                with self._instruments(epoch, self._init(epoch, 0)):
-                    return epoch, make()
-            finally:
-                streams.restore_epochs(self._loader, counters)
+        self._forget_iterator()
+        epoch, counters = self._following(previous), streams.counters(self._loader)
+        try:
+            streams.restore(self._loader, previous.made)
+            with self._instruments(epoch, self._init(epoch, 0)):
+                return epoch, make()
+        finally:
+            streams.restore_epochs(self._loader, counters)
 
     def _forget_iterator(self) -> None:
         private.discard_iterator(self._loader)

@@ -23,6 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from ckpt_engine.data import native, streams
 from ckpt_engine.data.private_names import is_of_datasets
+from ckpt_engine.data.walk import walk
 
 Samples = dict[str, Any]
 """By path: `{"length": …, "checksum": …}`, of floats `{"length": …, "floats": bytes}`.
@@ -44,21 +45,11 @@ def samples_of(dataset: Any) -> Samples:
     Read are the indices of a `Subset`, and attributes with one entry per sample (file names, labels, tensors), here and
     in the datasets inside. Of iterable ones: the streams that shuffle them.
     """
-    found: Samples = {}
     if isinstance(dataset, IterableDataset):
         return native.orders(dataset)
-    queue, seen = deque([("dataset", dataset)]), {id(dataset)}
-    while queue and len(seen) <= _NODES:
-        path, node = queue.popleft()
-        for name, value in _columns(path, node):
-            described = _described(value)
-            if described is not None:
-                found[name] = described
-        for name, inner in _inner(node):
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                queue.append((f"{path}.{name}", inner))
-    return found
+    columns = (row for path, node in walk(("dataset", dataset), _inner, _NODES) for row in _columns(path, node))
+    described = ((name, _described(value)) for name, value in columns)
+    return {name: one for name, one in described if one is not None}
 
 
 def differing(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -121,16 +112,16 @@ def _columns(path: str, node: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{path}.{name}[{index}]", one
 
 
-def _inner(node: Any) -> Iterator[tuple[str, Any]]:
+def _inner(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     """Datasets inside of a dataset."""
     if isinstance(node, Subset):
-        yield "dataset", node.dataset
+        yield f"{path}.dataset", node.dataset
     elif isinstance(node, ConcatDataset):
-        yield from ((f"datasets[{index}]", one) for index, one in enumerate(node.datasets))
+        yield from ((f"{path}.datasets[{index}]", one) for index, one in enumerate(node.datasets))
     elif not isinstance(node, (*_LISTS, np.ndarray, torch.Tensor)):
         for name, value in list(getattr(node, "__dict__", {}).items()):
             if isinstance(value, torch.utils.data.Dataset) or _arrow_rows(value, length_of(value)) is not None:
-                yield name, value
+                yield f"{path}.{name}", value
 
 
 def _described(value: Any) -> dict[str, Any] | None:
@@ -277,29 +268,7 @@ class Restoration:
     """Where the data set's own state is of no use: a sentence that says what is done instead, and why."""
 
 
-Fingerprint = dict[str, Any]
-
-_EFFECTS: Mapping[str, Effect] = {
-    "dataset_kind": Effect.REFUSED,
-    "dataset_length": Effect.REFUSED,
-    "batch_size": Effect.REFUSED,
-    "batches": Effect.REFUSED,
-    "samplers": Effect.REFUSED,
-    "num_replicas": Effect.REFUSED,
-    "rank": Effect.REFUSED,
-    "drop_last": Effect.REFUSED,
-    "num_workers": Effect.AUGMENTATION,
-    "persistent_workers": Effect.AUGMENTATION,
-    "in_order": Effect.AUGMENTATION,
-    "dataset_type": Effect.AUGMENTATION,
-    "loader_type": Effect.HARMLESS,
-    "prefetch_factor": Effect.HARMLESS,
-    "start_method": Effect.HARMLESS,
-    "pin_memory": Effect.HARMLESS,
-}
-
-
-def fingerprint(loader: DataLoader[Any], samples: Samples) -> Fingerprint:
+def fingerprint(loader: DataLoader[Any], samples: Samples) -> dict[str, Any]:
     """The fields a resume compares. Never calls `len(loader)` on an iterable dataset: torch would warn.
 
     Args:
@@ -373,3 +342,23 @@ def length_of(sized: Any) -> int | None:
 def type_name(value: object) -> str:
     """The class of a value, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_EFFECTS: Mapping[str, Effect] = {
+    "dataset_kind": Effect.REFUSED,
+    "dataset_length": Effect.REFUSED,
+    "batch_size": Effect.REFUSED,
+    "batches": Effect.REFUSED,
+    "samplers": Effect.REFUSED,
+    "num_replicas": Effect.REFUSED,
+    "rank": Effect.REFUSED,
+    "drop_last": Effect.REFUSED,
+    "num_workers": Effect.AUGMENTATION,
+    "persistent_workers": Effect.AUGMENTATION,
+    "in_order": Effect.AUGMENTATION,
+    "dataset_type": Effect.AUGMENTATION,
+    "loader_type": Effect.HARMLESS,
+    "prefetch_factor": Effect.HARMLESS,
+    "start_method": Effect.HARMLESS,
+    "pin_memory": Effect.HARMLESS,
+}

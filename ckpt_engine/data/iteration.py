@@ -41,6 +41,7 @@ _begun: tuple[object, ...] | None = None
 _objects: Mapping[str, Any] = {}
 """In a worker: what its collate function has to go on with."""
 _LOOKS = 4
+_KEPT = "in persistent workers: what they keep between epochs is unknown"
 
 
 class Shipped(NamedTuple):
@@ -188,9 +189,6 @@ class RoleInit:
             for _ in itertools.islice(dataset, self.batch_size or 1):
                 pass
         native.begin_anew(dataset)
-
-
-_KEPT = "in persistent workers: what they keep between epochs is unknown"
 
 
 def no_order() -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data.private_names import forgets_its_buffer, is_of_datasets, refuses_states_of_workers
+from ckpt_engine.data.walk import walk
 
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
 _TORCHDATA = "torchdata."
@@ -239,18 +240,15 @@ def _positions(node: Any) -> Iterator[Any]:
 
 def _parts(dataset: Any) -> Iterator[tuple[str, Any]]:
     """An iterable dataset and what it is made of that has a state or is one itself, by path."""
-    queue, seen = [("dataset", dataset)] if isinstance(dataset, IterableDataset) else [], {id(dataset)}
-    while queue and len(seen) <= _MOST_PARTS:
-        path, part = queue.pop(0)
-        yield path, part
-        for name, value in list(getattr(part, "__dict__", {}).items()):
-            inner = value if isinstance(value, list | tuple) else [value]
-            for index, one in enumerate(inner[:_MOST_ITEMS]):
-                if id(one) in seen or isinstance(one, _NEITHER):
-                    continue
-                if isinstance(one, IterableDataset) or is_stateful(one):
-                    seen.add(id(one))
-                    queue.append((f"{path}.{name}" + (f"[{index}]" if inner is value else ""), one))
+    return walk(("dataset", dataset), _inner, _MOST_PARTS) if isinstance(dataset, IterableDataset) else iter(())
+
+
+def _inner(path: str, part: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in list(getattr(part, "__dict__", {}).items()):
+        inner = value if isinstance(value, list | tuple) else [value]
+        for index, one in enumerate(inner[:_MOST_ITEMS]):
+            if not isinstance(one, _NEITHER) and (isinstance(one, IterableDataset) or is_stateful(one)):
+                yield f"{path}.{name}" + (f"[{index}]" if inner is value else ""), one
 
 
 def _epoch(part: Any) -> int | None:

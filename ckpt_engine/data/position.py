@@ -29,6 +29,15 @@ from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
 
+_VERSION = 2
+_ALONE = 1
+"""Version of a position in an epoch that no other number of ranks has begun: earlier versions know it."""
+State = dict[str, Any]
+_ATTRIBUTE = "_ckpt_engine_position"
+_ORIGINAL = "_ckpt_engine_original"
+"""Attribute of a class that takes the place of a loader's: that class."""
+_set_class = object.__dict__["__class__"].__set__  # works where a class hides `__class__` behind a read-only property
+
 
 class Pending:
     """What the next iterators of a loader start from until one of them is asked for a batch.
@@ -80,12 +89,6 @@ class Pending:
         """Remember what building the iterator made of the samplers."""
         self._after = streams.counters(loader)
         self.begun = True
-
-
-_VERSION = 2
-_ALONE = 1
-"""Version of a position in an epoch that no other number of ranks has begun: earlier versions know it."""
-State = dict[str, Any]
 
 
 def attach(loader: DataLoader[Any], *, lookahead: int = 0) -> LoaderPosition:
@@ -454,12 +457,6 @@ def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ..
         if difference.effect is Effect.AUGMENTATION:
             found = found.lowered(Level.ORDER_ONLY, str(difference))
     return found
-
-
-_ATTRIBUTE = "_ckpt_engine_position"
-_ORIGINAL = "_ckpt_engine_original"
-"""Attribute of a class that takes the place of a loader's: that class."""
-_set_class = object.__dict__["__class__"].__set__  # works where a class hides `__class__` behind a read-only property
 
 
 class Iterations(Protocol):

@@ -36,6 +36,14 @@ _INDEX_SAMPLER = "_index_sampler"
 _SAMPLER_ITER = "_sampler_iter"
 _RECEIVED = "_rcvd_idx"
 _PER_WORKER_LISTS = ("_index_queues", "_workers")
+_PACKAGE = "datasets."
+_SHUFFLES = "BufferShuffledExamplesIterable"
+_CONCATENATES = (
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+)
+DATASETS_NAMES = (_SHUFFLES, *_CONCATENATES)
+"""Classes of `datasets.iterable_dataset`; a test looks for them."""
 
 
 def live_iterator(loader: DataLoader[Any]) -> Any | None:
@@ -120,17 +128,6 @@ def assume_worker_role(role: int) -> None:
     names = [f.name for f in fields(info)] if is_dataclass(info) else [n for n in vars(info) if not n.startswith("_")]
     values = {name: getattr(info, name) for name in names}
     _worker._worker_info = _worker.WorkerInfo(**{**values, "id": role, "seed": base_seed + role})
-
-
-_PACKAGE = "datasets."
-_SHUFFLES = "BufferShuffledExamplesIterable"
-_CONCATENATES = (
-    "VerticallyConcatenatedMultiSourcesExamplesIterable",
-    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
-)
-
-DATASETS_NAMES = (_SHUFFLES, *_CONCATENATES)
-"""Classes of `datasets.iterable_dataset`; a test looks for them."""
 
 
 def is_of_datasets(part: object) -> bool:

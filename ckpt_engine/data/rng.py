@@ -20,6 +20,13 @@ import numpy as np
 import torch
 
 from ckpt_engine.probe.raw_memory import numpy_stream
+from ckpt_engine.state.flatten import bytes_tensor
+
+RngState = dict[str, Any]
+"""`{"python": …, "numpy": …, "torch": bytes, "cuda": [bytes, …], …}`; accelerators only where initialised."""
+_ACCELERATORS = ("cuda", "xpu")
+_MT19937 = "MT19937"
+_numpy_memo: tuple[bytes, dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +124,6 @@ def _torch(generator: torch.Generator, seed: int) -> bytes:
     return generator.get_state().numpy().tobytes()
 
 
-RngState = dict[str, Any]
-"""`{"python": …, "numpy": …, "torch": bytes, "cuda": [bytes, …], …}`; accelerators only where initialised."""
-
-_ACCELERATORS = ("cuda", "xpu")
-_MT19937 = "MT19937"
-_numpy_memo: tuple[bytes, dict[str, Any]] | None = None
-
-
 def capture() -> RngState:
     """Return the state of every global stream of this process, accelerators included.
 
@@ -148,9 +147,9 @@ def _devices() -> RngState:
     for kind in _ACCELERATORS:
         module: Any = getattr(torch, kind)
         if module.is_initialized():
-            state[kind] = [_tensor_bytes(one) for one in module.get_rng_state_all()]
+            state[kind] = [one.numpy().tobytes() for one in module.get_rng_state_all()]
     if torch.backends.mps.is_available():
-        state["mps"] = _tensor_bytes(torch.mps.get_rng_state())
+        state["mps"] = torch.mps.get_rng_state().numpy().tobytes()
     return state
 
 
@@ -159,14 +158,14 @@ def capture_host() -> RngState:
     return {
         "python": encode_python(random),
         "numpy": _capture_numpy(),
-        "torch": _tensor_bytes(torch.get_rng_state()),
+        "torch": torch.get_rng_state().numpy().tobytes(),
     }
 
 
 def capture_later() -> Callable[[], RngState]:
     """What makes later what `capture` would give now: for streams that are most often not needed."""
     python = random.getstate()
-    state = {"python": None, "numpy": _capture_numpy(), "torch": _tensor_bytes(torch.get_rng_state()), **_devices()}
+    state = {"python": None, "numpy": _capture_numpy(), "torch": torch.get_rng_state().numpy().tobytes(), **_devices()}
     return lambda: {**state, "python": _encode_words(*python)}
 
 
@@ -179,7 +178,7 @@ def probe() -> tuple[object, ...]:
     return (
         random.getstate(),
         _capture_numpy() if numpy is None else numpy,
-        _tensor_bytes(torch.get_rng_state()),
+        torch.get_rng_state().numpy().tobytes(),
     )
 
 
@@ -223,9 +222,7 @@ def encode_numpy(state: Mapping[str, Any]) -> dict[str, Any]:
 def decode_numpy(state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `encode_numpy`."""
     if "generic" in state:
-        decoded = _decode_value(state["generic"])
-        assert isinstance(decoded, dict)
-        return decoded
+        return dict(_decode_value(state["generic"]))
     return {
         "bit_generator": _MT19937,
         "state": {"key": np.frombuffer(state["key"], dtype=np.uint32).copy(), "pos": state["pos"]},
@@ -292,12 +289,3 @@ def _restore_devices(kind: str, module: Any, states: Sequence[bytes]) -> list[st
     if count < len(states):
         return [f"{len(states)} {kind} random streams were recorded but this machine has {count} device(s)"]
     return []
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()
-
-
-def bytes_tensor(data: bytes) -> torch.Tensor:
-    """The state of a stream as torch takes it."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

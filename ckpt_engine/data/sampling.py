@@ -29,6 +29,8 @@ from ckpt_engine.errors import MismatchError, StateError
 
 Attributes = dict[str, int]
 """Checksums of containers, tensors and arrays by path."""
+_STATES = 3
+"""Draws of an epoch around which the state of samplers is looked at."""
 
 
 def attributes(loader: DataLoader[Any]) -> Attributes:
@@ -139,10 +141,6 @@ class ResumePlan:
     """Entries to give instead of those of the sampler; the streams are left alone."""
 
 
-_STATES = 3
-"""Draws of an epoch around which the state of samplers is looked at."""
-
-
 class RecordingSampler(streams.StandIn):
     """Gives the indices of `inner` unchanged while recording them in `order`.
 
@@ -160,8 +158,7 @@ class RecordingSampler(streams.StandIn):
         self._current: _RecordingIterator | None = None
         self.order = SamplerOrder()
         self.plan: ResumePlan | None = None
-        if is_stateful(inner):
-            self.__class__ = _StatefulSampler
+        _show_state(self)
 
     def begin(self, order: SamplerOrder, plan: ResumePlan | None) -> None:
         """Call right before an iterator is built or reset: what follows is recorded in `order`."""
@@ -216,8 +213,7 @@ class _RecordingIterator(streams.Proxy):
         self._states = _STATES if streams.capture_samplers(loader) else 0
         self._keeps_streams = self._states > 0 and loader.num_workers == 0
         self.inner = start()
-        if is_stateful(self.inner):
-            self.__class__ = _StatefulIterator
+        _show_state(self)
         self._primed = False
         self._dealt = plan is not None and plan.dealt is not None
         self._watched = not self._dealt and not streams.draws_at_start_only(loader)
@@ -281,6 +277,7 @@ class _RecordingIterator(streams.Proxy):
         order.recent.append((order.given - 1, (), plan.digest))
         streams.restore_holders(loader, plan.holders)
         self.inner = self._start()
+        _show_state(self)
         length = exactness.length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
         if length is not None:
             self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
@@ -344,19 +341,7 @@ def extend_digest(digest: int | None, indices: Any) -> int | None:
         return None
 
 
-class _Stateful(streams.Proxy):
-    """A StatefulDataLoader asks samplers and their iterators for their state where the class has these two methods."""
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict(state)
-
-
-class _StatefulSampler(_Stateful, RecordingSampler):
-    """Of a sampler that has them."""
-
-
-class _StatefulIterator(_Stateful, _RecordingIterator):
-    """Of an iterator that has them."""
+def _show_state(proxy: streams.Proxy) -> None:
+    """A StatefulDataLoader asks samplers and their iterators for their state where they have these two methods."""
+    if is_stateful(proxy.inner):
+        vars(proxy).update(state_dict=proxy.inner.state_dict, load_state_dict=proxy.inner.load_state_dict)

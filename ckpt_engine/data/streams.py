@@ -34,6 +34,8 @@ from torch.utils.data import (
 
 from ckpt_engine.data import native, rng
 from ckpt_engine.data.native import is_stateful
+from ckpt_engine.data.walk import walk
+from ckpt_engine.state.flatten import bytes_tensor
 from ckpt_engine.whose_code import is_function_of_user
 
 Streams = dict[str, Any]
@@ -136,12 +138,12 @@ def capture_samplers(loader: DataLoader[Any], among: Holders | None = None) -> d
 
 def capture_generators(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:
     """The state of every generator object of the loader or a sampler, by path."""
-    return {path: encode(generator) for path, _, _, generator in _generators(loader, among)}
+    return {path: encode(generator) for path, generator in _generators(loader, among)}
 
 
 def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
     """Put generator states back by path; torch generators that a sampler creates on first use are created."""
-    present = {path: generator for path, _, _, generator in _generators(loader)}
+    present = dict(_generators(loader))
     live = dict(holders(loader))
     for path, state in states.items():
         generator = present.get(path)
@@ -207,32 +209,30 @@ def draws_at_start_only(loader: DataLoader[Any]) -> bool:
 
 def holders(loader: DataLoader[Any]) -> Holders:
     """The loader and the samplers reachable from it, each once, with the path that leads there."""
-    found: Holders = [("loader", loader)]
-    seen = {id(loader)}
-    queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
-    for path, sampler in queue:  # it grows meanwhile
-        if isinstance(sampler, StandIn):
-            sampler = sampler.inner
-        if sampler is None or id(sampler) in seen or isinstance(sampler, _SCALARS) or len(found) > _MAX_SAMPLERS:
-            continue
-        seen.add(id(sampler))
-        found.append((path, sampler))
-        queue += [(f"{path}.{name}", getattr(sampler, name, None)) for name in ("sampler", "batch_sampler")]
-    return found
+    return list(walk(("loader", loader), _samplers_in, 1 + _MAX_SAMPLERS))
+
+
+def _samplers_in(path: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    top, names = path == "loader", ("sampler", "batch_sampler")
+    for name in reversed(names) if top else names:
+        sampler = getattr(holder, name, None)
+        inner = sampler.inner if isinstance(sampler, StandIn) else sampler
+        if inner is not None and not isinstance(inner, _SCALARS):
+            yield name if top else f"{path}.{name}", inner
 
 
 def path_of(loader: DataLoader[Any], generator: object) -> str | None:
     """Where `capture_generators` has the state of this generator, or None."""
-    return next((path for path, _, _, found in _generators(loader) if found is generator), None)
+    return next((path for path, found in _generators(loader) if found is generator), None)
 
 
-def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterator[tuple[str, Any, str, Any]]:
+def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for path, holder in among or holders(loader):
         for name, value in attributes(holder):
             if _kind(value) is not None and id(value) not in seen:
                 seen.add(id(value))
-                yield f"{path}.{name}", holder, name, value
+                yield f"{path}.{name}", value
 
 
 # ---- what loader workers change in their own copies of a dataset and a collate function
@@ -354,27 +354,6 @@ class _GeneratorKind(NamedTuple):
     put: Callable[[Any, Any], None]
 
 
-_KINDS: Mapping[str, _GeneratorKind] = {
-    "torch": _GeneratorKind(
-        torch.Generator,
-        lambda generator: generator.get_state().numpy().tobytes(),
-        lambda generator, state: generator.set_state(rng.bytes_tensor(state)),
-    ),
-    "python": _GeneratorKind(random.Random, rng.encode_python, rng.decode_python),
-    "numpy": _GeneratorKind(
-        np.random.Generator,
-        lambda generator: rng.encode_numpy(generator.bit_generator.state),
-        lambda generator, state: setattr(generator.bit_generator, "state", rng.decode_numpy(state)),
-    ),
-    "numpy_legacy": _GeneratorKind(
-        np.random.RandomState,
-        lambda generator: rng.encode_numpy(generator.get_state(legacy=False)),
-        lambda generator, state: generator.set_state(rng.decode_numpy(state)),
-    ),
-}
-_GENERATORS = tuple(kind.of for kind in _KINDS.values())
-
-
 def _kind(value: object) -> str | None:
     if not isinstance(value, _GENERATORS) or isinstance(value, random.SystemRandom):
         return None  # it is asked for every attribute at every boundary
@@ -393,3 +372,24 @@ def decode(generator: Any, encoded: Mapping[str, Any]) -> None:
     kind = encoded["kind"]
     if kind == _kind(generator):
         _KINDS[kind].put(generator, encoded["state"])
+
+
+_KINDS: Mapping[str, _GeneratorKind] = {
+    "torch": _GeneratorKind(
+        torch.Generator,
+        lambda generator: generator.get_state().numpy().tobytes(),
+        lambda generator, state: generator.set_state(bytes_tensor(state)),
+    ),
+    "python": _GeneratorKind(random.Random, rng.encode_python, rng.decode_python),
+    "numpy": _GeneratorKind(
+        np.random.Generator,
+        lambda generator: rng.encode_numpy(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", rng.decode_numpy(state)),
+    ),
+    "numpy_legacy": _GeneratorKind(
+        np.random.RandomState,
+        lambda generator: rng.encode_numpy(generator.get_state(legacy=False)),
+        lambda generator, state: generator.set_state(rng.decode_numpy(state)),
+    ),
+}
+_GENERATORS = tuple(kind.of for kind in _KINDS.values())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.frequency.failures import Evidence, FailureBelief, prior_of
-from ckpt_engine.frequency.learned import Learned, Settled, UnsettledSnapshot
+from ckpt_engine.frequency.learned import Learned, TakenSnapshot
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, ENOUGH_STEPS, CostMeter, StepTimes, measured
 from ckpt_engine.frequency.policy import (
     AdaptivePolicy,
@@ -108,8 +108,8 @@ class Cadence:
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
         self._adaptive.restart(step)
         self._memory.restart(step, now)
-        self._in_flight: deque[UnsettledSnapshot] = deque(maxlen=_MOST_IN_FLIGHT)
-        self._settled: list[Settled] = []
+        self._in_flight: deque[TakenSnapshot] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._settled: list[TakenSnapshot] = []
         self._pending: str | None = None
         self._obstacle: str | None = None
         self._held_back = self._disturbed = False
@@ -224,7 +224,7 @@ class Cadence:
         self._account.paused_seconds += stall + wait
         self._held_back |= wait > 0.0
         self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
-        self._in_flight.append(UnsettledSnapshot(step, now - stall, stall))
+        self._in_flight.append(TakenSnapshot(step, now - stall, stall))
         self._disturbed = True
         self._pending = self._obstacle = None
         self._retry_time = -math.inf
@@ -396,11 +396,12 @@ class Cadence:
             return None
         return self._wake(step, now) if self._pending or self._fixed.validation_due else None
 
-    def _settle(self, snapshot: UnsettledSnapshot | None, latency: float | None, busy: float, written: float) -> None:
+    def _settle(self, snapshot: TakenSnapshot | None, latency: float | None, busy: float, written: float) -> None:
         """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""
-        if snapshot is None or any(one.snapshot is snapshot for one in self._settled):
+        if snapshot is None or any(one is snapshot for one in self._settled):
             return
-        self._settled.append(Settled(snapshot, latency, busy, written))
+        snapshot.latency_seconds, snapshot.busy_seconds, snapshot.written_bytes = latency, busy, written
+        self._settled.append(snapshot)
         self._wake_step = -1
 
     def _wake(self, step: int, now: float) -> str | None:
@@ -425,8 +426,8 @@ class Cadence:
 
     def _learn(self, step: int) -> None:
         for settled in self._settled:
-            self._in_flight.remove(settled.snapshot)
-            stall, slowdown = settled.snapshot.stall_seconds, self._steps.take_slowdown()
+            self._in_flight.remove(settled)
+            stall, slowdown = settled.stall_seconds, self._steps.take_slowdown()
             self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_engine.frequency.failures import FailureBelief
 from ckpt_engine.frequency.measure import CostMeter, measured
@@ -12,22 +12,17 @@ from ckpt_engine.frequency.measure import CostMeter, measured
 STATE_VERSION = 2
 
 
-@dataclass(slots=True)
-class UnsettledSnapshot:
-    """A snapshot that was taken and is not settled yet."""
+@dataclass(slots=True, eq=False)
+class TakenSnapshot:
+    """A snapshot that is not learned from yet; the last three fields are known when it is over."""
 
     step: int
     instant: float
     stall_seconds: float
-
-
-class Settled(NamedTuple):
-    """The end of an in-flight snapshot; `latency_seconds` is None where it failed."""
-
-    snapshot: UnsettledSnapshot
-    latency_seconds: float | None
-    busy_seconds: float
-    written_bytes: float
+    latency_seconds: float | None = None
+    """None: it is on its way, or has failed."""
+    busy_seconds: float = 0.0
+    written_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

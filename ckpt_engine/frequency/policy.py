@@ -18,10 +18,10 @@ The frequency settings of a run, as one value.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ckpt_engine.frequency.intervals import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
@@ -123,22 +123,6 @@ class Bounds:
         return next((name for name, steps in named if steps == target), "step time")
 
 
-class Tradeoff(NamedTuple):
-    """Arguments of `best_intervals`, where the budget decides, and the waste that it has found."""
-
-    levels: tuple[SnapshotLevel, ...]
-    rates: tuple[tuple[str, float], ...]
-    budget: float
-    limits: tuple[tuple[str, float], ...]
-    waste: float
-
-
-@lru_cache(maxsize=4)
-def _gain(found: Tradeoff) -> float:
-    more = best_intervals(found.levels, dict(found.rates), found.budget + 0.01, dict(found.limits))
-    return found.waste - more.waste
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """An interval and everything it was derived from.
@@ -147,7 +131,7 @@ class Decision:
         interval_steps: the interval in force; `bounds.target` unless hysteresis holds it elsewhere.
         failures_per_second: that go back to a durable snapshot.
         limit_seconds: the least of their limits on lost work; infinite without one.
-        tradeoff: what the interval was found from.
+        gain_of: computes `gain`, once it is asked for.
         memory_seconds: the interval between snapshots of any kind where some only stay in memory; infinite: none do.
         memory_limit_seconds: as `limit_seconds`, of the failures that go back to memory.
         far_seconds: the interval of the copies to a further tier; infinite where there is none.
@@ -159,7 +143,7 @@ class Decision:
     settings: FrequencySettings
     failures_per_second: float
     limit_seconds: float = math.inf
-    tradeoff: Tradeoff | None = None
+    gain_of: Callable[[], float] = field(default=float, compare=False, repr=False)
     memory_seconds: float = math.inf
     memory_limit_seconds: float = math.inf
     far_seconds: float = math.inf
@@ -167,7 +151,7 @@ class Decision:
     @property
     def gain(self) -> float:
         """What one more percent of budget would add to the share of useful work."""
-        return 0.0 if self.tradeoff is None else _gain(self.tradeoff)
+        return self.gain_of()
 
     @property
     def why(self) -> str:
@@ -232,9 +216,8 @@ class AdaptivePolicy:
         """
         step, price = _finite(costs.step_seconds), _finite(BYTE_PRICE * costs.written_bytes)
         settings, near = self.settings, frozenset({PROCESS, MACHINE})
-        fixed = None
-        if settings.overhead is None:
-            fixed = settings.every_seconds or (settings.every_n_steps or 1) * step
+        chosen = settings.every_seconds or (settings.every_n_steps or 1) * step
+        fixed = chosen if settings.overhead is None else None
         limit = settings.bandwidth_bytes_per_second
         least = max(step, _finite(self._busy(costs)), _finite(costs.written_bytes / limit) if limit else 0.0)
         latency = _finite(costs.promised_latency_seconds)
@@ -276,10 +259,7 @@ class AdaptivePolicy:
             failure=round(_quotient(best.unbudgeted_seconds[at], step)),
             rpo=_rpo_steps(limit, costs.promised_latency_seconds, step),
         )
-        tradeoff = None
-        if best.budget_worth > 0.0:
-            limits = tuple(settings.limits.items())
-            tradeoff = Tradeoff(tuple(levels), tuple(rates.items()), settings.budget, limits, best.waste)
+        more = partial(best_intervals, levels, rates, settings.budget + 0.01, settings.limits)
         return Decision(
             bounds.target,
             bounds,
@@ -287,7 +267,7 @@ class AdaptivePolicy:
             settings,
             best.failures_per_second[at],
             limit,
-            tradeoff,
+            cache(lambda: best.waste - more().waste) if best.budget_worth > 0.0 else float,
             best.seconds[0] if memory else math.inf,
             _limit(settings, best, 0, 0) if memory else math.inf,
             best.seconds[-1] if far is not None else math.inf,
@@ -440,9 +420,8 @@ class FrequencySettings:
         fixed = config.every_n_steps is not None or config.every_seconds is not None
         only_fixed = fixed and config.max_lost_work is None and "overhead" not in config.model_fields_set
         memory = config.memory
-        rhythm = None
-        if memory is not None:
-            rhythm = MemoryRhythm(memory.every_n_steps, memory.every, bool(memory.replicate or memory.parity))
+        mirrored = memory is not None and bool(memory.replicate or memory.parity)
+        rhythm = None if memory is None else MemoryRhythm(memory.every_n_steps, memory.every, mirrored)
         return cls(
             overhead=None if only_fixed else config.overhead,
             max_lost_work_seconds=config.max_lost_work,

@@ -14,6 +14,7 @@ import torch
 
 from ckpt_engine.data import rng
 from ckpt_engine.errors import MismatchError
+from ckpt_engine.state.flatten import bytes_tensor
 
 Legacy = tuple[tuple[Any, ...], Any, torch.Tensor, Sequence[torch.Tensor]]
 """What `random.getstate()`, `np.random.get_state()` and torch's `get_rng_state` functions return; the last ones are of
@@ -32,8 +33,8 @@ def to_legacy(state: Mapping[str, Any]) -> Legacy:
         numpy.set_state(rng.decode_numpy(state["numpy"]))
     except (TypeError, ValueError) as err:
         raise MismatchError(f"numpy's random stream has no form that others read: {err}") from err
-    cuda = list(map(rng.bytes_tensor, state.get("cuda") or ()))
-    return python.getstate(), numpy.get_state(), rng.bytes_tensor(state["torch"]), cuda
+    cuda = list(map(bytes_tensor, state.get("cuda") or ()))
+    return python.getstate(), numpy.get_state(), bytes_tensor(state["torch"]), cuda
 
 
 def from_legacy(legacy: Legacy) -> rng.RngState:

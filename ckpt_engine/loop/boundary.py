@@ -43,6 +43,8 @@ from ckpt_engine.state.flatten import LazyPredicate
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nothing stops it."""
+_MOST_WAITING = 64
+"""Losses on a device are fetched when a snapshot is due, or when there are so many."""
 
 
 def uncaught() -> BaseException | None:
@@ -261,10 +263,6 @@ class Stopping:
         self._log.warning("%s: it came when training was over", stop.notice.who)
         self._engine.wait(self.halt.seconds_left(END_WAIT_SECONDS))
         raise self.halt.exit_of(stop)
-
-
-_MOST_WAITING = 64
-"""Losses on a device are fetched when a snapshot is due, or when there are so many."""
 
 
 class Losses:

@@ -48,6 +48,23 @@ from ckpt_engine.store.replicas import REPLICAS, differing
 from ckpt_engine.store.tree import check
 
 OWN_VERSION = 1
+_SMALLEST_BYTES = 16 << 10
+_DEEPEST = 64
+_NUMBERS = ("param_groups", "params")
+"""Where an optimizer's state has the numbers of its parameters."""
+MOST_BYTES = 16 << 20
+"""Of all tensors that a rank keeps for itself."""
+LARGE_BYTES = 1 << 18
+"""A tensor that is larger is not kept."""
+_COMMON = "ckpt_engine: as on rank 0"
+"""Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
+_ABSENT: Any = object()
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+_SAMPLE = "ckpt_engine: a sample of what is alike"
+"""What earlier versions have stored in the place of `store.replicas`."""
+_NOT_ALIKE = "it differed over the ranks, as within local SGD, and each rank wrote a part of it: this is a mixture"
+DERIVE = "derive"
+STRICT = "strict"
 
 
 class Capture:
@@ -149,9 +166,6 @@ class Capture:
             self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
         live = here(tensor)
         return live.numel() > 0 and live.data_ptr() in self._managed
-
-
-_SMALLEST_BYTES = 16 << 10
 
 
 class Packer:
@@ -275,22 +289,6 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-_DEEPEST = 64
-_NUMBERS = ("param_groups", "params")
-"""Where an optimizer's state has the numbers of its parameters."""
-MOST_BYTES = 16 << 20
-"""Of all tensors that a rank keeps for itself."""
-LARGE_BYTES = 1 << 18
-"""A tensor that is larger is not kept."""
-_COMMON = "ckpt_engine: as on rank 0"
-"""Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
-_ABSENT: Any = object()
-_DENSE = (torch.Tensor, torch.nn.Parameter)
-_SAMPLE = "ckpt_engine: a sample of what is alike"
-"""What earlier versions have stored in the place of `store.replicas`."""
-_NOT_ALIKE = "it differed over the ranks, as within local SGD, and each rank wrote a part of it: this is a mixture"
-
-
 def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """For this rank's own component: what `merged` needs beside rank 0's `state`, and the tables of `replicas`."""
     if ranks is None:
@@ -402,10 +400,6 @@ def _merge_dict(own: dict[Any, Any], there: Any, where: str, missing: list[NotRe
 
 def _is_common(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_COMMON)
-
-
-DERIVE = "derive"
-STRICT = "strict"
 
 
 @dataclass(frozen=True, slots=True)

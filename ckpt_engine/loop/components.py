@@ -26,7 +26,7 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.state.flatten import Flattener, problems, shapes_of
-from ckpt_engine.state.optimizers import load_exactly, own_copy
+from ckpt_engine.state.optimizers import Parts, load_exactly, own_copy
 from ckpt_engine.state.sharding import divided_like, here, parts_of
 from ckpt_engine.state.wrapped import in_place, kinds_of, with_made
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
@@ -35,18 +35,15 @@ _EXTRA_STATE = "_extra_state"
 _LAZY = frozenset({nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer})
 _SHOWN = 8
 Shapes = dict[str, tuple[int, ...]]
+_T = TypeVar("_T")
+_LIBRARY = "torchmetrics"
+PRIVATE_NAMES = _COUNT, _CACHE, _COMPUTED = "_update_count", "_forward_cache", "_computed"
+"""Of the library; a test fails where it does not have them."""
+States = dict[str, Any]
 
 
-class Components(Protocol):
+class Components(Parts, Protocol):
     """What a snapshot of a run consists of, besides the run's position."""
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The models, by component."""
-
-    @property
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """The torch optimizers, by component, out of whatever wraps them."""
 
     @property
     def objects(self) -> Mapping[str, Any]:
@@ -63,20 +60,6 @@ class Components(Protocol):
         """The model whose weight or buffer this leaf of `state` is by its name, or the optimizer whose `state` has it.
 
         Such a leaf of an optimizer changes in its steps only.
-        """
-
-
-class LoopComponents(Components, Protocol):
-    """Of a loop, which does not put them back itself."""
-
-    def shapes(self) -> Mapping[str, Shapes]:
-        """Shapes of the weights that a snapshot must have to fit, by component."""
-
-    def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
-        """Put the components back.
-
-        Raises:
-            MismatchError: a component is of another model or optimizer.
         """
 
 
@@ -132,9 +115,15 @@ class NamedParts:
         return self.modules.get(path[0]) if len(path) == 2 else None
 
     def shapes(self) -> dict[str, Shapes]:
+        """Shapes of the weights that a snapshot must have to fit, by component."""
         return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
 
     def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        """Put the components back.
+
+        Raises:
+            MismatchError: a component is of another model or optimizer.
+        """
         restored: list[Restored] = []
         missing: list[NotRestored] = []
         for name, value in self.objects.items():
@@ -282,9 +271,6 @@ class Surroundings:
         return {}
 
 
-_T = TypeVar("_T")
-
-
 def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T]:
     """Values by name, those of tied weights under all of their names: other programs store them under one."""
     names: dict[tuple[int, torch.Size], list[str]] = {}
@@ -387,12 +373,6 @@ def restore_flags(module: torch.nn.Module, saved: Mapping[str, list[str]]) -> No
             parameter.requires_grad_(name not in frozen)
     for name, submodule in module.named_modules():
         submodule.training = name not in evaluating
-
-
-_LIBRARY = "torchmetrics"
-PRIVATE_NAMES = _COUNT, _CACHE, _COMPUTED = "_update_count", "_forward_cache", "_computed"
-"""Of the library; a test fails where it does not have them."""
-States = dict[str, Any]
 
 
 def found_in(module: nn.Module) -> Iterator[tuple[str, Any]]:

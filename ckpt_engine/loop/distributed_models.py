@@ -37,6 +37,11 @@ from ckpt_engine.state.optimizers import clean_name, load_exactly
 from ckpt_engine.state.sharding import FlatPart, grid_of_runs
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_places: weakref.WeakKeyDictionary[nn.Module, tuple[_Place, ...]] = weakref.WeakKeyDictionary()
+_ORDER = "rebuilt_per_bucket_param_indices"
+_CAME = "prev_iteration_grad_ready_order_indices"
+_FEW = 2
+"""The sum of so many numbers is the same in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,6 @@ class _Place:
     count: int
 
 
-_places: weakref.WeakKeyDictionary[nn.Module, tuple[_Place, ...]] = weakref.WeakKeyDictionary()
-
-
 def units(module: nn.Module) -> list[tuple[str, Any]]:
     """The modules of FSDP1 in `module`, with their names. Nothing where FSDP1 is not imported."""
     found = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
@@ -72,21 +74,6 @@ def is_flat(module: nn.Module) -> bool:
     return any(_divides(unit) for _, unit in units(module))
 
 
-def require_supported(modules: Iterable[nn.Module]) -> None:
-    """Raise where the parts of a parameter are not known.
-
-    Raises:
-        ConfigError: says what to do.
-    """
-    for module in modules:
-        for _, unit in units(module):
-            if _divides(unit) and unit._handle.flat_param._params is None:
-                raise ConfigError(
-                    "FSDP1 with use_orig_params=False: its optimizer knows rows of many parameters only",
-                    hint="FullyShardedDataParallel(..., use_orig_params=True), or FSDP2 (fully_shard)",
-                )
-
-
 class FlatModels:
     """Reads and writes the states of some modules and of the optimizers of their parameters.
 
@@ -94,21 +81,20 @@ class FlatModels:
         modules: of which FSDP1 divides at least one.
 
     Raises:
-        ConfigError: as `require_supported`, or ranks that are divided in a way of their own.
+        ConfigError: the parts of a parameter are not known, or ranks are divided in a way of their own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        require_supported(self._modules)
+        self._units = [unit for module in modules for _, unit in units(module)]
+        if any(_divides(unit) and unit._handle.flat_param._params is None for unit in self._units):
+            raise ConfigError(
+                "FSDP1 with use_orig_params=False: its optimizer knows rows of many parameters only",
+                hint="FullyShardedDataParallel(..., use_orig_params=True), or FSDP2 (fully_shard)",
+            )
 
     def parts(self) -> dict[int, FlatPart]:
         """What this rank has of each parameter that is divided, by its `id`."""
-        return {
-            id(place.parameter): part
-            for module in self._modules
-            for _, unit in units(module)
-            for place, part in _parts(unit)
-        }
+        return {id(place.parameter): part for unit in self._units for place, part in _parts(unit)}
 
     def state(self, module: nn.Module) -> dict[str, Any]:
         """`module.state_dict()` under the names that it has without FSDP1; the divided parameters as parts."""
@@ -186,12 +172,11 @@ class FlatModels:
         """
         members = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         found: set[int] = set()
-        for module in self._modules:
-            for _, unit in units(module):
-                mine = [place for place, _ in _parts(unit) if id(place.parameter) in members]
-                told = [bool(optimizer.state.get(place.parameter)) for place in mine if place.count]
-                if any(told) if told else bool(optimizer.state):
-                    found |= {id(place.parameter) for place in mine}
+        for unit in self._units:
+            mine = [place for place, _ in _parts(unit) if id(place.parameter) in members]
+            told = [bool(optimizer.state.get(place.parameter)) for place in mine if place.count]
+            if any(told) if told else bool(optimizer.state):
+                found |= {id(place.parameter) for place in mine}
         return found
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -330,12 +315,6 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for unit, name, hooks in taken:
             vars(unit)[name] = hooks
-
-
-_ORDER = "rebuilt_per_bucket_param_indices"
-_CAME = "prev_iteration_grad_ready_order_indices"
-_FEW = 2
-"""The sum of so many numbers is the same in any order."""
 
 
 def wrappers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:

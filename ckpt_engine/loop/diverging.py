@@ -47,6 +47,9 @@ LAST_SECONDS = 60.0
 """How long the end of a training waits for the ranks that have not judged their last losses."""
 _NONE: dict[str, Any] = {"error": None, "remember": None, "stop": None}
 """The verdict where no rank has diverged."""
+DURABLE_SECONDS = 60.0
+_PLACES_SECONDS = DURABLE_SECONDS + 15.0
+"""How long rank 0 waits for what other nodes have on disks of their own."""
 
 
 class Diverging:
@@ -85,14 +88,12 @@ class Diverging:
             KeyboardInterrupt: another Ctrl-C.
         """
         assert self._verdicts is not None
-        found = earliest((decided, own))
-        assert found is not None
-        try:
-            if self._verdicts.leads:
-                self._verdicts.wait_for_all(HEARD_SECONDS)  # they may know of a stop
-        except RanksError as err:
-            self._log.error("other ranks cannot be waited for: %s", err)
+        found = earliest((decided, own)) or decided
         if self._verdicts.leads:
+            try:
+                self._verdicts.wait_for_all(HEARD_SECONDS)  # they may know of a stop
+            except RanksError as err:
+                self._log.error("other ranks cannot be waited for: %s", err)
             return self._lead(self._verdicts, found)
         try:
             return self._follow(self._verdicts) or self._silent(found, None)
@@ -240,11 +241,6 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-DURABLE_SECONDS = 60.0
-_PLACES_SECONDS = DURABLE_SECONDS + 15.0
-"""How long rank 0 waits for what other nodes have on disks of their own."""
-
-
 class Rollbacks:
     """Those of one run. Training thread only.
 
@@ -355,9 +351,8 @@ class Rollbacks:
         self._settle(watch, patience)
         before, infos = self._read(), self._engine.snapshots()
         snapshots = [(info.id, info.step) for info in infos]
-        divided = verdicts is not None and self._engine.divided
-        if divided:
-            assert verdicts is not None
+        divided = self._engine.divided
+        if divided and verdicts is not None:
             said = verdicts.ask(HOLDS, _PLACES_SECONDS)
             snapshots = whole(map(_row, infos), *(one["snapshots"] for one in said))
             rows = [None if before is None else asdict(before), *(one["before"] for one in said)]

@@ -36,6 +36,16 @@ _EACH_ELEMENTS = 16
 
 Undo = Callable[[dict[str, Any]], dict[str, Any]]
 """Makes of components, as they are now, those of the boundary."""
+TakeLast = Callable[[], SaveHandle | None]
+"""Takes the snapshot of a boundary. What finds it raises ImpossibleError where that boundary cannot be had."""
+R = TypeVar("R")
+MOST_BYTES = 1 << 20
+_MOST_VALUES = 256
+_PLAIN = (float, int, str, bool, type(None), bytes, PurePath)
+_SHARE = 0.5
+AGAIN = 64
+"""Boundaries after which what was found out about a run is looked at again."""
+_SMOOTH = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +65,6 @@ class BoundaryRecord:
     metrics: Callable[[], Mapping[str, float]]
     notes: Callable[[], dict[str, Any]]
     obstacle: str
-
-
-TakeLast = Callable[[], SaveHandle | None]
-"""Takes the snapshot of a boundary. What finds it raises ImpossibleError where that boundary cannot be had."""
 
 
 def save_last(step: int, find: Callable[[], TakeLast], run: TrainingRun) -> str:
@@ -315,17 +321,6 @@ class _Tensors:
 
 def _grouped(parts: Components) -> list[int]:
     return [len(group["params"]) for one in parts.optimizers.values() for group in one.param_groups]
-
-
-R = TypeVar("R")
-
-MOST_BYTES = 1 << 20
-_MOST_VALUES = 256
-_PLAIN = (float, int, str, bool, type(None), bytes, PurePath)
-_SHARE = 0.5
-AGAIN = 64
-"""Boundaries after which what was found out about a run is looked at again."""
-_SMOOTH = 0.9
 
 
 def affordable(cost_seconds: float, step_seconds: float, budget: float) -> bool:

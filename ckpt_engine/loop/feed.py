@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -24,27 +24,14 @@ from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.streams import Proxy
 from ckpt_engine.loop.phases import BEGUN, ENDED, LEFT, OPEN, RUNNING, UNBEGUN, PassPhase
-from ckpt_engine.loop.shape import At, Followed, Lead
+from ckpt_engine.loop.shape import At, Lead
 from ckpt_engine.snapshot.ownership import leavers
+
+if TYPE_CHECKING:
+    from ckpt_engine.loop.tracker import Tracker
 
 State = dict[str, Any]
 _clock = itertools.count(1)
-
-
-class FeedListener(Protocol):
-    """Hears of the passes over a feed."""
-
-    def asked(self, feed: Feed) -> None:
-        """The consumer asks for the next batch: the fetch boundary."""
-
-    def given(self, feed: Feed, batch: Any) -> None:
-        """It gets one."""
-
-    def failed(self, feed: Feed, error: Exception) -> None:
-        """It could not: an exception is on its way to the consumer."""
-
-    def over(self, feed: Feed) -> None:
-        """The pass over the loader is complete, or its consumer left it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +79,7 @@ class Feed:
         listener: hears of passes.
     """
 
-    def __init__(self, name: str, source: LoaderSource, listener: FeedListener) -> None:
+    def __init__(self, name: str, source: LoaderSource, listener: Tracker) -> None:
         self.name = name
         self.kind = type(source.outer).__name__
         self.delivered = 0
@@ -141,7 +128,7 @@ class Feed:
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
         # forked meanwhile would try to join its siblings.
         self._outer = weakref.ref(source.outer)
-        self._listener: Callable[[], FeedListener | None] = weakref.ref(listener)
+        self._listener: Callable[[], Tracker | None] = weakref.ref(listener)
         leavers.add(self)
         self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
         self._length = exactness.known_length(source.base) if source.share == 1 else None
@@ -429,7 +416,7 @@ class Feed:
             listener.failed(self, error)
 
 
-class _Pass(Proxy, Followed):
+class _Pass(Proxy):
     """One pass over a feed, in the place of the loader's own iterator."""
 
     def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:

@@ -25,12 +25,9 @@ class LoopStart:
         self._home = home
         self._outer = {(code, loop) for code, offset in Ask(frozenset()).at for loop in loops_around(code, offset)}
         self._places = set[At]()
-        self._streams: rng.RngState | None = None
-        self.over = self.seen = False
-
-    def expect(self, streams: rng.RngState) -> None:
+        self.streams: rng.RngState | None = None
         """A resumed loop continues with these."""
-        self._streams = streams
+        self.over = self.seen = False
 
     def read(self) -> bool:
         """The count of steps is read: whether a loop is about to begin. Cheap once there was a step."""
@@ -40,8 +37,8 @@ class LoopStart:
         begins = at not in self._places and self._is_before_turns(at)
         self._places.add(at)
         self.seen = self.seen or begins
-        if self._streams is not None and begins:
-            rng.restore(self._streams)
+        if self.streams is not None and begins:
+            rng.restore(self.streams)
         return begins
 
     def _is_before_turns(self, at: At) -> bool:

@@ -42,10 +42,16 @@ class PassPhase(_Phase):
     LEFT = "its consumer has left it"
 
 
+def unexpected(move: str) -> None:
+    """A move that the table does not have is a fault of this package, and no reason to end training. Tests raise."""
+    logging.getLogger(LOGGER_NAME).error(
+        "the loop made a move that its table does not have, please report it: %s", move
+    )
+
+
 FRESH, RESTORING, ARRIVED, TRAINING, CLOSED = LoopPhase
 UNBEGUN, BEGUN, RUNNING, ENDED, LEFT = PassPhase
 OPEN = (BEGUN, RUNNING)
-
 MOVES: Mapping[_Phase, Collection[_Phase]] = {
     FRESH: {RESTORING, ARRIVED, CLOSED},
     RESTORING: {FRESH, ARRIVED, CLOSED},
@@ -59,10 +65,3 @@ MOVES: Mapping[_Phase, Collection[_Phase]] = {
     LEFT: {BEGUN, UNBEGUN},
 }
 """What may follow each state, besides itself."""
-
-
-def unexpected(move: str) -> None:
-    """A move that the table does not have is a fault of this package, and no reason to end training. Tests raise."""
-    logging.getLogger(LOGGER_NAME).error(
-        "the loop made a move that its table does not have, please report it: %s", move
-    )

@@ -53,6 +53,22 @@ _REMEMBERED = 64
 
 Take = Callable[[str], SaveHandle | None]
 """Takes a snapshot with that reason; None: it could not be taken, and that was said."""
+TURN_SECONDS = 0.1
+"""Between two looks for what another rank says: handlers of signals run there, and none while the store waits."""
+HEAR_SECONDS = 180.0
+"""Longer than rank 0 takes to find where to go on: see `rollback`."""
+HEARD_SECONDS = 10.0
+"""How long rank 0 stays for those that have not heard yet."""
+FLUSH_SECONDS = 20.0
+"""How long it waits for those that ask the writers of their machine."""
+_SEEN = "diverged"
+_THERE = "there"
+_VERDICT = "verdict"
+HOLDS = "holds"
+_HEARD = "heard"
+FLUSHED = "flushed"
+Patience = Callable[[float], float]
+"""Asked again and again: how much of so many seconds may be waited. A stop, or a second Ctrl-C, leaves less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,25 +311,6 @@ class Together:
             return stop, earliest((Divergence(**row["diverged"]), self.diverged))
         # What is left counts from this boundary on, or the one before.
         return stop or self.stop_of(row), self.diverged
-
-
-TURN_SECONDS = 0.1
-"""Between two looks for what another rank says: handlers of signals run there, and none while the store waits."""
-HEAR_SECONDS = 180.0
-"""Longer than rank 0 takes to find where to go on: see `rollback`."""
-HEARD_SECONDS = 10.0
-"""How long rank 0 stays for those that have not heard yet."""
-FLUSH_SECONDS = 20.0
-"""How long it waits for those that ask the writers of their machine."""
-_SEEN = "diverged"
-_THERE = "there"
-_VERDICT = "verdict"
-HOLDS = "holds"
-_HEARD = "heard"
-FLUSHED = "flushed"
-
-Patience = Callable[[float], float]
-"""Asked again and again: how much of so many seconds may be waited. A stop, or a second Ctrl-C, leaves less."""
 
 
 def hear(

@@ -26,7 +26,7 @@ from ckpt_engine.loop.capture import (
     require_whole_gradients,
 )
 from ckpt_engine.loop.components import (
-    LoopComponents,
+    NamedParts,
     Surroundings,
     put_back_waiting,
     saved_shapes,
@@ -75,7 +75,7 @@ class LoopResume(Resume):
     def __init__(
         self,
         engine: Engine,
-        parts: LoopComponents,
+        parts: NamedParts,
         feeds: Sequence[Feed],
         surroundings: Surroundings,
         folder: Path,

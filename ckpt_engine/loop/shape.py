@@ -35,6 +35,8 @@ from ckpt_engine.audit.carried import (
     made_before,
 )
 from ckpt_engine.audit.source import only_shows_its_count
+from ckpt_engine.data.streams import Proxy
+from ckpt_engine.data.walk import walk
 from ckpt_engine.whose_code import is_framework_name
 
 At = Sequence[tuple[CodeType, int]]
@@ -273,12 +275,6 @@ def later(counts: Sequence[Count], batches: int) -> list[Count]:
     return [(kind, None if number is None else number + sign * batches, sign) for kind, number, sign in counts]
 
 
-class Followed:
-    """Base of iterators that have a position of their own."""
-
-    __slots__ = ()
-
-
 def differences(name: str, saved: Sequence[Sequence[Any]], now: Sequence[Count], given: int, ask: Ask) -> list[str]:
     """Sentences about iterators around loader `name` that do not go on where they were after `given` batches."""
     found, line = [], ask.line()
@@ -317,14 +313,11 @@ def _members(one: Any) -> Iterable[Any]:
 
 def _is_followed(other: Any) -> bool:
     """Whether it takes from a pass, through however many iterators: that one's `Around` has its count."""
-    seen, left = set[int](), [other]
-    while left:
-        one = left.pop()
-        if isinstance(one, Followed):
-            return True
-        seen.add(id(one))
-        left += [each for each in _members(one) if isinstance(each, Iterator) and id(each) not in seen]
-    return False
+    return any(isinstance(one, Proxy) for _, one in walk(("", other), _iterators_in, sys.maxsize))
+
+
+def _iterators_in(path: str, one: Any) -> list[tuple[str, Any]]:
+    return [(path, each) for each in _members(one) if isinstance(each, Iterator)]
 
 
 def _slice(one: Any) -> tuple[int, int, int] | None:

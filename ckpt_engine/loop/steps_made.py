@@ -11,6 +11,9 @@ import torch
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.state.sharding import here
 
+_Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
+"""A parameter, its gradient, and the version of that."""
+
 
 class StepsMade(set[int]):
     """The optimizers, by id, that have used up their gradients since the last boundary.
@@ -69,10 +72,6 @@ class StepsMade(set[int]):
         self._marks = {}
 
 
-_Mark = tuple[torch.Tensor, "weakref.ref[torch.Tensor]", int]
-"""A parameter, its gradient, and the version of that."""
-
-
 def _version(grad: torch.Tensor) -> int:
     return grad._version if type(grad) is torch.Tensor else here(grad)._version
 
@@ -84,12 +83,7 @@ def _is_changed(mark: _Mark) -> bool:
 
 def _first_graded(groups: Sequence[Mapping[str, Any]], way: int) -> torch.Tensor | None:
     """The first parameter that has a gradient, from the beginning (1) or from the end (-1)."""
-    for group in groups[::way]:
-        for parameter in group["params"][::way]:
-            if parameter.grad is not None:
-                found: torch.Tensor = parameter
-                return found
-    return None
+    return next((p for group in groups[::way] for p in group["params"][::way] if p.grad is not None), None)
 
 
 def needs_optimizer(name: str) -> ConfigError:

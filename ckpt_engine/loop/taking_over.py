@@ -53,6 +53,7 @@ from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_size
 from ckpt_engine.state import optimizers as stored
+from ckpt_engine.state.wrapped import mapped
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.names import RECORD
@@ -282,7 +283,7 @@ class TrainerResume(Resume):
     """What a trainer that restores models and optimizers itself leaves to the engine."""
 
     count, restarts = staticmethod(count), staticmethod(restarts)
-    own_copy = staticmethod(stored.own_copy)
+    own_copy, mapped = staticmethod(stored.own_copy), staticmethod(mapped)
     inexact = staticmethod(inexact)
 
     @staticmethod

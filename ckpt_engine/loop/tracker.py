@@ -24,7 +24,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.loop import components
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, uncaught
 from ckpt_engine.loop.capture import Capture
-from ckpt_engine.loop.components import Counters, LoopComponents, Surroundings
+from ckpt_engine.loop.components import Counters, NamedParts, Surroundings
 from ckpt_engine.loop.distributed_models import wrappers_of
 from ckpt_engine.loop.failing_loop import BoundaryRecord, FailingRun, ImpossibleError, Undo
 from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
@@ -68,7 +68,7 @@ class Tracker(LoopProgress):
     def __init__(
         self,
         engine: Engine,
-        parts: LoopComponents,
+        parts: NamedParts,
         sources: Mapping[str, LoaderSource],
         surroundings: Surroundings,
         *,
@@ -440,8 +440,6 @@ class Tracker(LoopProgress):
         streams = rng.capture()
         if (own := self._resume.load()) is None:
             return
-        loaded = self._engine.loaded
-        assert loaded is not None
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
         self._stepped.expect(own.get("reused", ()))
@@ -459,7 +457,7 @@ class Tracker(LoopProgress):
         elif own["cadence"] is not None:
             if own.get("loop", {}).get("start", False):
                 rng.restore(streams)
-            self._loops.start.expect(own["rng"])
+            self._loops.start.streams = own["rng"]
             self._loops.counted = own.get("loop", {}).get("numbers", {})
             for problem in own.get("loop", {}).get("says", ()):
                 self._resume.say(problem)

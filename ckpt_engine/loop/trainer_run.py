@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt_engine.audit.audit import Audit, Roots
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.audit.roots import roots_of_loaders
 from ckpt_engine.engine import Engine
 from ckpt_engine.loop.boundary import RunInstant, TrainingRun, losses_of
@@ -73,7 +73,7 @@ class TrainerRun(TrainingRun):
         device: torch.device,
         log: logging.Logger,
         parts: TrainerParts,
-        roots: Roots,
+        roots: Callable[[], Mapping[str, Any]],
         *,
         ends_with: Callable[[int], BaseException],
         skipped: Collection[str] = (),

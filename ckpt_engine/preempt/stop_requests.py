@@ -28,6 +28,25 @@ from ckpt_engine.config.sections import Source
 from ckpt_engine.observe.clock import Clock
 
 _SHELL_CODE = 128
+ANSWER_SECONDS = 5.0
+"""How long a page or a command may take."""
+_PAGE_BYTES = 65_536
+_NO_NOTICE = (404, 410)
+_LAUNCHERS = (
+    *("accelerate", "accelerate-launch", "accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
+    *("torchrun", "torch.distributed.run"),
+)
+"""Programs and modules whose only work is to start processes that train, and to wait for them."""
+_LOOK_SECONDS = 1.0
+EXIT_CODE_OF_NOTICES = 143
+"""As if SIGTERM had come: schedulers take it for a job that was stopped and is not complete."""
+_READ_BYTES = 4096
+_RUNG = b"\0"
+"""No signal has the number 0."""
+_hearer: Wake | None = None
+"""The bell that signals ring."""
+_installed: list[SignalWatch] = []
+_forking = threading.local()
 
 
 class SignalWatch:
@@ -123,12 +142,6 @@ def notice_of(number: int, instant: float) -> StopNotice:
     interrupts = number == signal.SIGINT
     who = "Ctrl-C" if interrupts else signal.Signals(number).name
     return StopNotice(who, instant, exit_code=_SHELL_CODE + number, interrupts=interrupts)
-
-
-ANSWER_SECONDS = 5.0
-"""How long a page or a command may take."""
-_PAGE_BYTES = 65_536
-_NO_NOTICE = (404, 410)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +255,6 @@ def _ask_command(command: Sequence[str]) -> str | None:
     raise PreemptionSourceError(f"the command {name} ended with {done.returncode}{f': {said}' if said else ''}")
 
 
-_LAUNCHERS = (
-    *("accelerate", "accelerate-launch", "accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
-    *("torchrun", "torch.distributed.run"),
-)
-"""Programs and modules whose only work is to start processes that train, and to wait for them."""
-_LOOK_SECONDS = 1.0
-
-
 def launcher_source(clock: Clock) -> PreemptionSource | None:
     """What watches the parent of this process, if that is a launcher: who has stopped it wants no training to go on.
 
@@ -281,10 +286,6 @@ def open_source(options: Source, clock: Clock) -> PreemptionSource:
     return PreemptionSource(ask, clock, options.every, options.grace)
 
 
-EXIT_CODE_OF_NOTICES = 143
-"""As if SIGTERM had come: schedulers take it for a job that was stopped and is not complete."""
-
-
 @dataclass(frozen=True, slots=True)
 class StopNotice:
     """Somebody wants the run to stop.
@@ -314,11 +315,6 @@ class Stop:
 
 class PreemptionSourceError(Exception):
     """A preemption source did not answer. Reported once, and never to the user's code."""
-
-
-_READ_BYTES = 4096
-_RUNG = b"\0"
-"""No signal has the number 0."""
 
 
 class Wake:
@@ -388,14 +384,6 @@ class Wake:
         if before not in (-1, self._write):
             signal.set_wakeup_fd(before)  # somebody has replaced us meanwhile
         self._hears_signals, _hearer = False, None
-
-
-_hearer: Wake | None = None
-"""The bell that signals ring."""
-
-
-_installed: list[SignalWatch] = []
-_forking = threading.local()
 
 
 def _before_fork() -> None:

@@ -24,6 +24,10 @@ from ckpt_engine.store.tree import TreePath, is_dense
 
 LAZY_ON = "cuda"
 """Kinds of devices whose tensors may be copied behind training."""
+WITHOUT_COPY = frozenset(
+    getattr(torch, f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8) if hasattr(torch, f"int{bits}")
+)
+"""Dtypes torch has no copy kernel for; they are copied as bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,12 +36,6 @@ class PackMembers:
 
     arrays: np.ndarray[Any, np.dtype[np.int64]]
     nbytes: np.ndarray[Any, np.dtype[np.uint64]]
-
-
-WITHOUT_COPY = frozenset(
-    getattr(torch, f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8) if hasattr(torch, f"int{bits}")
-)
-"""Dtypes torch has no copy kernel for; they are copied as bytes."""
 
 
 @dataclass(frozen=True, slots=True)

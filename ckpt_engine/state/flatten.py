@@ -46,6 +46,8 @@ _SHORT = 1 << 63
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _VALUE = object()
 _TOGETHER = 512
+LazyPredicate = Callable[[TreePath], bool]
+"""True for array leaves that do not change before the next fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,11 +426,9 @@ def _sharded_leaf(tensor: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[
 
 
 def _array_leaf(item: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
-    node: dict[str, Any]
+    node: dict[str, Any] = {"$": type(item).__name__}
     if isinstance(item, np.ndarray):
         node = {"$": "ndarray", "dtype": item.dtype.str, "shape": list(item.shape)}
-    else:
-        node = {"$": type(item).__name__}
     leaves.append(ArrayLeaf(path, node))
     return node
 
@@ -500,10 +500,6 @@ def problems(node: Any, root: TreePath, flattener: Flattener | None = None) -> s
     except StateError as err:
         return err.message
     return None
-
-
-LazyPredicate = Callable[[TreePath], bool]
-"""True for array leaves that do not change before the next fence."""
 
 
 def shapes_of(

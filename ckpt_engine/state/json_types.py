@@ -31,7 +31,7 @@ import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from ckpt_engine.errors import FormatError
 Json = Any
 Wrap = Callable[[list[Json]], Json]
 
-FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str | None, Callable[[], Any]] = {
     f.__name__: f for f in (list, dict, set, tuple, int, float, str, bool, collections.OrderedDict)
 }
 """Default factories of a `defaultdict` that can be named without pickle."""
@@ -49,6 +49,40 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 
 _SURELY_SHORT = 1 << 2000
 """Below it no limit of digits ever holds."""
+
+
+CONTEXT = "__tensor_flatten__"
+"""The key of what a tensor of other tensors has beside them."""
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+"""Others have more than their text."""
+_ENCODERS: Sequence[tuple[type | types.UnionType, Callable[[Any], Json | None]]] = (
+    (complex, lambda v: {"$": "complex", "re": encode_float(v.real), "im": encode_float(v.imag)}),
+    (bytes | bytearray, lambda v: encode_bytes(type(v).__name__, bytes(v))),
+    (datetime.datetime, lambda v: {"$": "datetime", "v": v.isoformat(), "fold": v.fold}),
+    (datetime.date | datetime.time, lambda v: {"$": type(v).__name__, "v": v.isoformat()}),
+    (datetime.timedelta, lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]}),
+    (uuid.UUID | decimal.Decimal | fractions.Fraction, lambda v: {"$": type(v).__name__.lower(), "v": str(v)}),
+    (range | slice, lambda v: {"$": type(v).__name__, "v": [v.start, v.stop, v.step]} if _plain_bounds(v) else None),
+    (
+        torch.dtype | torch.device | torch.memory_format | torch.layout,
+        lambda v: {"$": f"torch.{type(v).__name__}", "v": str(v).removeprefix("torch.")},
+    ),
+    (np.dtype, lambda v: None if v.hasobject or v.names else {"$": "np.dtype", "v": v.str}),
+)
+"""How the kinds of plain leaves are written; the first one that fits. `rebuild` reads them by the same names."""
+# As the interpreter reads them itself: a class may have attributes of these names that are something else.
+_of_module: Callable[[Any], dict[str, Any] | None] = vars(types.ModuleType)["__dict__"].__get__
+_of_class: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
+_line: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+_flags: Callable[[type], int] = vars(type)["__flags__"].__get__
+_MADE_BY_PYTHON = 1 << 9
+_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta, object)
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9A-Za-z/]{1,16}\])?")
+_MOST_FIELDS = 1000
+"""Of a named tuple whose class is made here; one with more comes back as a tuple."""
+_MOST_MADE = 1000
+"""Classes of named tuples that are made here: each costs as much as a thousand values."""
+_made: dict[tuple[str, tuple[str, ...]], type] = {}
 
 
 def problem_of(node: Json) -> str | None:
@@ -113,32 +147,10 @@ def encode_scalar(node: Any) -> Json | None:
         return _encode_subclass(node, str.__str__(node) if isinstance(node, str) else int(node))
     if isinstance(node, float):
         return encode_float(node) if type(node) is float else _encode_subclass(node, encode_float(float(node)))
-    if isinstance(node, complex):
-        return {"$": "complex", "re": encode_float(node.real), "im": encode_float(node.imag)}
-    if isinstance(node, bytes | bytearray):
-        return encode_bytes(type(node).__name__, bytes(node))
     if type(node) in _PATHS:
         windows = {"windows": True} if isinstance(node, pathlib.PureWindowsPath) else {}
         return {"$": "path", "v": str(node), "pure": not isinstance(node, pathlib.Path), **windows}
-    if isinstance(node, datetime.datetime):
-        return {"$": "datetime", "v": node.isoformat(), "fold": node.fold}
-    if isinstance(node, datetime.date | datetime.time):
-        return {"$": type(node).__name__, "v": node.isoformat()}
-    if isinstance(node, datetime.timedelta):
-        return {"$": "timedelta", "v": [node.days, node.seconds, node.microseconds]}
-    if isinstance(node, uuid.UUID | decimal.Decimal | fractions.Fraction):
-        return {"$": type(node).__name__.lower(), "v": str(node)}
-    if isinstance(node, range | slice):
-        return {"$": type(node).__name__, "v": [node.start, node.stop, node.step]} if _plain_bounds(node) else None
-    if isinstance(node, torch.dtype | torch.device | torch.memory_format | torch.layout):
-        return {"$": "torch." + type(node).__name__, "v": str(node).removeprefix("torch.")}
-    if isinstance(node, np.dtype):
-        return None if node.hasobject or node.names else {"$": "np.dtype", "v": node.str}
-    return None
-
-
-_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
-"""Others have more than their text."""
+    return next((encode(node) for kinds, encode in _ENCODERS if isinstance(node, kinds)), None)
 
 
 def _encode_subclass(node: Any, plain: Json) -> Json | None:
@@ -157,30 +169,22 @@ def open_container(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | Non
     if isinstance(node, dict):
         return _open_mapping(node)
     if isinstance(node, torch.Size):
-        return [int(x) for x in node], range(len(node)), lambda c: {"$": "torch.Size", "items": c}
+        return _items([int(x) for x in node], {"$": "torch.Size"})
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         fields = list(node._fields)
-        name = type_name(type(node))
-        return list(node), fields, lambda c: {"$": "namedtuple", "type": name, "fields": fields, "items": c}
+        return _items(list(node), {"$": "namedtuple", "type": type_name(type(node)), "fields": fields}, fields)
     if isinstance(node, set | frozenset):
-        kind = "set" if isinstance(node, set) else "frozenset"
-        return list(node), range(len(node)), lambda c: {"$": kind, "items": c}
+        return _items(list(node), {"$": "set" if isinstance(node, set) else "frozenset"})
     if isinstance(node, collections.deque):
-        maxlen = node.maxlen
-        return list(node), range(len(node)), lambda c: {"$": "deque", "maxlen": maxlen, "items": c}
+        return _items(list(node), {"$": "deque", "maxlen": node.maxlen})
     if isinstance(node, argparse.Namespace | types.SimpleNamespace):
-        kind = "namespace" if isinstance(node, argparse.Namespace) else "simplenamespace"
-        return _fields(vars(node), {"$": kind})
+        return _fields(vars(node), {"$": "namespace" if isinstance(node, argparse.Namespace) else "simplenamespace"})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node) if hasattr(node, f.name)}
         return _fields(values, {"$": "dataclass", "type": type_name(type(node))})
     if hasattr(type(node), "__tensor_flatten__"):
         return _open_wrapper(node)
     return open_generator(node) or _open_omegaconf(node)
-
-
-CONTEXT = "__tensor_flatten__"
-"""The key of what a tensor of other tensors has beside them."""
 
 
 def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
@@ -197,6 +201,16 @@ def _open_wrapper(node: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Wra
     return _fields({**{name: getattr(node, name) for name in names}, CONTEXT: context}, head)
 
 
+def _items(
+    children: list[Any], head: dict[str, Json], keys: Sequence[Any] | None = None
+) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+    return children, keys or range(len(children)), lambda c: {**head, "items": c}
+
+
+def _one(key: str, child: Any, head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
+    return [child], [key], lambda c: {**head, key: c[0]}
+
+
 def _fields(values: dict[str, Any], head: dict[str, Json]) -> tuple[Sequence[Any], Sequence[Any], Wrap]:
     names = list(values)
     return list(values.values()), names, lambda c: {**head, "fields": dict(zip(names, c, strict=True))}
@@ -207,14 +221,13 @@ def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], W
     head: dict[str, Json]
     if isinstance(node, collections.defaultdict):
         factory = node.default_factory
-        name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and FACTORIES.get(name) is not factory:
+        name = getattr(factory, "__name__", None)
+        if FACTORIES.get(name) is not factory:  # of None, too, there is none
             return None
         head = {"$": "defaultdict", "factory": name}
-    elif isinstance(node, collections.Counter):
-        head = {"$": "counter"}
     else:
-        head = {"$": "mapping", "type": type_name(type(node))}
+        is_counter = isinstance(node, collections.Counter)
+        head = {"$": "counter"} if is_counter else {"$": "mapping", "type": type_name(type(node))}
     keys, n = list(node), len(node)
 
     def wrap(children: list[Json]) -> Json:
@@ -226,17 +239,12 @@ def _open_mapping(node: dict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], W
 def open_generator(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
     """Random generators as objects: their stream position, not their identity."""
     if isinstance(node, torch.Generator):
-        device = str(node.device)
-        return [node.get_state()], ["state"], lambda c: {"$": "torch.Generator", "device": device, "state": c[0]}
+        return _one("state", node.get_state(), {"$": "torch.Generator", "device": str(node.device)})
     if isinstance(node, np.random.Generator):
-        state: Any = node.bit_generator.state
-        return [state], ["state"], lambda c: {"$": "np.Generator", "state": c[0]}
+        return _one("state", node.bit_generator.state, {"$": "np.Generator"})
     if isinstance(node, np.random.RandomState):
-        legacy: Any = node.get_state(legacy=False)
-        return [legacy], ["state"], lambda c: {"$": "np.RandomState", "state": c[0]}
-    if type(node) is random.Random:
-        return [node.getstate()], ["state"], lambda c: {"$": "random.Random", "state": c[0]}
-    return None
+        return _one("state", node.get_state(legacy=False), {"$": "np.RandomState"})
+    return _one("state", node.getstate(), {"$": "random.Random"}) if type(node) is random.Random else None
 
 
 def _open_omegaconf(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | None:
@@ -247,24 +255,7 @@ def _open_omegaconf(node: Any) -> tuple[Sequence[Any], Sequence[Any], Wrap] | No
     if not isinstance(node, Container):
         return None
     flags = {"struct": OmegaConf.is_struct(node), "readonly": OmegaConf.is_readonly(node)}
-    plain = OmegaConf.to_container(node, resolve=False)
-    return [plain], ["container"], lambda c: {"$": "omegaconf", "flags": flags, "container": c[0]}
-
-
-# As the interpreter reads them itself: a class may have attributes of these names that are something else.
-_of_module: Callable[[Any], dict[str, Any] | None] = vars(types.ModuleType)["__dict__"].__get__
-_of_class: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
-_line: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
-_flags: Callable[[type], int] = vars(type)["__flags__"].__get__
-_MADE_BY_PYTHON = 1 << 9
-_METACLASSES = (type, abc.ABCMeta, enum.EnumMeta, object)
-_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9A-Za-z/]{1,16}\])?")
-_MOST_FIELDS = 1000
-"""Of a named tuple whose class is made here; one with more comes back as a tuple."""
-_MOST_MADE = 1000
-"""Classes of named tuples that are made here: each costs as much as a thousand values."""
-
-_made: dict[tuple[str, tuple[str, ...]], type] = {}
+    return _one("container", OmegaConf.to_container(node, resolve=False), {"$": "omegaconf", "flags": flags})
 
 
 def find_class(name: str) -> type | None:
@@ -302,11 +293,6 @@ def _bare(cls: type, *allowed: type) -> Any:
     return base.__new__(cls) if base in allowed else None
 
 
-def is_mapping(cls: type) -> bool:
-    """Whether it is a subclass of dict."""
-    return dict in _line(cls)
-
-
 def mapping(cls: type, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any] | None:
     """An object of a subclass of dict; None: it cannot be made without running code."""
     out: dict[Any, Any] | None = _bare(cls, dict, collections.OrderedDict, collections.defaultdict)
@@ -318,18 +304,16 @@ def mapping(cls: type, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any] | Non
     return out
 
 
-def of_subclass(cls: type, value: str | int | float) -> Any:
-    """The value as an object of a subclass of its type, made without code of that class; None: it is none."""
-    return type(value).__new__(cls, value) if type(value) in _line(cls) else None
-
-
-def is_dataclass(cls: type) -> bool:
-    """Whether it is a dataclass."""
-    return type(_lookup(cls, "__dataclass_fields__")) is dict
+def of_subclass(cls: type, value: Any) -> Any:
+    """A text or number as an object of a subclass of its type, made without code of that class; None: it is none."""
+    kind = type(value)
+    return kind.__new__(cls, value) if kind in (str, int, float) and kind in _line(cls) else None
 
 
 def dataclass(cls: type, values: Mapping[str, Any]) -> Any:
-    """An object of a dataclass whose `__init__` has not run; None: it cannot be made without running code."""
+    """An object of a dataclass whose `__init__` has not run; None: it is none, or making it would run code."""
+    if type(_lookup(cls, "__dataclass_fields__")) is not dict:
+        return None
     found = {name: _lookup(cls, name) for name in values}
     slots = {name: one for name, one in found.items() if type(one) is types.MemberDescriptorType}
     if any(_takes_values(one) for name, one in found.items() if name not in slots):
@@ -396,9 +380,7 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         FormatError: this torch has none of that name.
     """
-    found = torch_value(name, torch.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    return cast(torch.dtype, torch_value(name, torch.dtype))
 
 
 def torch_value(name: Any, kind: type) -> Any:

@@ -25,6 +25,15 @@ from ckpt_engine.store.tree import Pack, Schema, encode_schema
 
 ROOT_KEY = ""
 """Component name of a state that is not a plain dict with string keys."""
+SMALL_BYTES = 64 << 10
+"""Larger arrays are entries of their own: what describes them is little beside their bytes."""
+_VIEWED_BYTES = 8 << 10
+_ALONE = 32 << 10
+"""Elements that torch copies without its thread team."""
+_RUN_BYTES = 16 << 20
+_RUN_ARRAYS = 16 << 10
+LEAST_ARRAYS = 4096
+"""Components with fewer small arrays have an entry for each, which any reader of safetensors finds by its name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,17 +318,6 @@ def _told(addresses: list[int], copied: set[int]) -> list[int]:
 
 def _crossing(draft: EntrySource) -> tuple[str, bool]:
     return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
-
-
-SMALL_BYTES = 64 << 10
-"""Larger arrays are entries of their own: what describes them is little beside their bytes."""
-_VIEWED_BYTES = 8 << 10
-_ALONE = 32 << 10
-"""Elements that torch copies without its thread team."""
-_RUN_BYTES = 16 << 20
-_RUN_ARRAYS = 16 << 10
-LEAST_ARRAYS = 4096
-"""Components with fewer small arrays have an entry for each, which any reader of safetensors finds by its name."""
 
 
 @dataclass(frozen=True, slots=True)

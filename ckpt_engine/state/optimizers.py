@@ -25,6 +25,13 @@ from ckpt_engine.state.wrapped import duplicate, kinds_of, mapped, require_made,
 
 _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
 """What `load_state_dict` casts or takes as it is, besides plain lists and tuples."""
+Groups = list[list[str]]
+"""The names of the parameters in each group of an optimizer."""
+_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.", "_original_module.")
+_OF_PARAMETERS = {"params", "param_names"}
+MOVED = "the script gives its parameters in another order now: each has its own state, by its name"
+_HINT = "make the parameter groups as in the saved run, or use another folder for the new run"
+_SHOWN = 3
 
 
 class _Guarded:
@@ -150,15 +157,6 @@ class Parts(Protocol):
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """The optimizers."""
-
-
-Groups = list[list[str]]
-"""The names of the parameters in each group of an optimizer."""
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.", "_original_module.")
-_OF_PARAMETERS = {"params", "param_names"}
-MOVED = "the script gives its parameters in another order now: each has its own state, by its name"
-_HINT = "make the parameter groups as in the saved run, or use another folder for the new run"
-_SHOWN = 3
 
 
 def clean_name(name: str) -> str:

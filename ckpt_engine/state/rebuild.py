@@ -39,6 +39,7 @@ import xxhash
 from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.state import json_types
+from ckpt_engine.state.flatten import show_path
 from ckpt_engine.state.json_types import CONTEXT, FACTORIES
 from ckpt_engine.state.wrapped import Wrapped
 from ckpt_engine.store.manifest import PACKED
@@ -54,6 +55,11 @@ _MOST_WORDS = 624
 
 _COPIED_BYTES = 2 << 10
 """Of smaller arrays one call that copies all takes less time than a call for each that does not."""
+_TORCH_NAMES = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
+_BIT_GENERATORS: dict[str, Any] = {
+    one.__name__: one
+    for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +136,14 @@ class Rebuilder:
         build = _KINDS.get(kind)
         if build is None:
             raise NewerFormatError(
-                f"unknown node kind {kind!r} at {_show(path)}", hint="read it with a newer ckpt-engine"
+                f"unknown node kind {kind!r} at {show_path(path)}", hint="read it with a newer ckpt-engine"
             )
         try:
             return build(self, node, path)
         except CkptError:
             raise
         except _NONSENSE as err:  # the one place where values of a snapshot meet constructors of others
-            raise FormatError(f"malformed {kind!r} node at {_show(path)}: {type(err).__name__}: {err}") from err
+            raise FormatError(f"malformed {kind!r} node at {show_path(path)}: {type(err).__name__}: {err}") from err
 
     def items(self, node: Mapping[str, Any], path: TreePath) -> list[Any]:
         return [self.node(child, (*path, i)) for i, child in enumerate(node["items"])]
@@ -151,26 +157,23 @@ class Rebuilder:
             out.append((key, self.node(raw_value, (*path, key))))
         return out
 
-    def find_class(self, name: Any, fits: Callable[[type], bool], path: TreePath) -> type | None:
-        """The class if it is there, runs no code, and is of the right kind; else None, with a note."""
+    def made(self, name: Any, make: Callable[[type], Any], path: TreePath) -> Any:
+        """What `make` makes of the class of this name; None, with a note: it is not here, is of another kind, or would
+        run code."""
         found = None if self._plain or not isinstance(name, str) else json_types.find_class(name)
-        if found is not None and fits(found):
-            return found
-        self.note_plain(name, path)
-        return None
-
-    def note_plain(self, name: Any, path: TreePath) -> None:
-        """Say that a class is not used."""
-        self.notes.append(
-            f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
-            "restored as a plain equivalent"
-        )
+        made = None if found is None else make(found)
+        if made is None:
+            self.notes.append(
+                f"{show_path(path)}: class {name} is not imported here, or runs code of its own when an object is "
+                "made; restored as a plain equivalent"
+            )
+        return made
 
     def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         try:
             return self._entries[node["entry"]]
         except KeyError as err:
-            raise FormatError(f"{_show(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
+            raise FormatError(f"{show_path(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
 
     def tensor(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         """Leaves that shared memory when saved share it again."""
@@ -183,7 +186,7 @@ class Rebuilder:
             # Copies are made once for each entry, whatever a tree says: the number of leaves costs no memory.
             if stride is not None or "blocks" in node:
                 if node["entry"] in self._copied:
-                    raise FormatError(f"{_show(path)} has {node['entry']!r} in another form than a leaf before it")
+                    raise FormatError(f"{show_path(path)} has {node['entry']!r} in another form than a leaf before it")
                 self._copied.add(node["entry"])
             if "blocks" in node:
                 raw = put_together(raw, boxes_of(node, raw.shape))
@@ -250,10 +253,6 @@ class Rebuilder:
             ) from err
 
 
-def _show(path: TreePath) -> str:
-    return "/".join(map(str, path)) or "(root)"
-
-
 def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Sequence[int] | None) -> torch.Tensor:
     if view is not None:
         dtype = json_types.dtype_of(view["dtype"])
@@ -263,10 +262,10 @@ def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Seque
         offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
         if offset % dtype.itemsize:
             raise ValueError(f"{view['dtype']} at byte {offset} of its memory")
-        out = torch.empty(0, dtype=dtype)
-        return out.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"]))
-    out = torch.empty_strided(raw.shape, tuple(stride or ()), dtype=raw.dtype)
-    return out.copy_(raw)
+        return torch.empty(0, dtype=dtype).set_(
+            raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"])
+        )
+    return torch.empty_strided(raw.shape, tuple(stride or ()), dtype=raw.dtype).copy_(raw)
 
 
 def flat_bytes(raw: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -295,14 +294,8 @@ def _odict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> collections
 
 def _mapping(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[Any, Any]:
     pairs = r.pairs(node, path)
-    cls = r.find_class(node["type"], json_types.is_mapping, path)
-    if cls is None:
-        return dict(pairs)
-    out = json_types.mapping(cls, pairs)
-    if out is None:
-        r.note_plain(node["type"], path)
-        return dict(pairs)
-    return out
+    made: dict[Any, Any] | None = r.made(node["type"], lambda cls: json_types.mapping(cls, pairs), path)
+    return dict(pairs) if made is None else made
 
 
 def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
@@ -314,7 +307,7 @@ def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     fields = tuple(node["fields"])
     if not all(isinstance(one, str) for one in fields):
         raise ValueError("names of fields are text")
-    cls = r.find_class(node["type"], lambda cls: json_types.is_namedtuple(cls, fields), path)
+    cls = r.made(node["type"], lambda cls: cls if json_types.is_namedtuple(cls, fields) else None, path)
     return tuple.__new__(cls or json_types.plain_namedtuple(str(node["type"]), fields), r.items(node, path))
 
 
@@ -330,14 +323,8 @@ def _namespace(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
 
 def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     values = _fields(r, node, path)
-    cls = r.find_class(node["type"], json_types.is_dataclass, path)
-    out = None if cls is None else json_types.dataclass(cls, values)
-    if out is None:
-        if cls is not None:
-            r.note_plain(node["type"], path)
-        out = types.SimpleNamespace()
-        vars(out).update(values)
-    return out
+    made = r.made(node["type"], lambda cls: json_types.dataclass(cls, values), path)
+    return types.SimpleNamespace(**values) if made is None else made
 
 
 def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
@@ -350,16 +337,14 @@ def _wrapper(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Wrapped:
 
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = node["name"]
-    cls = r.find_class(node["type"], lambda cls: json_types.member(cls, name) is not None, path)
-    return name if cls is None else json_types.member(cls, name)
+    member = r.made(node["type"], lambda cls: json_types.member(cls, name), path)
+    return name if member is None else member
 
 
 def _subclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     value = r.node(node["v"], path)
-    cls = r.find_class(
-        node["type"], lambda cls: type(value) in (str, int, float) and issubclass(cls, type(value)), path
-    )
-    return value if cls is None else json_types.of_subclass(cls, value)
+    made = r.made(node["type"], lambda cls: json_types.of_subclass(cls, value), path)
+    return value if made is None else made
 
 
 def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:
@@ -403,9 +388,10 @@ def _python_random(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> ran
 def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     plain = r.node(node["container"], path)
     omegaconf = sys.modules.get("omegaconf")  # what is not imported is not imported for a snapshot
-    if omegaconf is None or not _is_configuration(plain):
+    # It reads a text at the top as YAML.
+    if omegaconf is None or type(plain) not in (dict, list) or not _is_plain(plain):
         r.notes.append(
-            f"{_show(path)}: omegaconf is not imported here, or cannot hold this; restored as plain containers"
+            f"{show_path(path)}: omegaconf is not imported here, or cannot hold this; restored as plain containers"
         )
         return plain
     try:
@@ -417,20 +403,13 @@ def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     return out
 
 
-def _is_configuration(plain: Any) -> bool:
-    """Whether omegaconf looks into nothing of it: it reads texts at the top as YAML, and objects by getattr."""
-    if not isinstance(plain, dict | list):
-        return False
-    left = [plain]
-    while left:
-        one: Any = left.pop()
-        if type(one) is dict:
-            left += [*one.keys(), *one.values()]
-        elif type(one) is list:
-            left += one
-        elif not (one is None or isinstance(one, bool | int | float | str | bytes | pathlib.Path | enum.Enum)):
-            return False
-    return True
+def _is_plain(value: Any) -> bool:
+    """Whether omegaconf looks into nothing of it: it looks into objects by getattr."""
+    if type(value) is dict:
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | pathlib.Path | enum.Enum)
 
 
 def _path_class(node: Mapping[str, Any]) -> type[pathlib.PurePath]:
@@ -443,11 +422,14 @@ def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
     return json_types.torch_value(node["v"], _TORCH_NAMES[node["$"]])
 
 
-_TORCH_NAMES = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
-_BIT_GENERATORS: dict[str, Any] = {
-    one.__name__: one
-    for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
-}
+def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+    """The array whose boxes `stored` has one behind another."""
+    out, whole = torch.empty_like(stored), Box.whole(stored.shape)
+    for box, part in zip(boxes, torch.split(stored.view(-1), [box.count for box in boxes]), strict=True):
+        out[box.slices(whole)] = part.view(box.shape)
+    return out
+
+
 _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "tensor": Rebuilder.tensor,
     "sharded": Rebuilder.tensor,
@@ -497,15 +479,3 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "np.RandomState": _np_generator,
     "random.Random": _python_random,
 }
-
-
-def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-    """The array whose boxes `stored` has one behind another."""
-    out = torch.empty_like(stored)
-    flat = stored.view(-1)
-    whole = Box.whole(stored.shape)
-    at = 0
-    for box in boxes:
-        out[box.slices(whole)] = flat[at : at + box.count].view(box.shape)
-        at += box.count
-    return out

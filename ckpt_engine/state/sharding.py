@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ PRIVATE = {
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "which ranks have the same part, on the other meshes",
 }
 """Every name in use that is not public, and what for."""
+_teams: dict[int, _Team] = {}
+"""By `id` of meshes that live: two that are equal may be cut out of different ones."""
+NOTHING = Box((0,), (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,7 @@ def here(tensor: Any) -> torch.Tensor:
     """What this rank has of any tensor: all of a plain one."""
     if is_sharded(tensor):
         return local(tensor)
-    found: torch.Tensor = tensor
-    return found
+    return cast(torch.Tensor, tensor)
 
 
 def parts_of(tensor: Any) -> Iterator[torch.Tensor]:
@@ -154,20 +156,11 @@ class _Team:
     own: int
 
 
-_teams: dict[int, tuple[weakref.ref[Any], _Team]] = {}
-"""By `id`: meshes that are equal may be cut out of different ones."""
-
-
 def _team_of(mesh: Any) -> _Team:
-    found = _teams.get(id(mesh))
-    if found is not None and found[0]() is mesh:
-        return found[1]
-    for key, (mesh_of, _) in list(_teams.items()):  # other threads may be here too
-        if mesh_of() is None:
-            _teams.pop(key, None)
-    team = _make_team(mesh)
-    _teams[id(mesh)] = (weakref.ref(mesh), team)
-    return team
+    if id(mesh) not in _teams:
+        _teams[id(mesh)] = _make_team(mesh)
+        weakref.finalize(mesh, _teams.pop, id(mesh), None)
+    return _teams[id(mesh)]
 
 
 def _make_team(mesh: Any) -> _Team:
@@ -242,9 +235,6 @@ def _part_of(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int
 
 def _shown(tensor: Any) -> str:
     return ", ".join(map(str, tensor.placements))
-
-
-NOTHING = Box((0,), (0,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

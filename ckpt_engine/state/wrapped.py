@@ -26,6 +26,7 @@ from ckpt_engine.store.tree import TreePath
 
 Kinds = Mapping[str, type]
 """Classes of such tensors by their names in a manifest."""
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,9 +129,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
             made[key] = mapped(item, change)
         return made
     return change(value)
-
-
-_HOST = torch.device("cpu")
 
 
 def with_made(value: Any, kinds: Kinds, device: torch.device = _HOST) -> Any:

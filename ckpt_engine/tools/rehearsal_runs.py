@@ -37,9 +37,6 @@ _TAIL_LINES = 12
 _END_SECONDS = 5.0
 _OTHER_ROOT = "the script names another run folder at each start ({}; {}): outside of a rehearsal nothing is found"
 
-Start = tuple[Run, ParsedId]
-"""A run, and the snapshot that it is resumed from."""
-
 
 @dataclass(frozen=True, slots=True)
 class Proof:
@@ -148,7 +145,7 @@ class Runs:
         ends = (max(one.step for run in found for one in run.holders) for found in (whole, self.opened("resumed")))
         return replace(proof, resumed=proof.resumed or verdict.judge_end(*ends)), fresh
 
-    def prove(self, name: str, starts: Sequence[Start], last: int, roots: Sequence[str]) -> Proof:
+    def prove(self, name: str, starts: Sequence[tuple[Run, ParsedId]], last: int, roots: Sequence[str]) -> Proof:
         """Resume the command from snapshots, and compare its steps and snapshots with what the runs have behind these.
 
         Args:

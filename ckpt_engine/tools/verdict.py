@@ -20,6 +20,8 @@ from ckpt_engine.tools.stored_run import Run
 
 OTHERS = 5
 """Further differences of the same step that a verdict names."""
+_SEED = "seed everything at the start (random, numpy, torch, own generators) to compare whole runs"
+_UNSEEDED = f"nothing seeds this stream, and training has not shown a draw from it so far: all else is equal; {_SEED}"
 
 
 class Area(StrEnum):
@@ -62,9 +64,6 @@ class FirstDifference:
         others = [f"  also: {other}" for other in self.others]
         more = [f"  and {self.hidden:,} more"] if self.hidden else []
         return [f"  first: {self.first}", *declared, f"  likely cause: {self.cause}", *others, *more]
-
-
-_RECORDED = {"batch": Area.BATCH, "random": Area.STREAM, "learning_rate": Area.RATE, "weights": Area.WEIGHTS}
 
 
 def of_replay(replay: Replay) -> FirstDifference | None:
@@ -149,30 +148,6 @@ def _text(difference: LeafDifference) -> str:
     return str(difference)
 
 
-_SEED = "seed everything at the start (random, numpy, torch, own generators) to compare whole runs"
-_UNSEEDED = f"nothing seeds this stream, and training has not shown a draw from it so far: all else is equal; {_SEED}"
-_FRESH = {
-    Area.POSITION: f"the order of samples is drawn from a stream that nothing seeds; {_SEED}",
-    Area.STREAM: f"the streams are not seeded, or are drawn from a different number of times; {_SEED}",
-    Area.WEIGHTS: "weights are initialised or trained with something that nothing seeds, or that reads the clock; "
-    + _SEED,
-    Area.VALUE: "the script keeps something that is new in every run (a time, a path, a random name) in its state; "
-    + _SEED,
-}
-"""The usual causes where both runs started from nothing."""
-_RESUMED = {
-    Area.POSITION: "the order of samples is not put back: a sampler with a generator of its own, a data set that "
-    "changes between starts, or a loader that is made in another way after a restart",
-    Area.STREAM: "code draws from this stream a different number of times after a restart: something that runs at "
-    "every start or once per process (initialisation after resuming, a sanity check, sampling for logs)",
-    Area.WEIGHTS: "data and random streams are equal, and still other numbers come out: a random generator or a "
-    "counter that the state does not hold (a plain attribute of the model, an own random.Random), code that reads the "
-    "clock, or operations that are not deterministic (torch.use_deterministic_algorithms shows those)",
-    Area.VALUE: "this value is not put back, or counts something per process: the object that owns it needs a "
-    "state_dict, or it has to be computed from the step",
-}
-
-
 def compare(
     a: Sequence[Run], b: Sequence[Run], first: int, last: int, *, fresh: bool
 ) -> tuple[FirstDifference | None, list[int], int]:
@@ -207,3 +182,26 @@ def _by_place(run: Run, first: int, last: int) -> Mapping[tuple[int, str, str], 
     return {
         (one.info.step, str(one.manifest.notes.get("batch")), str(one.manifest.notes.get("kind"))): one for one in found
     }
+
+
+_RECORDED = {"batch": Area.BATCH, "random": Area.STREAM, "learning_rate": Area.RATE, "weights": Area.WEIGHTS}
+_FRESH = {
+    Area.POSITION: f"the order of samples is drawn from a stream that nothing seeds; {_SEED}",
+    Area.STREAM: f"the streams are not seeded, or are drawn from a different number of times; {_SEED}",
+    Area.WEIGHTS: "weights are initialised or trained with something that nothing seeds, or that reads the clock; "
+    + _SEED,
+    Area.VALUE: "the script keeps something that is new in every run (a time, a path, a random name) in its state; "
+    + _SEED,
+}
+"""The usual causes where both runs started from nothing."""
+_RESUMED = {
+    Area.POSITION: "the order of samples is not put back: a sampler with a generator of its own, a data set that "
+    "changes between starts, or a loader that is made in another way after a restart",
+    Area.STREAM: "code draws from this stream a different number of times after a restart: something that runs at "
+    "every start or once per process (initialisation after resuming, a sanity check, sampling for logs)",
+    Area.WEIGHTS: "data and random streams are equal, and still other numbers come out: a random generator or a "
+    "counter that the state does not hold (a plain attribute of the model, an own random.Random), code that reads the "
+    "clock, or operations that are not deterministic (torch.use_deterministic_algorithms shows those)",
+    Area.VALUE: "this value is not put back, or counts something per process: the object that owns it needs a "
+    "state_dict, or it has to be computed from the step",
+}

@@ -34,7 +34,6 @@ FLAGS = {
     "SecondaryTiers": 4,
     "Tenure": 4,
     "_RecordingIterator": 4,
-    "_StatefulIterator": 4,
 }
 """Classes with more attributes that are true or false."""
 NAMES = {

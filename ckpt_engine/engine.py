@@ -522,6 +522,7 @@ class Engine:
         self.times.begin()
         if found is None:
             return None
+        self.times.resumed_at = self.times.resumed_at or found.info.step  # what a process rolls back to is no resume
         if self._session is None or self._session.coordinates:
             self._tell(found)
         return found.state

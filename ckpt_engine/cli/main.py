@@ -22,7 +22,7 @@ VERBS = {
     "verify": "verify.command",
     "diff": "diff.command",
     "status": "status.command",
-    "top": "status.top",
+    "top": "top.top",
     "follow": "follow.command",
     "goodput": "goodput.command",
     "report": "report.command",

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import click
 
@@ -44,7 +43,6 @@ _LEAST_CELL = 8
 """Columns of a cell that is cut, and digits of an id."""
 HEADLINE = 80
 """Characters of the first line of an error, whatever the terminal."""
-_FOLDER_URL = re.compile(r"file://(/\S+)")
 _PLACE = re.compile(r"[^\s'\"(]*/[^\s'\")]*[^\s'\"),;:.]")
 _LONG_PLACE = 24
 """Characters from which a place stands on a line of its own below a headline that would be too long."""
@@ -70,12 +68,12 @@ def line_width(*, err: bool = False) -> int | None:
     return max(_NARROWEST, shutil.get_terminal_size().columns)
 
 
-def _for_people(text: str) -> str:
+def for_people(text: str) -> str:
     """One line, in which folders are paths; what is not printable is an escape: names in a store are others' texts."""
-    return visible(_FOLDER_URL.sub(lambda found: unquote(found[1]), text))
+    return visible(units.paths(text))
 
 
-def _wrapped(text: str, width: int | None, hang: str = "  ") -> list[str]:
+def wrapped(text: str, width: int | None, hang: str = "  ") -> list[str]:
     """`text` in lines of that width. A word that is longer, such as a path, is whole and alone on its line."""
     if width is None or len(text) <= width:
         return [text]
@@ -86,14 +84,14 @@ def _wrapped(text: str, width: int | None, hang: str = "  ") -> list[str]:
 def print_text(*lines: str, err: bool = False, **style: Any) -> None:
     """Writes lines, in a style of `click.style`: the one way in which commands write text."""
     width = line_width(err=err)
-    text = "\n".join(row for line in lines for row in _wrapped(_for_people(line), width))
-    click.echo(click.style(text, **style) if style else text, err=err)
+    rows = [row for line in lines for row in wrapped(for_people(line), width)]
+    click.echo(click.style("\n".join(rows), **style), err=err, nl=bool(rows))
 
 
 def print_beside(head: str, text: str) -> None:
     """Writes `text` on the right of `head`, in a column of its own; a longer path below it."""
     width, blank = line_width(), " " * len(head)
-    first, *rest = _wrapped(_for_people(text), width and width - len(head), "")
+    first, *rest = wrapped(for_people(text), width and width - len(head), "")
     is_long = width is not None and len(head + first) > width
     click.echo(f"{head.rstrip()}\n{blank}{first}" if is_long else f"{head}{first}")
     click.echo("".join(f"{blank}{row}\n" for row in rest), nl=False)
@@ -102,15 +100,15 @@ def print_beside(head: str, text: str) -> None:
 def print_error(error: CkptError) -> None:
     """Writes an error: what happened in at most 80 characters, then why, and what to do."""
     prefix, indent, width = f"ckpt: [{error.code}] ", " " * 6, line_width(err=True)
-    message, *more = map(_for_people, error.message.split("\n"))
-    first, *why = _headline(message, HEADLINE - len(prefix) if width else sys.maxsize)
-    do = [f"do:  {_for_people(error.hint)}"] if error.hint else []
+    message, *more = map(for_people, error.message.split("\n"))
+    first, *why = headline(message, HEADLINE - len(prefix) if width else sys.maxsize)
+    do = [f"do:  {for_people(error.hint)}"] if error.hint else []
     click.secho(prefix + first, err=True, fg="red")
     for line in (*why, *more, *do):
-        click.echo("\n".join(_wrapped(indent + line, width, " " * 5)), err=True)
+        click.echo("\n".join(wrapped(indent + line, width, " " * 5)), err=True)
 
 
-def _headline(text: str, most: int) -> list[str]:
+def headline(text: str, most: int) -> list[str]:
     """The first part of a message, which is no longer than that, what is left of it, and long places in it."""
     places = [one for one in dict.fromkeys(_PLACE.findall(text)) if len(one) > _LONG_PLACE] if len(text) > most else []
     for one in places:
@@ -120,7 +118,7 @@ def _headline(text: str, most: int) -> list[str]:
     clauses = (text[:most].rpartition(mark)[0] for mark in ("; ", ": "))
     if head := next((one for one in clauses if len(one) >= _LONG_PLACE), ""):
         return [head, *places, f"why: {text[len(head) + 2 :]}"]
-    head, *_ = _wrapped(text, most)
+    head, *_ = wrapped(text, most)
     return [head, text[len(head) :].lstrip(), *places]
 
 
@@ -134,14 +132,14 @@ def print_table(
     Args:
         ids: the title of the column of ids, of which verbs take the first characters too.
     """
-    table = [list(map(_for_people, column)) for column in zip(titles, *rows, strict=True)]
+    table = [list(map(for_people, column)) for column in zip(titles, *rows, strict=True)]
     room = line_width() or math.inf
     if _width(table) > room and ids in titles:
         table[titles.index(ids)][1:] = _shortest(table[titles.index(ids)][1:])
     for column in (table[-1], *sorted(table[:-1], key=_width_of, reverse=True)):
         if (over := _width(table) - room) > 0 and column[0] not in (ids, *numbers):
             most = max(len(column[0]), _LEAST_CELL, _width_of(column) - int(over))
-            column[1:] = [_cut(cell, most) for cell in column[1:]]
+            column[1:] = [cut(cell, most) for cell in column[1:]]
     pads = [str.rjust if title in numbers else str.ljust for title in titles]
     padded = [[pad(cell, _width_of(column)) for cell in column] for pad, column in zip(pads, table, strict=True)]
     head, *lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
@@ -150,7 +148,7 @@ def print_table(
     click.echo("".join(f"{line}\n" for line in lines), nl=False)
 
 
-def _cut(text: str, most: int) -> str:
+def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -201,7 +199,7 @@ class _AtWork:
             print_text(line, err=True)
 
     def draw(self) -> None:
-        line = _cut(_for_people(self.now()), (line_width(err=True) or sys.maxsize) - 1)
+        line = cut(for_people(self.now()), (line_width(err=True) or sys.maxsize) - 1)
         click.echo(f"{_CLEARED}{line}", err=True, nl=False)
 
     def watch(self, ended: threading.Event) -> None:

@@ -319,10 +319,9 @@ class Cadence:
 
     def pace(self) -> dict[str, Any]:
         """The interval in force and why, and how far apart copies to a further tier should be, as JSON; any thread."""
-        if (decision := self.decision) is None:
-            return {}
-        far = decision.far_seconds if decision.far_seconds < math.inf else None
-        return {"interval_steps": decision.interval_steps, "why": decision.why, "far_seconds": far}
+        far = math.inf if self.decision is None else self.decision.far_seconds
+        far_seconds = far if far < math.inf else None
+        return {"interval_steps": self.interval_steps, "why": self.why, "far_seconds": far_seconds}
 
     @property
     def decision(self) -> Decision | None:
@@ -341,7 +340,11 @@ class Cadence:
         memory = 0.0 if self._settings.memory is None else self._memory.cost_seconds
         values = (slowdown + self._background_seconds, error, costs.step_seconds, costs.stall_seconds)
         each = (costs.slowdown_seconds, costs.latency_seconds, memory, costs.written_bytes / 1e6, self.idle_seconds)
-        return dict(zip(MEASURED, (*values, *each), strict=True))
+        budget = 0.0 if self._settings.overhead is None else self._settings.budget
+        steps = self._fixed.wake_step - self._next + 1
+        due = min(self._wake_time - self._mark, steps * costs.step_seconds if costs.step_seconds > 0.0 else math.inf)
+        shares = self.overhead_fraction, budget, due if due < math.inf else 0.0
+        return dict(zip(MEASURED, (*values, *each, *shares), strict=True))
 
     @property
     def quiet(self) -> tuple[float, float]:

@@ -210,7 +210,7 @@ class Resume(ABC):
 
     def _replayed(self, replay: Replay) -> None:
         """What the repeated steps have shown."""
-        self._engine.times.resume_exact = {"exact": 1.0, "different": 0.0}.get(replay.result)
+        self._engine.times.replay = replay
         self._add_to_report(replay=replay)
         if replay.first is not None:
             self.add([], [NotRestored("repeated steps", replay.text())])
@@ -254,6 +254,7 @@ class Resume(ABC):
             self._engine.changes,
         )
         if (recorder := self._engine.recorder) is not None:
+            self._engine.times.replay = recorder.replay
             self._report = replace(self._report, replay=recorder.replay)
         folder = folder_of_report(self._engine.root_url, self._folder())
         publish(self._report, folder, self._log, rank=self._rank)

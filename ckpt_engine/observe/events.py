@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from ckpt_engine.observe.units import count as count_of
-from ckpt_engine.observe.units import duration, size
+from ckpt_engine.observe.units import duration, paths, size
 
 KINDS: dict[str, type[Event]] = {}
 ENDS = CLOSED, FAILED, GONE = "closed", "failed", "gone"
@@ -458,9 +458,9 @@ def announce(logger: logging.Logger, text: str, *, line: str | None = None) -> N
         line: what is said there, if `text` is longer than a line.
     """
     if is_heard(logger):
-        logger.info("%s", text)
+        logger.info("%s", paths(text))
     elif logging.lastResort is not None and not logger.hasHandlers():
-        said = text if line is None else line
+        said = paths(text if line is None else line)
         logging.lastResort.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, said, (), None))
 
 

@@ -187,10 +187,10 @@ class ResumeReport:
 
     def _headline(self) -> str:
         if self.snapshot is None:
-            return f"starting fresh: nothing was restored from {self.url}"
+            return f"starting fresh: nothing was restored from {place(self.url)}"
         where = f"step {self.step}" + (f", epoch {self.epoch}" if self.epoch is not None else "")
         return (
-            f"resumed at {where} from {self.snapshot} in {self.place or self.url} "
+            f"resumed at {where} from {self.snapshot} in {place(self.place or self.url)} "
             f"({size(self.read_bytes)} read, {duration(self.seconds)})"
         )
 

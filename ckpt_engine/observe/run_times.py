@@ -10,9 +10,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import AttemptsFound
+
+if TYPE_CHECKING:
+    from ckpt_engine.observe.resume_report import Replay
 
 TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validation", "end")
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
@@ -26,10 +30,14 @@ MEASURED = (
     "memory_each",
     "megabytes",
     "idle",
+    "overhead",
+    "budget",
+    "until_next",
 )
 """What a cadence measures, in seconds: by how much all snapshots made steps longer, and its standard error; one step;
 of one snapshot the stall, the slowdown, the time until it is durable, that of one in memory; 10^6 bytes written;
-how long a rank has waited, on average, for others that snapshots blocked longer."""
+how long a rank has waited, on average, for others that snapshots blocked longer; the overhead of all snapshots as a
+share of training, and the budget for it, 0.0 where there is none; the time until the next one is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +139,10 @@ class RunTimes:
         self.seconds = dict.fromkeys(TIMES, 0.0)
         self.measured: Callable[[], Mapping[str, float]] = dict
         """What the cadence has measured, see `MEASURED`."""
-        self.resume_exact: float | None = None
-        """1.0: the resume is proved exact, 0.0: a repeated step was different; None: not known, or not compared."""
+        self.resumed_at = 0
+        """The step of the snapshot that was loaded first; 0: there was none, or training begins again."""
+        self.replay: Replay | None = None
+        """Whether the resume is exact; None: not known, or not asked."""
         self.step = -1
         """The last one that is complete."""
         self._until = self._now() - age

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from urllib.parse import unquote
 
 _DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.9995, 1.0, "s"))
+_FOLDER_URL = re.compile(r"file://(/\S+)")
 _PLURALS = {"batch": "batches", "copy": "copies", "entry": "entries"}
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -64,6 +65,11 @@ def first(names: Sequence[str], most: int) -> str:
 def place(url: str) -> str:
     """One name for what events, options and storages call by several: folders as paths, URLs without a last slash."""
     return (unquote(url.removeprefix("file://")) if url.startswith("file://") else url).rstrip("/")
+
+
+def paths(text: str) -> str:
+    """A text for people, in which the URLs of folders are paths."""
+    return _FOLDER_URL.sub(lambda found: unquote(found[1]), text)
 
 
 def _digits(value: float) -> str:

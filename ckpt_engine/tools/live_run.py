@@ -6,8 +6,8 @@ import getpass
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
@@ -32,6 +32,9 @@ class LiveWriter:
         held_step, held_age_seconds, held_durable: of the snapshot that it keeps in memory.
         training_step: that the trainer has begun, where it says so.
         interval_steps, why: how often it takes snapshots, and what decides that.
+        times: what its seconds went into, as `attempts.Attempt` has them.
+        events: the newest of the writer, each with its wall-clock time.
+        rates: bytes per second of the newest snapshots, by place; None: not known.
     """
 
     pid: int | None
@@ -43,6 +46,9 @@ class LiveWriter:
     interval_steps: int | None = None
     why: str | None = None
     error: str | None = None
+    times: Mapping[str, float] = field(default_factory=dict)
+    events: Sequence[tuple[float, str]] = ()
+    rates: Mapping[str, float | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, url: str) -> Self | None:
@@ -64,6 +70,9 @@ class LiveWriter:
             training_step=(body.get("beat") or {}).get("step"),
             interval_steps=pace.get("interval_steps"),
             why=pace.get("why"),
+            times=(body.get("spent") or {}).get("times", {}),
+            events=body.get("events", ()),
+            rates=body.get("rates", {}),
         )
 
     def lines(self) -> list[str]:

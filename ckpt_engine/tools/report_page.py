@@ -37,6 +37,7 @@ class Axis:
         low, high: the values at its ends.
         start, stop: where its ends are, in pixels.
         log: equal distances are equal factors; of seconds only.
+        least: between two ticks.
         is_time: the values are seconds.
     """
 
@@ -46,6 +47,7 @@ class Axis:
     stop: float
     log: bool = False
     is_time: bool = False
+    least: float = 1.0
 
     def at(self, value: float) -> float:
         """The pixel of a value, to a tenth."""
@@ -59,7 +61,7 @@ class Axis:
         if self.log:
             return [(self.at(one), units.duration(one)) for one in _ROUND_SECONDS if self.low <= one <= self.high]
         least = (self.high - self.low) / (8.0 if self.is_time else 5.0)
-        power = 10.0 ** math.floor(math.log10(max(least, 1.0)))
+        power = 10.0 ** math.floor(math.log10(max(least, self.least)))
         rounds = _ROUND_SECONDS if self.is_time else [power * many for many in (1, 2, 5, 10)]
         step = next((one for one in rounds if one >= least), least)
         values = [step * number for number in range(math.ceil(self.low / step), int(self.high / step) + 1)]
@@ -70,7 +72,7 @@ class Axis:
 
 def _shown(value: Any) -> Any:
     """A text of others as characters; what is HTML already has lines of its own."""
-    return visible(value) if type(value) is str else value
+    return visible(units.paths(value)) if type(value) is str else value
 
 
 def page(found: RunReport) -> str:
@@ -90,8 +92,17 @@ def page(found: RunReport) -> str:
     apart = Axis(
         min(gaps, default=1.0) / 1.5, max(gaps, default=1.0) * 1.5, HEIGHT - BOTTOM, TOP, log=True, is_time=True
     )
+    metric, mode = found.best or (next(iter(found.snapshots[-1].metrics if found.snapshots else ()), ""), "")
+    known = {one.id: one.metrics[metric] for one in found.snapshots if math.isfinite(one.metrics.get(metric, math.nan))}
+    level = Axis(min(known.values(), default=0.0), max(known.values(), default=1.0), HEIGHT - BOTTOM, TOP, least=1e-9)
+    best = (max if mode == "max" else min)(known, key=known.__getitem__, default="") if mode else ""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
-    environment.filters |= {"duration": units.duration, "size": units.size, "percent": units.percent}
+    environment.filters |= {
+        "duration": units.duration,
+        "size": units.size,
+        "percent": units.percent,
+        "share": units.share,
+    }
     return environment.from_string(_TEMPLATE.read_text()).render(
         report=found,
         across=across,
@@ -101,6 +112,13 @@ def page(found: RunReport) -> str:
         distances=_marks(
             [one for one in found.snapshots if one.gap is not None],
             lambda one: (across.at(one.created - begin), apart.at(one.gap or 0.0)),
+        ),
+        metric=metric,
+        level=level,
+        best=best,
+        measured=_marks(
+            [one for one in found.snapshots if one.id in known],
+            lambda one: (across.at(one.created - begin), level.at(known[one.id])),
         ),
         paths=[_path(one, found.snapshots, begin, across, up, first=one is found.lives[0]) for one in found.lives],
         failures=[
@@ -119,6 +137,7 @@ def page(found: RunReport) -> str:
             for one in found.lives
             for since, steps, why in one.intervals
         ],
+        resumes=[one for one in found.lives if one.resumed or one.proof],
         meanings=MEANINGS,
         newest=found.snapshots[-1] if found.snapshots else None,
         age=lambda seconds: units.age(seconds, found.made),
@@ -144,7 +163,8 @@ def _marks(snapshots: Sequence[SnapshotMark], place: Any) -> list[tuple[float, f
 
 def _path(life: Life, snapshots: Sequence[SnapshotMark], begin: float, across: Axis, up: Axis, *, first: bool) -> str:
     """The line of one process, as points of SVG, from where it is known to have been."""
-    points = [(life.start, life.resumed or 0)] if first or life.resumed is not None else []
+    ready = life.start + life.seconds.get("startup", 0.0) + life.seconds.get("restore", 0.0)
+    points = [(ready, life.resumed or 0)] if first or life.resumed is not None else []
     points += [(one.created, one.step) for one in snapshots if life.start <= one.created <= life.end]
     points += [(life.end, life.step)] if life.step is not None else []
     pixels = dict.fromkeys((across.at(when - begin), up.at(step)) for when, step in points)

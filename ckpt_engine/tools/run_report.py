@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -22,8 +22,13 @@ from ckpt_engine.store.names import parse_id
 from ckpt_engine.tools.check_run import Counting, all_ok, check_run
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches
 from ckpt_engine.tools.recorded_attempts import failure_of, history_of
+from ckpt_engine.tools.run_status import status_of
 from ckpt_engine.tools.stored_run import Run
 from ckpt_engine.writer.attempts import AttemptHistory, after
+from ckpt_engine.writer.run_records import TierStatus
+
+_AGAIN = ("startup", "restore", "replay")
+"""What the process after a failure spends on it, see `run_times.TIMES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,11 @@ class Life:
         ended: how, for people.
         failed: whether by a failure.
         step: the last one that was complete; None: not known.
-        resumed: the step it went on from; None: it began fresh, or no snapshot of it is left.
+        resumed: the step that it resumed from; 0 or None: it began fresh, or that is not known.
         lost_steps: of it, that the next process had to do again; None: not known.
+        lost_seconds: that its failure has cost: the step that it cut off, until another process trained, and steps that
+            were done again; None: there was none, or it is not known.
+        proof: whether its resume was exact, for people; empty: not recorded.
         seconds: what its time, and that until the next one, went into.
         intervals: since which wall-clock second it took snapshots every how many steps, and why.
     """
@@ -53,6 +61,8 @@ class Life:
     lost_steps: int | None
     seconds: Mapping[str, float]
     intervals: tuple[tuple[float, int, str], ...] = ()
+    lost_seconds: float | None = None
+    proof: str = ""
 
     @property
     def end(self) -> float:
@@ -77,6 +87,7 @@ class SnapshotMark:
     nbytes: int
     tiers: tuple[int, ...]
     gap: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,9 @@ class RunReport:
         verified: whether every byte was read and is what was written; None: not looked at.
         problems: what is damaged, or does not answer.
         resume: the report of the last resume; None: there was none, or it is not on this machine.
+        unasked: tiers of the run that were not asked, as its writer knows them.
+        measured: of the newest attempt, see `run_times.MEASURED`.
+        best: of `keep.best`, the name of the metric and `min` or `max`; None: nothing says which snapshot is best.
     """
 
     root: str
@@ -101,6 +115,9 @@ class RunReport:
     verified: bool | None
     problems: tuple[str, ...]
     resume: ResumeReport | None
+    unasked: tuple[TierStatus, ...] = ()
+    measured: Mapping[str, float] = field(default_factory=dict)
+    best: tuple[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What `print_json` takes."""
@@ -114,6 +131,10 @@ class RunReport:
             "lives": self.lives,
             "seconds": self.spent and self.spent.parts,
             "goodput": self.spent and self.spent.goodput,
+            "overhead": self.measured.get("overhead"),
+            "budget": self.measured.get("budget"),
+            "unasked": self.unasked,
+            "best": self.best,
             "verified": self.verified,
             "problems": self.problems,
             "resume": self.resume,
@@ -147,6 +168,9 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
     except CkptError as err:
         problems.append(str(err))
     infos = [info for info, _ in rows]
+    status, unread = status_of(run.places[0])
+    problems += [unread] if unread is not None else []
+    best = config.keep.best
     return RunReport(
         root=run.places[0].storage.url,
         made=time.time(),
@@ -159,6 +183,9 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         verified=verified,
         problems=tuple(problems),
         resume=last_resume(config.root_url),
+        unasked=tuple(one for one in (status.tiers if status is not None else ()) if one.url not in run.tiers),
+        measured=history.rows[-1].times if history.rows else {},
+        best=(best.monitor, best.mode) if best is not None else None,
     )
 
 
@@ -170,7 +197,7 @@ def _taken(rows: Sequence[tuple[SnapshotInfo, Sequence[TierListing]]]) -> list[S
         before[info.line.attempt] = info.created
         gap = None if last is None else max(0.0, info.created - last)
         tiers = tuple(one.number for one in holders)
-        found.append(SnapshotMark(info.id, info.step, info.created, info.reason, info.nbytes, tiers, gap))
+        found.append(SnapshotMark(info.id, info.step, info.created, info.reason, info.nbytes, tiers, gap, info.metrics))
     return found
 
 
@@ -180,15 +207,18 @@ def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]
     for one, following in zip_longest(history.rows, history.rows[1:]):
         end = math.inf if following is None else following.began
         parent = parse_id(next((info.parent or "" for info in infos if one.began <= info.created < end), ""))
-        resumed.append(None if parent is None else parent.step)
+        resumed.append(one.resumed_at if one.resumed_at >= 0 else None if parent is None else parent.step)
     lives = []
     spent = history.before
     for number, (one, following) in enumerate(zip_longest(history.rows, history.rows[1:])):
         was, spent = spent.parts, after(spent, one, following)
         step = one.step if one.step >= 0 else None
-        later = resumed[number + 1] if following is not None else None
+        later = next((step for step in resumed[number + 1 :] if step is not None), None)
         lost = max(0, step - later) if step is not None and later is not None else None
         failed = one.failure != "" and (one.end is not None or following is not None)
+        seconds = {name: total - was[name] for name, total in spent.parts.items()}
+        cost = seconds["down"] + seconds["replay"] - one.times.get("replay", 0.0)
+        again = (following.times.get(name, 0.0) for name in _AGAIN) if following is not None else ()
         lives.append(
             Life(
                 host=one.host,
@@ -199,7 +229,9 @@ def _lives(history: AttemptHistory, infos: Sequence[SnapshotInfo]) -> list[Life]
                 step=step,
                 resumed=resumed[number],
                 lost_steps=lost,
-                seconds={name: seconds - was[name] for name, seconds in spent.parts.items()},
+                seconds=seconds,
+                lost_seconds=cost + sum(again) if failed and following is not None and one.times else None,
+                proof=one.proof,
                 intervals=tuple((one.began + since, steps, why) for since, steps, why in one.intervals),
             )
         )

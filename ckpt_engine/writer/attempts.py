@@ -62,6 +62,8 @@ class Attempt:
             after its last boundary.
         intervals: how often it took snapshots: since which second after `began` each how many steps, and why; the
             newest `MOST_INTERVALS`.
+        resumed_at: the step of the snapshot that it resumed from; 0: it began fresh; -1: not known, or it made no step.
+        proof: whether its resume is exact, for people; empty: not known, or not asked.
     """
 
     host: str
@@ -74,6 +76,8 @@ class Attempt:
     step: int = -1
     times: Mapping[str, float] = field(default_factory=dict)
     intervals: tuple[tuple[float, int, str], ...] = ()
+    resumed_at: int = -1
+    proof: str = ""
 
     @property
     def lasted(self) -> float:
@@ -169,12 +173,14 @@ def _spent(row: dict[str, Any]) -> RunSpent:
 def _attempt(row: dict[str, Any]) -> Attempt:
     json_checks.require(type(row) is dict, "a row that is no object")
     one = Attempt(**known_fields(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})
-    json_checks.require(type(one.host) is str and type(one.process) is str, "a name that is no text")
+    texts = (one.host, one.process, one.proof)
+    json_checks.require(all(type(text) is str for text in texts), "a name that is no text")
     json_checks.require(json_checks.is_time(one.began) and json_checks.is_time(one.seconds), "a time that is none")
     json_checks.require(
         one.end in (None, *ENDS) and json_checks.is_whole(one.ranks, 1), "an end or ranks that are none"
     )
-    json_checks.require(json_checks.is_time(one.started) and json_checks.is_whole(one.step, -1), "a start or a step")
+    whole = json_checks.is_whole(one.step, -1) and json_checks.is_whole(one.resumed_at, -1)
+    json_checks.require(json_checks.is_time(one.started) and whole, "a start or a step")
     json_checks.require(
         type(one.times) is dict and all(map(json_checks.is_time, one.times.values())), "times that are none"
     )
@@ -304,8 +310,8 @@ class AttemptRecord:
         if self._gone:
             return
         self._mine = replace(self._mine, seconds=time.monotonic() - self._opened)
-        if (spent := self._spent()) is not None:
-            self._mine = replace(self._mine, started=spent.started, step=spent.step, times=spent.times)
+        if (spent := self.spent()) is not None:
+            self._mine = replace(self._mine, **asdict(spent))
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):

@@ -16,7 +16,8 @@ of the memory. Takes the `snapshot` that is wanted |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer; of several ranks the writers of all are to be asked |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
-`beat`, `pace`, `spent` (None, or `started`, `step` and `times`, see `attempts`) |
+`beat`, `pace`, `spent` (None, or what `pulse.SpentTimes` has), `events` (the newest, each a time and a text), and \
+`rates` (bytes per second, or None, by place) |
 
 The reply to anything else is `error`.
 """
@@ -224,6 +225,7 @@ class ControlHandlers:
         bye: Callable[[], object],
     ) -> None:
         self._ranks, self._peers, self._memory, self._flush = queue.ranks, queue.peers, queue.held, queue.flush
+        self._recent = queue.recent
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
@@ -318,4 +320,6 @@ class ControlHandlers:
             "beat": (beat := self._memory.beat) and asdict(beat),
             "spent": (spent := self._memory.spent()) and asdict(spent),
             "pace": dict(self._memory.pace),
+            "events": list(self._recent.lines),
+            "rates": {one.url: one.bytes_per_second for one in self._recent.standing.tiers},
         }

@@ -77,6 +77,7 @@ class JobQueue:
         self._intake = MessageDecoder()
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
         self._persister = Persister(config, emit, self._ids, self.held.spent)
+        self.recent = self._persister.recent
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_QueueItem] = deque()

@@ -21,7 +21,8 @@ _BEAT = struct.Struct("<qd")
 _FILL = struct.Struct("<qq")
 _FILL_OFFSET = 64
 _SPENT_NAMES = (*TIMES, *MEASURED)
-_SPENT = struct.Struct(f"<qdq{len(_SPENT_NAMES)}dq")
+_PROOF_BYTES = 512
+_SPENT = struct.Struct(f"<qdqq{len(_SPENT_NAMES)}d{_PROOF_BYTES}sq")
 _SPENT_OFFSET = 128
 _SPENT_SECONDS = 1.0
 _LOOKS = 3
@@ -45,6 +46,8 @@ class SpentTimes:
     started: float
     step: int
     times: dict[str, float]
+    resumed_at: int = -1
+    proof: str = ""
 
 
 class HeartbeatPage:
@@ -75,10 +78,10 @@ class HeartbeatPage:
         """Say what the time went into."""
         self._count, self._spends_at = self._count + 1, time.monotonic() + _SPENT_SECONDS
         measured = times.measured()
-        values = (*times.seconds.values(), *map(measured.get, MEASURED, repeat(0.0)))
-        _SPENT.pack_into(
-            self._page, _SPENT_OFFSET, self._count, times.started, times.step, *map(float, values), self._count
-        )
+        values = map(float, (*times.seconds.values(), *map(measured.get, MEASURED, repeat(0.0))))
+        proof = b"" if times.replay is None else times.replay.text().encode()
+        about = (times.started, times.step, times.resumed_at if times.step >= 0 else -1)
+        _SPENT.pack_into(self._page, _SPENT_OFFSET, self._count, *about, *values, proof, self._count)
 
     def close(self) -> None:
         """Give the page back; who has the descriptor keeps it. Idempotent."""
@@ -93,7 +96,7 @@ class HeartbeatPage:
 def read_pulse(fd: int) -> Heartbeat | None:
     """The last beat; None if there was none, or the descriptor is something else than a pulse.
 
-    Only of a trainer that is gone: a beat under way is read torn.
+    Of a trainer that lives the two numbers may be of two beats.
     """
     found = _read(fd, _BEAT, 0)
     return Heartbeat(*found) if found is not None and found[0] >= 0 else None
@@ -115,8 +118,12 @@ def read_spent(fd: int) -> SpentTimes | None:
         if found is None or found[0] == 0:
             return None
         if found == again and found[0] == found[-1]:
-            times = zip(_SPENT_NAMES, (round(max(0.0, one), 6) for one in found[3:-1]), strict=True)
-            return SpentTimes(found[1], found[2], {name: seconds for name, seconds in times if seconds})
+            _, started, step, resumed_at, *values, proof, _ = found
+            times = zip(_SPENT_NAMES, (round(max(0.0, one), 6) for one in values), strict=True)
+            begun = read_pulse(fd)
+            step = step if begun is None else max(step, begun.step - 1)  # it is said at each step
+            text = proof.rstrip(b"\0").decode(errors="ignore")
+            return SpentTimes(started, step, {name: seconds for name, seconds in times if seconds}, resumed_at, text)
     return None
 
 

@@ -19,6 +19,7 @@ from ckpt_engine.store.manifest import Line
 from ckpt_engine.writer.attempts import Attempt
 from tests.cli.conftest import CREATED, RunFolder
 from tests.cli.test_goodput import record
+from tests.house import test_site as site
 
 Ckpt = Callable[..., Any]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -173,3 +174,47 @@ def test_a_browser_shows_every_plot(ckpt: Ckpt, killed: Path, tmp_path: Path) ->
     for name, colour in {"marks": "0072b2", "failure": "d1242f", "work": "009e73", "work done again": "b2182b"}.items():
         wanted = [int(colour[at : at + 2], 16) for at in (0, 2, 4)]
         assert (np.abs(seen - wanted).max(axis=2) <= 2).sum() > 20, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_of_the_page_is_cut(ckpt: Ckpt, killed: Path, tmp_path: Path, width: int) -> None:
+    """Also on the screen of a phone, with a long name of a machine and long reasons."""
+    if site.BROWSER is None:
+        pytest.skip("no Chromium is installed")
+    why = (
+        "resume not exact: step 12 repeats otherwise, first seen in the weights of a.layer.with.a.long.name, by 1.2e-03"
+    )
+    record(
+        killed,
+        Attempt("a-machine-with-a-long-name.cluster.example.org", "a", CREATED, 140.0, FAILED, step=230),
+        Attempt("b", "b", CREATED + 200.0, 130.0, CLOSED, step=400, resumed_at=200, proof=why),
+    )
+    ckpt("report", killed, "--html", tmp_path / "page.html")
+    assert site.problems(tmp_path, ["page.html"], width) == []
+
+
+def test_a_metric_is_a_curve(ckpt: Ckpt, run_folder: RunFolder, tmp_path: Path) -> None:
+    """Of the snapshots that have it as a number; that of `keep.best` is marked."""
+    for step, value in ((100, 0.5), (200, 0.2), (300, 0.4), (400, float("nan"))):
+        run_folder.add(step, ARRAYS, created=CREATED + step, metrics={"acc": 0.9, "loss": value})
+    run_folder.add(500, ARRAYS, created=CREATED + 500)
+    options = tmp_path / "ckpt.yaml"
+    options.write_text(f"tiers: [{run_folder.path}]\nkeep: {{best: {{monitor: loss, mode: min}}}}\n")
+    assert ckpt("report", options, "--json").json["best"] == ["loss", "min"]
+    ckpt("report", options, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<h2>loss</h2>" in text and "the best one, as keep.best has it" in text
+    curve = text.split("<h2>loss</h2>")[1].split("</svg>")[0]
+    assert len(_lines(tmp_path / "page.html")[-1].split()) == curve.count("<circle") == 3
+    assert re.findall(r'class="best"[^>]*><title>step (\d+)', curve) == ["200"]
+    assert ">0.3<" in curve, "ticks of small numbers"
+
+
+def test_an_older_record_is_read(ckpt: Ckpt, killed: Path, tmp_path: Path) -> None:
+    """It has no steps of resumes, no proof and no budget: the snapshots say what they can."""
+    lives = ckpt("report", killed, "--json").json["lives"]
+    assert [(one["resumed"], one["proof"], one["lost_steps"]) for one in lives] == [(None, "", 30), (200, "", None)]
+    ckpt("report", killed, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "not known: nothing is recorded of it" in text and "overhead of snapshots" not in text

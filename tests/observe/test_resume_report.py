@@ -36,7 +36,7 @@ def test_json_round_trip() -> None:
 def test_text() -> None:
     """Everything is in the text, aligned, one fact per line."""
     assert REPORT.text() == (
-        "resumed at step 1200, epoch 3 from 00000007-s0000001200-deadbeef in file:///data/run1 (1.5 GB read, 1.2 s)\n"
+        "resumed at step 1200, epoch 3 from 00000007-s0000001200-deadbeef in /data/run1 (1.5 GB read, 1.2 s)\n"
         "  restored:\n"
         "    model      600 tensors\n"
         "    optimizer  AdamW, 2 parameter groups\n"

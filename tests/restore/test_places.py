@@ -425,7 +425,7 @@ def test_the_place_that_served_is_in_the_headline(run: Path) -> None:
     shutil.rmtree(run / "near")
     found = loaded(run)
     line = report_of(f"file://{run / 'near'}", found).line()
-    assert f" in file://{run / 'far'} (" in line and str(run / "near") not in line
+    assert f" in {run / 'far'} (" in line and str(run / "near") not in line
 
 
 def test_a_place_that_was_left_out_is_in_the_line_for_people(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,134 @@
+"""How a run is, as its tiers, its records and its writer have it at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_engine.config import Config
+from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.observe.resume_report import Replay, replay_of
+from ckpt_engine.observe.run_times import RunSpent
+from ckpt_engine.observe.units import age
+from ckpt_engine.restore import ask_tiers
+from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.tools.live_run import LiveWriter
+from ckpt_engine.tools.recorded_attempts import history_of
+from ckpt_engine.tools.stored_run import repository_of
+from ckpt_engine.writer.run_records import WORKING, TierStatus, WriterStatus, read_status
+
+NOT_ASKED = "not asked"
+
+
+@dataclass(frozen=True, slots=True)
+class TierReading:
+    """One tier.
+
+    Args:
+        snapshots: that it has, as asked now; None: it was not asked, or does not answer.
+        newest: of them.
+        error: why it does not answer.
+        writer: what its writer said last.
+    """
+
+    url: str
+    snapshots: int | None
+    newest: SnapshotInfo | None
+    error: str | None
+    writer: TierStatus | None
+
+    @property
+    def state(self) -> str:
+        """What its writer says of it, or that it says nothing; empty: there is nothing to say."""
+        if self.error is not None:
+            return "no answer"
+        return NOT_ASKED if self.snapshots is None else self.writer.state if self.writer is not None else ""
+
+    def troubles(self, number: int) -> list[str]:
+        """What is wrong with it, for people."""
+        unanswered = [f"tier {number} does not answer: {self.error}"] if self.error is not None else []
+        if self.writer is None or self.writer.state == WORKING:
+            return unanswered
+        said = f"[{self.writer.code}] {self.writer.message}"
+        return [*unanswered, f"tier {number} failed {age(self.writer.since)}: {said}"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReading:
+    """A run.
+
+    Args:
+        url: of the nearest tier.
+        tiers: nearest first; of a folder those that its writer names, too.
+        holder: who writes the run; None: nobody does, or that is not known.
+        status: what its writer said last; None: nothing, or `unread` says why that cannot be read.
+        live: the writer on this machine.
+        spent: what the time of the run went into; None: not known.
+        replay: whether the last resume is exact; None: not known.
+    """
+
+    url: str
+    tiers: tuple[TierReading, ...]
+    holder: LeaseHolder | None
+    status: WriterStatus | None
+    unread: str | None
+    live: LiveWriter | None
+    spent: RunSpent | None
+    replay: Replay | None
+
+
+def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
+    """How the run is now. All tiers of a ckpt.yaml are asked; of a folder or URL, that one.
+
+    Args:
+        say: takes the line about a wait of some seconds.
+
+    Raises:
+        StorageMissingError: there is no run.
+        CkptError: no tier answers.
+    """
+    repositories = list(map(repository_of, config.tiers))
+    answers = ask_tiers.ask(repositories, lambda place: place.list(), ask_tiers.at_most, say)
+    # A nearest tier that does not answer is not asked once more: it may hang.
+    near = repositories[0] if answers[0].error is None else None
+    status, unread = status_of(near) if near else (None, None)
+    live = LiveWriter.of(config.root_url)
+    statuses = {tier.url: tier for tier in status.tiers} if status else {}
+    tiers = [
+        TierReading(
+            answer.place.storage.url,
+            None if answer.value is None else len(answer.value),
+            answer.value[-1] if answer.value else None,
+            f"[{answer.error.code}] {answer.error.message}" if answer.error else None,
+            statuses.pop(answer.place.storage.url, None),
+        )
+        for answer in answers
+    ]
+    tiers += [TierReading(tier.url, None, None, None, tier) for tier in statuses.values()]
+    if status is None and live is None and not any(tier.newest or tier.error for tier in tiers):
+        raise StorageMissingError(
+            f"no run at {tiers[0].url}", hint="check the path; a run starts with its first snapshot"
+        )
+    holder = read_holder(near.storage) if near else None
+    spent = _spent(config, near) if near else None
+    replay = replay_of(config.root_url)
+    return RunReading(tiers[0].url, tuple(tiers), holder, status, unread, live, spent, replay)
+
+
+def status_of(near: Repository) -> tuple[WriterStatus | None, str | None]:
+    """What the writer said last of all tiers; or why that cannot be read."""
+    try:
+        return read_status(near.storage), None
+    except CkptError as err:
+        return None, str(err)
+
+
+def _spent(config: Config, near: Repository) -> RunSpent | None:
+    try:
+        history = history_of(config, near.storage)
+    except CkptError:
+        return None
+    return history.spent if history.rows else None

@@ -123,7 +123,7 @@ class LogOptions(TypedDict, total=False):
     """The section `log`."""
 
     bar: Literal["off", "short", "full"]
-    loggers: Literal["on", "off"]
+    loggers: Literal["on", "full", "off"]
 
 
 class RollbackOptions(TypedDict, total=False):

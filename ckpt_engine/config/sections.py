@@ -592,8 +592,9 @@ class Log(Section):
         description="In Lightning's progress bar: short: the step of the newest durable snapshot; full: also the last "
         "stall, the interval in steps, megabytes and the age of the newest durable snapshot.",
     )
-    loggers: Annotated[Literal["on", "off"], one_of("on", "off")] = Field(
+    loggers: Annotated[Literal["on", "full", "off"], one_of("on", "full", "off")] = Field(
         default="on",
-        description="Whether Lightning's loggers, Accelerate's trackers and the reports of transformers get the "
-        "numbers ckpt/….",
+        description="What Lightning's loggers, Accelerate's trackers and the reports of transformers get. on: six "
+        "numbers ckpt/… (overhead, interval, age of the newest durable snapshot, work at risk, failed snapshots, "
+        "goodput); full: all numbers; off: none.",
     )

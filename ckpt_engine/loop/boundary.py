@@ -380,6 +380,7 @@ class TrainingRun:
         self.stopping = Stopping(
             engine, self.cadence, sinks, log, self.metrics.numbers, ends_with, losses=losses, rollbacks=rollbacks
         )
+        self.metrics.outlook = self.stopping.watch.outlook
         self._lazy = None if self.config.lazy == "off" else lazy
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""

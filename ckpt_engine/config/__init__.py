@@ -117,6 +117,7 @@ class StatusOptions(TypedDict, total=False):
     every: Duration
     port: int
     host: str
+    otel: bool
 
 
 class LogOptions(TypedDict, total=False):

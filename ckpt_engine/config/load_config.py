@@ -29,7 +29,8 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import SECTION, Config, Tier
-from ckpt_engine.config.sections import Best, Keep, Log, Preemption, ResumeChanges, Section, Source, Status
+from ckpt_engine.config.reporting import Log, Status
+from ckpt_engine.config.sections import Best, Keep, Preemption, ResumeChanges, Section, Source
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]

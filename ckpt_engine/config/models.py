@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from ckpt_engine.config.reporting import Log, Status
 from ckpt_engine.config.sections import (
     DURATION_SCHEMA,
     Count,
@@ -32,7 +33,6 @@ from ckpt_engine.config.sections import (
     Flag,
     Keep,
     KeepRules,
-    Log,
     LostWork,
     Patterns,
     Preemption,
@@ -41,7 +41,6 @@ from ckpt_engine.config.sections import (
     Rollback,
     Section,
     Share,
-    Status,
     checked,
     nonempty_text,
     one_of,

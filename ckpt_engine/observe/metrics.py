@@ -18,7 +18,6 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.run_times import RunTimes
 
-
 SHORT = frozenset(
     {
         "overhead_percent",
@@ -63,7 +62,7 @@ class RunMetrics:
         self.durable_step: int | None = None
         """Of the newest durable snapshot."""
         self.outlook: Callable[[], Mapping[str, Any]] = dict
-        """How the run stands, see `stop_plan.outlook`. Any thread."""
+        """How the run stands, see `preempt.stop_plan.outlook`. Any thread."""
         self.committed = 0
         self._latency_seconds = 0.0
         self._counted: Counter[str] = Counter()
@@ -134,6 +133,4 @@ class RunMetrics:
         Args:
             loggers: the option `log.loggers`; `full`: all numbers, else those of `SHORT`.
         """
-        return {
-            f"ckpt/{name}": value for name, value in self.numbers().items() if loggers == "full" or name in SHORT
-        }
+        return {f"ckpt/{name}": value for name, value in self.numbers().items() if loggers == "full" or name in SHORT}

@@ -111,9 +111,7 @@ class Remembers(GeneralTracker):
 
 
 @pytest.mark.parametrize(("loggers", "least", "most"), [("on", 6, 6), ("full", 20, 99), ("off", 0, 0)])
-def test_trackers_get_our_numbers_with_those_of_the_script(
-    loggers: str, least: int, most: int, tmp_path: Path
-) -> None:
+def test_trackers_get_our_numbers_with_those_of_the_script(loggers: str, least: int, most: int, tmp_path: Path) -> None:
     """In the same call, for the same step, as many as `log.loggers` asks for; after the end they are gone."""
     script = Script()
     tracker = Remembers()

@@ -79,7 +79,12 @@ def test_tiers_are_counted_once_one_was_heard_of() -> None:
 def test_a_logger_gets_six_numbers_or_all() -> None:
     """What the option `log.loggers` says; a number that is not known is left out of both."""
     metrics = RunMetrics(Reading())
-    metrics.outlook = lambda: {"work_at_risk_seconds": 3, "seconds_to_durable": None, "stopping": "SIGTERM", "tiers": []}
+    metrics.outlook = lambda: {
+        "work_at_risk_seconds": 3,
+        "seconds_to_durable": None,
+        "stopping": "SIGTERM",
+        "tiers": [],
+    }
     short, full = metrics.logged("on"), metrics.logged("full")
     assert short == {
         "ckpt/overhead_percent": 0.75,

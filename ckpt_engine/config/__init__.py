@@ -127,6 +127,15 @@ class LogOptions(TypedDict, total=False):
     loggers: Literal["on", "full", "off"]
 
 
+class OnOptions(TypedDict, total=False):
+    """The section `on`."""
+
+    failure: str | Sequence[str]
+    stop: str | Sequence[str]
+    durable: str | Sequence[str]
+    timeout: Duration
+
+
 class RollbackOptions(TypedDict, total=False):
     """The section `rollback`."""
 
@@ -162,6 +171,7 @@ class Options(TypedDict, total=False):
     preemption: PreemptionOptions | None
     status: StatusOptions | None
     log: LogOptions | None
+    on: OnOptions | None
     guard: Literal["off", "nan", "loss_spike"] | None
     rollback: RollbackOptions | None
     resume: Literal["auto", "off"] | ResumeOptions | None

@@ -308,7 +308,7 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     value: Any = values
     for part in path:
         value = value[part]
-    secret = path[0] == "preemption" and ("headers" in path or isinstance(value, dict))
+    secret = path[0] == "on" or (path[0] == "preemption" and ("headers" in path or isinstance(value, dict)))
     secret |= path[0] == "tiers" and (
         path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text
     )

@@ -4,9 +4,43 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
-from ckpt_engine.config.sections import Duration, FilePath, Flag, Port, Section, Text, one_of
+from ckpt_engine.config.sections import (
+    Duration,
+    FilePath,
+    Flag,
+    Port,
+    Section,
+    Text,
+    checked,
+    nonempty_text,
+    one_of,
+    parse_command,
+    web_address,
+)
+
+
+def _hook(value: object) -> str | list[str]:
+    """A webhook, a line for a shell, or a program and its arguments."""
+    if not isinstance(value, str):
+        return parse_command(value)
+    return web_address(value) if value.startswith(("http://", "https://")) else nonempty_text(value)
+
+
+Hook = Annotated[
+    str | tuple[str, ...],
+    checked(_hook),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ],
+            "examples": ["https://hooks.example.com/run1", "./notify.sh", ["python", "evaluate.py"]],
+        }
+    ),
+]
 
 
 class Status(Section):
@@ -33,3 +67,16 @@ class Log(Section):
         "numbers ckpt/… (overhead, interval, age of the newest durable snapshot, work at risk, failed snapshots, "
         "goodput); full: all numbers; off: none.",
     )
+
+
+class On(Section):
+    """What is called when something happens to the run: a URL, a line for a shell, or a program with arguments."""
+
+    failure: Hook | None = Field(
+        default=None,
+        repr=False,
+        description="When training fails or is killed, a snapshot does not become durable, or a tier fails.",
+    )
+    stop: Hook | None = Field(default=None, repr=False, description="When training has ended or was stopped.")
+    durable: Hook | None = Field(default=None, repr=False, description="When a snapshot has become durable.")
+    timeout: Duration = Field(default=600, description="How long each call may take.")

@@ -28,6 +28,7 @@ SECTIONS = {
     config.SourceOptions: sections.Source,
     config.StatusOptions: reporting.Status,
     config.LogOptions: reporting.Log,
+    config.OnOptions: reporting.On,
     config.RollbackOptions: sections.Rollback,
 }
 

@@ -117,7 +117,7 @@ class AdaptiveCheckpoint(Tracker):
         internals.after_init_trackers(self._go_on_logging)
         internals.before_end_training(self.close)
         internals.instead_of_skipping(self._goes_on)
-        if engine.config.log.loggers == "on":
+        if engine.config.log.loggers != "off":
             internals.log_too(self.numbers)
         self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
         self._handle = accelerator.register_load_state_pre_hook(lambda *_: self.abandon_resume())

@@ -312,7 +312,7 @@ class TransformersCallback(TrainerCallback):
         **objects: Any,
     ) -> None:
         """Reports get our numbers whenever they get the trainer's; its own history and what it prints do not."""
-        if self.tracker is not None and self._internals is not None and self.config.log.loggers == "on":
+        if self.tracker is not None and self._internals is not None and self.config.log.loggers != "off":
             for report in self._internals.reports:
                 report.on_log(args, state, control, logs=self.tracker.numbers(), **objects)
 

@@ -73,9 +73,9 @@ class Ending:
     """What the end of a run has to know of what stops it; here nothing does."""
 
     @property
-    def stops(self) -> bool:
-        """Whether the run is to stop."""
-        return False
+    def stopped_by(self) -> str | None:
+        """Who has asked the run to stop; None: nobody has."""
+        return None
 
     @property
     def tells(self) -> bool:
@@ -572,10 +572,11 @@ class Engine:
         keeps = failed and self.memory and self._session is not None
         try:
             left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
-            failed = failed and not self.ending.stops
-            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=self.ending.hurries)
+            failed, error = failed and self.ending.stopped_by is None, sys.exception()
+            why = self.ending.stopped_by or ("" if error is None else type(error).__name__)
+            self._pipeline.close(left, why=why, failed=failed, keeps=keeps, hurries=self.ending.hurries)
         except WaitTimeoutError as err:
-            if self.ending.tells and not self.ending.stops:
+            if self.ending.tells and self.ending.stopped_by is None:
                 raise
             if self.ending.tells:
                 logging.getLogger(LOGGER_NAME).error("%s", err)

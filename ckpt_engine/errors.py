@@ -333,6 +333,17 @@ class WaitTimeoutError(WriterError, TimeoutError):
     code = "CKPT603"
 
 
+class HookError(WriterError):
+    """A command or webhook of the option `on` has failed; training and snapshots are as without it.
+
+    The message says which, and how: the status and the last line of a command, or the answer of a server. It is a
+    warning, given once until that hook works again. A command runs in the folder where training was started, for at
+    most `on.timeout`. docs/monitoring.md has its environment, to try it by hand.
+    """
+
+    code = "CKPT604"
+
+
 class ResumeError(CkptError):
     """The run cannot resume from what was chosen; the message says why and what to do.
 

@@ -29,8 +29,8 @@ class Telemetry:
         """The progress bar shows the newest numbers, and loggers get them when they get all others."""
         if self._metrics.snapshot_bytes:
             self.show(internals.metric_tables["progress_bar"])
-        if trainer.loggers and internals.logs_now and self._options.loggers == "on":
-            numbers = {f"ckpt/{name}": value for name, value in self._metrics.numbers().items()}
+        if trainer.loggers and internals.logs_now and self._options.loggers != "off":
+            numbers = self._metrics.logged(self._options.loggers)
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=internals.batches_that_stepped)
 

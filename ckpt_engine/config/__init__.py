@@ -117,13 +117,23 @@ class StatusOptions(TypedDict, total=False):
     every: Duration
     port: int
     host: str
+    otel: bool
 
 
 class LogOptions(TypedDict, total=False):
     """The section `log`."""
 
     bar: Literal["off", "short", "full"]
-    loggers: Literal["on", "off"]
+    loggers: Literal["on", "full", "off"]
+
+
+class OnOptions(TypedDict, total=False):
+    """The section `on`."""
+
+    failure: str | Sequence[str]
+    stop: str | Sequence[str]
+    durable: str | Sequence[str]
+    timeout: Duration
 
 
 class RollbackOptions(TypedDict, total=False):
@@ -161,6 +171,7 @@ class Options(TypedDict, total=False):
     preemption: PreemptionOptions | None
     status: StatusOptions | None
     log: LogOptions | None
+    on: OnOptions | None
     guard: Literal["off", "nan", "loss_spike"] | None
     rollback: RollbackOptions | None
     resume: Literal["auto", "off"] | ResumeOptions | None

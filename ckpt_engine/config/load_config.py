@@ -29,7 +29,8 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from ckpt_engine.config.models import SECTION, Config, Tier
-from ckpt_engine.config.sections import Best, Keep, Log, Preemption, ResumeChanges, Section, Source, Status
+from ckpt_engine.config.reporting import Log, Status
+from ckpt_engine.config.sections import Best, Keep, Preemption, ResumeChanges, Section, Source
 from ckpt_engine.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
@@ -307,7 +308,7 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     value: Any = values
     for part in path:
         value = value[part]
-    secret = path[0] == "preemption" and ("headers" in path or isinstance(value, dict))
+    secret = path[0] == "on" or (path[0] == "preemption" and ("headers" in path or isinstance(value, dict)))
     secret |= path[0] == "tiers" and (
         path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text
     )

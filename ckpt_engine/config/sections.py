@@ -436,11 +436,17 @@ def _signal_names(value: object) -> list[str]:
     return list(names)
 
 
-def _web_address(value: object) -> str:
+def web_address(value: object) -> str:
+    """A URL of HTTP.
+
+    Raises:
+        ValueError: anything else.
+    """
     text = nonempty_text(value)
     try:
         parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+        usable = usable and " " not in text
     except ValueError:  # such as half of an IPv6 address, or a port that is no number
         usable = False
     if not usable:
@@ -457,7 +463,12 @@ def _expression(value: object) -> str:
     return text
 
 
-def _command(value: object) -> list[str]:
+def parse_command(value: object) -> list[str]:
+    """A program and its arguments.
+
+    Raises:
+        ValueError: anything else.
+    """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError("must be a list of a program and its arguments, such as [./preempted.sh, --now]")
     if not all(isinstance(item, str) for item in value):
@@ -477,7 +488,7 @@ class Source(Section):
     """Who else is asked whether the run must stop: one of `file`, `http` and `command`."""
 
     file: FilePath | None = Field(default=None, description="A file that appears or is touched.")
-    http: Annotated[str, checked(_web_address), WithJsonSchema({"type": "string"})] | None = Field(
+    http: Annotated[str, checked(web_address), WithJsonSchema({"type": "string"})] | None = Field(
         default=None, description="A URL that answers with something else than 404, and with match if that is given."
     )
     match: Annotated[str, checked(_expression), WithJsonSchema({"type": "string"})] | None = Field(
@@ -489,7 +500,7 @@ class Source(Section):
     command: (
         Annotated[
             tuple[str, ...],
-            checked(_command),
+            checked(parse_command),
             WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
         ]
         | None
@@ -572,28 +583,4 @@ class ResumeChanges(Section):
     override: dict[Text, Any] = Field(default_factory=dict, description="Values to set, by name.")
     strict: Flag = Field(
         default=True, description="no: weights that only the program or only the snapshot has stay as they are."
-    )
-
-
-class Status(Section):
-    """What schedulers and monitors read of a run: nothing, a file, a page, or both."""
-
-    file: FilePath | None = Field(default=None, description="A JSON file that is replaced again and again.")
-    every: Duration = Field(default=5.0, description="How often the file is replaced.")
-    port: Port | None = Field(default=None, description="Serve /metrics (for Prometheus) and /status (JSON) there.")
-    host: Text = Field(default="127.0.0.1", description="The address that the port is opened on.")
-
-
-class Log(Section):
-    """What a run shows of its snapshots beside its own log."""
-
-    bar: Annotated[Literal["off", "short", "full"], one_of("off", "short", "full")] = Field(
-        default="short",
-        description="In Lightning's progress bar: short: the step of the newest durable snapshot; full: also the last "
-        "stall, the interval in steps, megabytes and the age of the newest durable snapshot.",
-    )
-    loggers: Annotated[Literal["on", "off"], one_of("on", "off")] = Field(
-        default="on",
-        description="Whether Lightning's loggers, Accelerate's trackers and the reports of transformers get the "
-        "numbers ckpt/….",
     )

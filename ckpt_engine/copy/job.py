@@ -324,6 +324,7 @@ class WriterConfig:
         linger_seconds: how long it keeps serving that once it is durable.
         ranks: who writes the run together.
         codec: how snapshots are stored at `url`: a codec's name, or `delta`.
+        on: a command or a webhook by event, `timeout` in seconds, and the `folder` in which commands run; see `hooks`.
     """
 
     url: str
@@ -339,6 +340,7 @@ class WriterConfig:
     linger_seconds: float = 0.0
     ranks: RankConfig = ALONE
     codec: str = "raw"
+    on: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

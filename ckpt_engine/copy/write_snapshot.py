@@ -492,5 +492,6 @@ def write_snapshot(
         write_seconds=contents.write_seconds,
         cpu_seconds=time.thread_time() - cpu_before + contents.cpu_seconds,
         time=time.time(),
+        metrics=staged.job.metrics,
     )
     return committed, stored, manifest

@@ -19,7 +19,7 @@ import torch
 
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import change
-from ckpt_engine.config.sections import Status
+from ckpt_engine.config.reporting import Status
 from ckpt_engine.data.private_names import is_dead_worker
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import LeaseHeldError, RanksError, StateError, StorageError, WaitTimeoutError, WriterError
@@ -34,7 +34,7 @@ from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.divergence import Divergence, LossGuard, On
-from ckpt_engine.preempt.stop_plan import Board
+from ckpt_engine.preempt.status_page import StatusPage
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.probe.recorder import NOTE
@@ -94,7 +94,7 @@ class Stopping:
         self._rank = None if engine.ranks is None else engine.ranks.rank
         if losses_of(engine.config) is not None and losses is None:
             log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")
-        self._board = Board(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
+        self._page = StatusPage(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
         self._cadence = cadence
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)
         self._shared = self.halt.shared
@@ -121,7 +121,7 @@ class Stopping:
     @property
     def _threads(self) -> list[Any]:
         """What starts and closes with the run; the last one, where an options file is followed."""
-        return [self.watch, self._board, *filter(None, [self._engine.live])]
+        return [self.watch, self._page, *filter(None, [self._engine.live])]
 
     # ---- at a boundary
 
@@ -378,6 +378,7 @@ class TrainingRun:
         self.stopping = Stopping(
             engine, self.cadence, sinks, log, self.metrics.numbers, ends_with, losses=losses, rollbacks=rollbacks
         )
+        self.metrics.outlook = self.stopping.watch.outlook
         self._lazy = None if self.config.lazy == "off" else lazy
         self._touches = device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
         """Training leaves a core idle, in which the arena is made ready."""

@@ -166,6 +166,11 @@ class Halt(Ending):
         return self._exit
 
     @property
+    def stopped_by(self) -> str | None:
+        """Who has asked this rank, or all of them, to stop."""
+        return None if self.stop is None else self.stop.notice.who
+
+    @property
     def stops(self) -> bool:
         """Whether this rank, or all of them, got a request to stop."""
         return self.stop is not None

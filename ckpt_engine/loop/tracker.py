@@ -217,8 +217,8 @@ class Tracker(LoopProgress):
         self._run.evaluated(seconds)
 
     def numbers(self) -> dict[str, float]:
-        """What snapshots have cost so far, as loggers get it: `ckpt/stall_seconds` and so on. Any thread."""
-        return {f"ckpt/{name}": value for name, value in self._run.metrics.numbers().items()}
+        """How the run stands, as loggers get it: `ckpt/overhead_percent` and so on, see `log.loggers`. Any thread."""
+        return self._run.metrics.logged(self._run.config.log.loggers)
 
     def failed_with(self, error: BaseException | None) -> None:
         """See `FailingRun.end`. Never raises."""

@@ -64,7 +64,8 @@ class SnapshotStaged(Event):
 class SnapshotCommitted(Event):
     """The snapshot is durable on `tier`.
 
-    `latency_seconds` runs from the snapshot instant to durability; `cpu_seconds` is the writer's CPU time for it.
+    `latency_seconds` runs from the snapshot instant to durability; `cpu_seconds` is the writer's CPU time for it;
+    `metrics` are those that it was saved with.
     """
 
     snapshot: str
@@ -76,6 +77,7 @@ class SnapshotCommitted(Event):
     write_seconds: float
     cpu_seconds: float
     time: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

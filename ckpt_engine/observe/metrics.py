@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from ckpt_engine.observe.events import (
     Event,
@@ -17,6 +18,17 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.run_times import RunTimes
 
+SHORT = frozenset(
+    {
+        "overhead_percent",
+        "interval_steps",
+        "age_of_last_durable_seconds",
+        "work_at_risk_seconds",
+        "failed",
+        "goodput_percent",
+    }
+)
+"""What loggers get unless the option `log.loggers` asks for all."""
 _EXACT = {"exact": 1.0, "different": 0.0}
 
 
@@ -50,6 +62,8 @@ class RunMetrics:
         self.snapshot_bytes = 0
         self.durable_step: int | None = None
         """Of the newest durable snapshot."""
+        self.outlook: Callable[[], Mapping[str, Any]] = dict
+        """How the run stands, see `preempt.stop_plan.outlook`. Any thread."""
         self.committed = 0
         self._latency_seconds = 0.0
         self._counted: Counter[str] = Counter()
@@ -87,6 +101,7 @@ class RunMetrics:
         `committed`, `skipped` and `failed` count since the start; `interval_steps` is missing while there is none.
         `resume_exact` is there once the repeated steps were compared: 1 is equal, and 0 is different.
         `replicated`, `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
+        The numbers of the outlook, such as `work_at_risk_seconds`, are missing while they are not known.
         """
         numbers: dict[str, float] = {
             "stall_seconds": self.stall_seconds,
@@ -109,4 +124,14 @@ class RunMetrics:
                 numbers["interval_steps"] = float(interval)
             numbers["overhead_percent"] = 100.0 * self._cadence.overhead_fraction
             numbers["age_of_last_durable_seconds"] = self._cadence.age_of_last_durable()
-        return numbers
+        return numbers | {
+            name: float(value) for name, value in self.outlook().items() if isinstance(value, int | float)
+        }
+
+    def logged(self, loggers: str) -> dict[str, float]:
+        """What a logger gets now, as it names it: `ckpt/failed` and so on. Any thread.
+
+        Args:
+            loggers: the option `log.loggers`; `full`: all numbers, else those of `SHORT`.
+        """
+        return {f"ckpt/{name}": value for name, value in self.numbers().items() if loggers == "full" or name in SHORT}

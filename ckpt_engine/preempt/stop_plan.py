@@ -1,66 +1,25 @@
-"""Decides what of a run becomes durable before its time is over, and shows it to others (the board, Prometheus).
+"""Decides what of a run becomes durable before its time is over.
 
 One writer writes snapshots to the nearest tier one after the other; each further tier copies them from there. So a
 snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written. `plan_stop`
-chooses by that; `Board` shows the `outlook` in a JSON file and on a small web page, on threads of its own.
+chooses by that; `outlook` is how the run stands, for others to see.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import logging
 import math
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
-from ckpt_engine.config.sections import Status
 from ckpt_engine.observe.durability import DurabilityStatus, TierStanding
-from ckpt_engine.observe.events import LOGGER_NAME
 from ckpt_engine.observe.units import duration, size
 
 MARGIN = 1.25
 """Writes may take so many times as long as the measured speed says before a plan is wrong."""
-_COUNTERS = frozenset({"committed", "failed", "replicated", "sent_bytes", "skipped", "written_bytes"})
-"""Numbers that only grow while a process lives."""
-_HELP = {
-    "age_of_last_durable_seconds": "Time since the newest durable snapshot was taken.",
-    "committed": "Snapshots that became durable since the start of the process.",
-    "durable_step": "Step of the newest durable snapshot.",
-    "failed": "Snapshots that did not become durable since the start of the process.",
-    "goodput_percent": "Share of wall time that was training and was not lost, over all attempts.",
-    "idle_percent": "Share of wall time in which ranks waited for each other because of snapshots.",
-    "interval_steps": "Steps between snapshots.",
-    "latency_seconds": "Time from the newest snapshot until it was durable.",
-    "overhead_percent": "What snapshots cost, as a share of the training time without them.",
-    "replicated": "Copies to further tiers since the start of the process.",
-    "resume_exact": "1: the steps that the resume repeated are equal; 0: one is different.",
-    "seconds_to_durable": "Time that a stop would need now.",
-    "sent_bytes": "Bytes sent to further tiers since the start of the process.",
-    "skipped": "Snapshots that were postponed since the start of the process.",
-    "snapshot_bytes": "Size of the newest snapshot.",
-    "snapshots_in_flight": "Snapshots that were taken and are not durable yet.",
-    "stall_seconds": "Time that the newest snapshot has blocked training.",
-    "step": "The last finished training step.",
-    "stopping": "1: somebody has asked the run to stop.",
-    "tier_age_seconds": "Time since the newest snapshot on the tier was taken.",
-    "tier_away": "1: the tier is unreachable.",
-    "tier_bytes_per_second": "Measured rate of writing to the tier.",
-    "tier_newest_step": "Step of the newest snapshot on the tier.",
-    "tiers_away": "Further tiers that are unreachable.",
-    "work_at_risk_seconds": "Training time that a kill now would cost.",
-    "work_at_risk_steps": "Steps that a kill now would cost.",
-    "written_bytes": "Bytes written to the nearest tier since the start of the process.",
-}
-"""What a number means; those of `run_times` are seconds of a part of the run's wall time."""
 
 
 class StopChoice(StrEnum):
@@ -320,164 +279,3 @@ def outlook(
             for tier in standing.tiers
         ],
     }
-
-
-def prometheus(found: Mapping[str, Any], numbers: Mapping[str, float]) -> str:
-    """Everything in Prometheus' text format (version 0.0.4), named `ckpt_...`; what is not known is left out.
-
-    Each row has the nearest tier's URL as its `run`.
-
-    Args:
-        found: the `outlook`.
-        numbers: more of them, as loggers get them.
-    """
-    values = {**numbers, **found, "stopping": found["stopping"] is not None}
-    tiers = values.pop("tiers")
-    lines: list[str] = []
-    run = f'run="{_escaped(tiers[0]["url"])}"'
-    for name, value in values.items():
-        lines += _family(name, [(run, value)])
-    for name in ("newest_step", "age_seconds", "bytes_per_second", "away"):
-        rows = [(f'{run},tier="{_escaped(tier["url"])}"', tier[name]) for tier in tiers]
-        lines += _family(f"tier_{name}", rows)
-    return "\n".join(lines) + "\n"
-
-
-def _family(name: str, rows: list[tuple[str, float | None]]) -> Iterator[str]:
-    known = [(labels, float(value)) for labels, value in rows if value is not None and math.isfinite(value)]
-    full, kind = (f"ckpt_{name}_total", "counter") if name in _COUNTERS else (f"ckpt_{name}", "gauge")
-    if known:
-        yield f"# HELP {full} {_HELP.get(name, f'Wall time of the run, {name}.')}"
-        yield f"# TYPE {full} {kind}"
-        yield from (f"{full}{{{labels}}} {value:.17g}" for labels, value in known)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-_log = logging.getLogger(LOGGER_NAME)
-
-CLIENT_SECONDS = 2.0
-"""How long a client may take; they are served one after the other."""
-_END_SECONDS = 10.0
-
-
-class Board:
-    """Shows how a run stands from `start` to `close`. Neither waits for training, nor does training wait for it.
-
-    The file is replaced in one step and not synced: it is for schedulers on the same machine or file system. What
-    cannot be written or served is said once, and the run goes on.
-
-    Args:
-        options: what to show where.
-        outlook: of the moment; called on threads.
-        numbers: more numbers of the moment, for the page; called on threads.
-    """
-
-    def __init__(
-        self, options: Status, outlook: Callable[[], dict[str, Any]], numbers: Callable[[], Mapping[str, float]]
-    ) -> None:
-        self._options = options
-        self._outlook = outlook
-        self._numbers = numbers
-        self._ending = threading.Event()
-        self._failed = False
-        self._threads: list[threading.Thread] = []
-        self._server: HTTPServer | None = None
-        self._owner = os.getpid()
-
-    def start(self) -> None:
-        """Start what the options ask for."""
-        if self._options.file is not None:
-            self._run(self._write_again_and_again, "ckpt-board-file")
-        if self._options.port is not None:
-            address = (self._options.host, self._options.port)
-            try:
-                self._server = _Server(address, _handler(self.status, self.metrics))
-            except OSError as err:
-                _log.warning("no metrics at %s:%d: %s", *address, err.strerror or err)
-                return
-            self._run(self._server.serve_forever, "ckpt-board-page")
-
-    def close(self) -> None:
-        """Say in the file that the run has ended, and stop serving. Idempotent."""
-        if os.getpid() != self._owner:
-            return
-        self._ending.set()
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(_END_SECONDS)
-
-    def status(self) -> dict[str, Any]:
-        """What the file and `/status` say: the outlook, who says it, when (wall-clock seconds), and if it is over."""
-        return {
-            "time": time.time(),
-            "pid": self._owner,
-            "ended": self._ending.is_set(),
-            **self._outlook(),
-        }
-
-    def metrics(self) -> str:
-        """What `/metrics` says."""
-        return prometheus(self._outlook(), self._numbers())
-
-    def _run(self, target: Callable[[], object], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _write_again_and_again(self) -> None:
-        while not self._ending.is_set():
-            self._write()
-            self._ending.wait(self._options.every)
-        self._write()
-
-    def _write(self) -> None:
-        path = Path(self._options.file or "")
-        temporary = path.with_name(f".{path.name}.{self._owner}")
-        try:
-            if path.exists() and not path.is_file():  # a device would be replaced as well, /dev/null for all processes
-                raise FileExistsError("it is there, and no regular file")
-            temporary.write_text(json.dumps(self.status()) + "\n", encoding="utf-8")
-            temporary.replace(path)
-            self._failed = False
-        except OSError as err:
-            if not self._failed:
-                self._failed = True
-                _log.warning("the status file %s cannot be written: %s", path, err.strerror or err)
-
-
-class _Server(HTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
-        _log.debug("a client of the metrics page failed", exc_info=True)
-
-
-def _handler(status: Callable[[], object], metrics: Callable[[], str]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = CLIENT_SECONDS
-
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self._answer(200, "text/plain; version=0.0.4; charset=utf-8", metrics())
-            elif self.path == "/status":
-                self._answer(200, "application/json", json.dumps(status()) + "\n")
-            else:
-                self._answer(200 if self.path == "/" else 404, "text/plain", "/metrics and /status are here\n")
-
-        def _answer(self, code: int, kind: str, text: str) -> None:
-            body = text.encode()
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a scrape is no news."""
-
-    return Handler

@@ -431,9 +431,7 @@ class Pipeline:
             self._adopt()
         return self._wait(lambda: not self._in_flight, timeout, hurries)
 
-    def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
-    ) -> None:
+    def close(self, timeout: float, *, hurries: Callable[[bool], bool] = never, **how: Any) -> None:
         """Finish what is in flight, stop the writer (see `WriterClient.close`), free the arena.
 
         Raises:
@@ -447,7 +445,7 @@ class Pipeline:
             self._in_flight.ends = True
             if self._writer is not None:
                 left = max(0.0, began + timeout - time.monotonic())
-                self._writer.close(left, failed=failed, keeps=keeps, hurries=hurries)
+                self._writer.close(left, hurries=hurries, **how)
                 self.poll()  # what further tiers had to say until the end
                 self._writer = None
             if (lacking := self._group.lacking()) is not None:

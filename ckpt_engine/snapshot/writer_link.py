@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ckpt_engine.config import Config
@@ -426,4 +427,5 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
         memory=memory,
         linger_seconds=config.linger,
         codec=nearest.codec,
+        on={**config.on.model_dump(exclude_none=True), "folder": str(Path.cwd())} if config.on.model_fields_set else {},
     )

@@ -138,8 +138,8 @@ class WriterClient(abc.ABC):
                     self._closing = self._answered = True
                     self._refused = ErrorRecord(body["code"], body["message"], body["hint"]).exception()
                 case messages.CLOSED:
-                    if body["unfinished"]:
-                        left = f"not everything is on {'; nor on '.join(body['unfinished'])}; {self._takes_care}"
+                    if body["left"]:
+                        left = f"{body['left']}; {self._care_of(body)}"
                         self.news.append(Notice("INFO" if body["said"] else "WARNING", left))
                         self._goes_on = True
                         self._closed.set()
@@ -217,15 +217,19 @@ class WriterClient(abc.ABC):
     def _copies_remain(self, body: Body) -> None:
         """Take a `copying`, on the thread that hears it."""
         self._only_copies = True
-        if not body["lack"]:
+        if not body["waits"]:
             return
         self._said_copies = True
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
         line = (
-            f"waiting for the last copies to {' and '.join(body['lack'])}, up to {wait} (wait_at_end) or until Ctrl-C; "
-            f"what is missing then: {self._takes_care}"
+            f"waiting for {body['waits']}, up to {wait} (wait_at_end) or until Ctrl-C; "
+            f"what is missing then: {self._care_of(body)}"
         )
         announce(logging.getLogger(LOGGER_NAME), line)
+
+    def _care_of(self, body: Body) -> str:
+        """Who does what the trainer does not wait for: the next run copies as well, and runs no hooks of this one."""
+        return self._takes_care if body["copies"] else f"{self._who} continues it"
 
     @property
     @abc.abstractmethod
@@ -236,7 +240,13 @@ class WriterClient(abc.ABC):
         """
 
     def close(
-        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[bool], bool] = never
+        self,
+        timeout: float,
+        *,
+        why: str | None = None,
+        failed: bool = False,
+        keeps: bool = False,
+        hurries: Callable[[bool], bool] = never,
     ) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
@@ -246,6 +256,7 @@ class WriterClient(abc.ABC):
         works with a dead writer.
 
         Args:
+            why: training ends with it, for `on`; empty if there is nothing to say. None: it does not end here.
             failed: training has ended because of an error.
             keeps: what is in memory only stays there, for the process that restarts it.
             hurries: asked again and again: whether to wait no more; True: for what further tiers still lack.
@@ -253,7 +264,7 @@ class WriterClient(abc.ABC):
         if self._foreign:
             return True
         self._closing, began = True, time.monotonic()
-        self._finish(failed=failed, keeps=keeps)
+        self._finish(why, failed=failed, keeps=keeps)
         closed = self._wait_for_the_end(timeout, hurries)
         if not closed or self._goes_on:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
@@ -262,7 +273,7 @@ class WriterClient(abc.ABC):
         return closed
 
     @abc.abstractmethod
-    def _finish(self, *, failed: bool, keeps: bool) -> None:
+    def _finish(self, why: str | None, *, failed: bool, keeps: bool) -> None:
         """Tell the writer that the trainer ends, see `close`."""
 
     @abc.abstractmethod

@@ -18,6 +18,7 @@ from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer.hooks import Hooks
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDecoder, StagedJob
 from ckpt_engine.writer.messages import Body
 from ckpt_engine.writer.persister import Emit, Persister
@@ -70,7 +71,8 @@ class JobQueue:
     ) -> None:
         self._memory = config.memory
         self.ranks = config.ranks
-        self._emit = emit
+        self._hooks = Hooks(config, emit)
+        self._emit = emit = self._hooks.emit
         self._on_exit = on_exit
         self._on_open = on_open
         self._ids = Ids()
@@ -168,12 +170,14 @@ class JobQueue:
                 self._changed.notify()
             return newest.job.step
 
-    def finish(self, *, failed: bool = False) -> None:
+    def finish(self, *, failed: bool = False, why: str | None = None) -> None:
         """Exit after what is queued, and after what is in memory has become durable.
 
         Args:
             failed: the trainer ends because of an error.
+            why: see `Hooks.why`.
         """
+        self._hooks.why = why
         self._persister.ending = FAILED if failed else CLOSED
         self._persister.finish()
         with self._changed:
@@ -195,7 +199,7 @@ class JobQueue:
         knows = ranks.rank == 0 and not ranks.places
         return newest is not None and not (newest.durable and knows)
 
-    def abandon(self, ending: str) -> None:
+    def abandon(self, ending: str, why: str | None = None) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
 
         With memory that is the job at hand and the newest one; else all of them.
@@ -203,7 +207,9 @@ class JobQueue:
         Args:
             ending: how, one of `events.ENDS`. If it has said so (not `GONE`), nothing is kept where its newest share
                 is written, and then committed.
+            why: see `Hooks.why`.
         """
+        self._hooks.why = why
         self._persister.ending = ending
         with self._changed:
             newest = self.held.newest
@@ -234,6 +240,7 @@ class JobQueue:
             self._drop(lambda _: True)
             self._finishing = self._hurried = True
             self._changed.notify()
+            self._hooks.stopping.set()
             nothing_to_rescue = not self._memory or self.rescued_at is not None
         if nothing_to_rescue:
             self._persister.stop_draining()
@@ -261,6 +268,7 @@ class JobQueue:
             self._let_go()  # further tiers may take long yet, and need no memory
             try:
                 self._persister.close()
+                self._hooks.finish(self._persister.ending if self.opened else None)
                 if broken is None:
                     self._persister.drain()
             except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone

@@ -56,8 +56,8 @@ class ThreadWriter(WriterClient):
             raise
         return client
 
-    def _finish(self, *, failed: bool, keeps: bool) -> None:  # noqa: ARG002 - it ends with the trainer
-        self._queue.finish(failed=failed)
+    def _finish(self, why: str | None, *, failed: bool, keeps: bool) -> None:  # noqa: ARG002 - it ends with the trainer
+        self._queue.finish(failed=failed, why=why)
 
     @property
     def flushed(self) -> bool:
@@ -136,9 +136,9 @@ class ProcessWriter(WriterClient):
             self._channel.wake()
         return closed
 
-    def _finish(self, *, failed: bool, keeps: bool) -> None:
+    def _finish(self, why: str | None, *, failed: bool, keeps: bool) -> None:
         self._leaving = keeps
-        self._channel.send({"kind": messages.LEAVE if keeps else messages.CLOSE, "failed": failed})
+        self._channel.send({"kind": messages.LEAVE if keeps else messages.CLOSE, "failed": failed, "why": why})
 
     @property
     def flushed(self) -> bool:

@@ -12,8 +12,8 @@ To the writer, in this order:
 | `rows`     | `name`, `about`, one file descriptor      | where the trainer records its steps, see `rows.Ring` |
 | `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
 | `partner`  | `addresses`, `keepers`, `senders`, `moved` | the writers of other machines, see `peers.Peers.meet` |
-| `close`    |                                           | finish everything, then exit |
-| `leave`    |                                           | the same, but for ranks that failed: see `process` |
+| `close`    | `failed`, `why`                           | finish everything, then exit |
+| `leave`    | `failed`, `why`                           | the same, but for ranks that failed: see `process` |
 
 To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq` and `history`
 (see `job.History`), or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
@@ -21,10 +21,10 @@ events of the retention that follows. Jobs are done in the order they were sent.
 a call that hangs keeps its slot: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
 `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
-time, and after `close` perhaps `copying`, as soon as only further tiers want something, and again, with the tiers that
-`lack` something as texts and how many `seconds` they are waited for, if that takes long; then one `closed` with the
-`unfinished` tiers, each a text, as soon as nothing is left to wait for: the writer then continues alone. It is `said`
-where they are no others than those of `copying`, and nothing is wrong with them.
+time, and after `close` perhaps `copying`, as soon as only further tiers or hooks want something, and again, with the
+text of what it `waits` for and how many `seconds`, if that takes long; then one `closed` with the text of what is
+`left`, as soon as nothing is left to wait for: the writer then continues alone. It is `said` where that is no more than
+what `copying` says, and nothing is wrong with it; `copies` are for the next run as well.
 
 With replication or parity `started` has a `port`, and rank 0 learns by `mirrored` which `snapshot` all keepers have.
 

@@ -489,12 +489,14 @@ class Persister:
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         said = all(one.url in self._waited_for and one.why is None for one in unfinished)
-        self._emit({"kind": messages.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
+        left = f"not everything is on {'; nor on '.join(one.text() for one in unfinished)}" if unfinished else ""
+        self._emit({"kind": messages.CLOSED, "left": left, "said": said, "copies": True})
 
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
-        lack, seconds = [one.amount() for one in late], self._config.end_wait_seconds
+        waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
         self._waited_for |= {one.url for one in late}
-        self._emit({"kind": messages.COPYING, "lack": lack, "seconds": seconds})
+        seconds = self._config.end_wait_seconds
+        self._emit({"kind": messages.COPYING, "waits": waits, "seconds": seconds, "copies": True})
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))

@@ -44,6 +44,9 @@ _CLOSED_SECONDS = 20.0
 _CATCH_UP_SECONDS = 10.0
 """Less than what a tier may take without a sign of progress: it is waited for in the tier's lane."""
 
+_early: list[int] = []
+"""The signals that came while the trainer lived: they were for the whole job."""
+
 EXIT_OK = 0
 EXIT_BROKEN = 1
 EXIT_DEADLINE = 3
@@ -155,17 +158,17 @@ class Serving:
         elif self._queue is None:
             raise WriterError(f"the trainer sent {kind!r} before {messages.START!r}")
         elif kind == messages.LEAVE and self._queue.opened and self._queue.may_lose:
-            self._leave(self._queue, failed=item.body["failed"])
+            self._leave(self._queue, item.body)
         elif kind in (messages.CLOSE, messages.LEAVE):
             self._closing = True
-            self._queue.finish(failed=item.body["failed"])
+            self._queue.finish(failed=item.body["failed"], why=item.body["why"])
         else:
             self._queue.put(item.body, item.fds)
 
-    def _leave(self, queue: JobQueue, *, failed: bool) -> None:
+    def _leave(self, queue: JobQueue, body: Body) -> None:
         """The trainer ends, and does not touch its memory any more: everything but its end is as if it died."""
         self._left = True
-        queue.abandon(FAILED if failed else CLOSED)
+        queue.abandon(FAILED if body["failed"] else CLOSED, body["why"])
         self._handlers.leave(serves=True)
         self._poke()
 
@@ -260,10 +263,10 @@ class Serving:
             os.eventfd_write(self._end_fd, 1)
 
         if signal.SIGTERM in signal.sigpending():
-            signal.sigwait([signal.SIGTERM])
-            self._stopped = True
+            _early.append(signal.sigwait([signal.SIGTERM]))
         signal.signal(signal.SIGTERM, stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        self._stopped = self._stopped or bool(_early)
 
     def _lingering(self, queue: JobQueue) -> float | None:
         """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
@@ -287,6 +290,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
+    signal.signal(signal.SIGTERM, lambda number, _: _early.append(number))  # the threads of hooks do not block it
     return Serving(socket.socket(fileno=int(arguments[0]))).run()
 
 

@@ -28,7 +28,7 @@ def measure_block(args: argparse.Namespace, data: pl.LightningDataModule, *, sav
     callbacks: list[pl.Callback] = [timer]
     folder = args.out / "snapshots"
     if saving:
-        callbacks.append(AdaptiveCheckpoint(args.ckpt, tiers=str(folder)))
+        callbacks.append(AdaptiveCheckpoint(args.ckpt, tiers=str(folder), log={"loggers": "full"}))
     steps = WARM_UP_STEPS + args.steps
     trainer = make_trainer(steps, callbacks, numbers)
     trainer.fit(ByteTransformer(steps, args.width), data, ckpt_path="auto" if saving else None)

@@ -242,7 +242,7 @@ def test_a_finished_run_that_is_started_again_ends_as_it_had(tmp_path: Path) -> 
     assert again.digest == first.digest
 
 
-@pytest.mark.parametrize("loggers", ["on", "off"])
+@pytest.mark.parametrize("loggers", ["on", "full", "off"])
 def test_reports_get_our_numbers(loggers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reports to a service gets them with the trainer's; the trainer's own history does not."""
 
@@ -256,6 +256,7 @@ def test_reports_get_our_numbers(loggers: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "report", Report)
     options = {**every_boundary(tmp_path / "run"), "log": {"loggers": loggers}}
     train_hf({"report_to": ["report"], "logging_steps": 2}, options, tmp_path / "out")
-    ours, others = ([step for step, logs in Report.got if ("ckpt/committed" in logs) is one] for one in (True, False))
+    ours, others = ([step for step, logs in Report.got if ("ckpt/failed" in logs) is one] for one in (True, False))
     assert len(others) > 3
-    assert ours == (others if loggers == "on" else [])
+    assert ours == (others if loggers != "off" else [])
+    assert any("ckpt/committed" in logs for _, logs in Report.got) == (loggers == "full")

@@ -79,6 +79,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "preemption",
         "status",
         "log",
+        "on",
         "guard",
         "rollback",
         "resume",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from ckpt_engine import config
-from ckpt_engine.config import Config, sections
+from ckpt_engine.config import Config, reporting, sections
 from ckpt_engine.config.models import Tier
 from tests.support.curves import need
 
@@ -26,8 +26,9 @@ SECTIONS = {
     config.BestOptions: sections.Best,
     config.PreemptionOptions: sections.Preemption,
     config.SourceOptions: sections.Source,
-    config.StatusOptions: sections.Status,
-    config.LogOptions: sections.Log,
+    config.StatusOptions: reporting.Status,
+    config.LogOptions: reporting.Log,
+    config.OnOptions: reporting.On,
     config.RollbackOptions: sections.Rollback,
 }
 

@@ -74,7 +74,7 @@ VALUES = {
     "slots: 1000": "at most 64",
     "lazy: never": "'auto' or 'on' or 'off'",
     "log: off": "a mapping",
-    "log: {loggers: none}": "'on' or 'off'",
+    "log: {loggers: none}": "'on' or 'full' or 'off'",
     "status: 8080": "a mapping",
     "status: {port: 99999}": "at most 65535",
     "preemption: SIGTERM": "a mapping",

@@ -233,7 +233,7 @@ def test_several_problems_are_listed_one_per_line_with_file_and_line(tmp_path: P
         ("tiers: /d\n1: x\n", "line 2: 1: a key must be a text, not the int 1"),
         ("", "tiers: missing"),
         ("# nothing\n", "tiers: missing"),
-        ("on: x\ntiers: /d\n", "line 1: on: unknown key"),
+        ("on: x\ntiers: /d\n", "line 1: on: must be a mapping with keys among failure, stop, durable, timeout"),
     ],
 )
 def test_broken_files(tmp_path: Path, text: str, expected: str) -> None:

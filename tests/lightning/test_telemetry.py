@@ -22,32 +22,51 @@ class ReadsBar(Callback):
         self.shown.append(dict(trainer.progress_bar_metrics))
 
 
-def test_loggers_get_stall_interval_bytes_and_age(tmp_path: Path) -> None:
+SIX = {
+    "ckpt/overhead_percent",
+    "ckpt/interval_steps",
+    "ckpt/age_of_last_durable_seconds",
+    "ckpt/work_at_risk_seconds",
+    "ckpt/failed",
+    "ckpt/goodput_percent",
+}
+
+
+def test_loggers_get_six_numbers(tmp_path: Path) -> None:
     """On the trainer's own step axis, as often as the trainer logs."""
     outcome = fit(Case(trainer={"log_every_n_steps": 3}), every_batch(tmp_path))
+    assert [step for step, _ in outcome.logger.ours] == [2, 5, 8, 11, 14, 17]
+    last = outcome.logger.ours[-1][1]
+    assert last.keys() == SIX
+    assert last["ckpt/interval_steps"] == 1
+    assert last["ckpt/failed"] == 0
+    assert last["ckpt/work_at_risk_seconds"] >= 0.0
+    assert 0.0 <= last["ckpt/goodput_percent"] <= 100.0
+
+
+def test_loggers_get_all_numbers_if_the_options_ask(tmp_path: Path) -> None:
+    """With `log: {loggers: full}`, as often as the six."""
+    outcome = fit(Case(trainer={"log_every_n_steps": 3}), every_batch(tmp_path, log={"loggers": "full"}))
     steps = [step for step, _ in outcome.logger.ours]
     assert steps == [2, 5, 8, 11, 14, 17]
     last = outcome.logger.ours[-1][1]
-    assert last.keys() == {
+    assert last.keys() == SIX | {
+        "ckpt/step",
+        "ckpt/durable_step",
+        "ckpt/work_at_risk_steps",
+        "ckpt/seconds_to_durable",
+        "ckpt/snapshots_in_flight",
         "ckpt/stall_seconds",
         "ckpt/latency_seconds",
         "ckpt/snapshot_bytes",
         "ckpt/written_bytes",
         "ckpt/committed",
         "ckpt/skipped",
-        "ckpt/failed",
-        "ckpt/interval_steps",
-        "ckpt/overhead_percent",
-        "ckpt/goodput_percent",
         "ckpt/idle_percent",
         *(f"ckpt/run_{name}_seconds" for name in (*RunSpent().parts, "slowdown_error")),
-        "ckpt/age_of_last_durable_seconds",
     }
-    assert last["ckpt/interval_steps"] == 1
     assert last["ckpt/committed"] >= 10
     assert last["ckpt/snapshot_bytes"] > 1000
-    assert last["ckpt/failed"] == 0
-    assert 0.0 <= last["ckpt/goodput_percent"] <= 100.0
     assert last["ckpt/run_stall_seconds"] > 0.0
     assert last["ckpt/idle_percent"] == 0.0  # it is alone
 

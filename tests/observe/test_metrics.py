@@ -74,3 +74,27 @@ def test_tiers_are_counted_once_one_was_heard_of() -> None:
     assert (numbers["replicated"], numbers["sent_bytes"], numbers["tiers_away"]) == (1.0, 100.0, 2.0)
     metrics.emit(TierRecovered("/nfs", 5.0))
     assert metrics.numbers()["tiers_away"] == 1.0
+
+
+def test_a_logger_gets_six_numbers_or_all() -> None:
+    """What the option `log.loggers` says; a number that is not known is left out of both."""
+    metrics = RunMetrics(Reading())
+    metrics.outlook = lambda: {
+        "work_at_risk_seconds": 3,
+        "seconds_to_durable": None,
+        "stopping": "SIGTERM",
+        "tiers": [],
+    }
+    short, full = metrics.logged("on"), metrics.logged("full")
+    assert short == {
+        "ckpt/overhead_percent": 0.75,
+        "ckpt/interval_steps": 38.0,
+        "ckpt/age_of_last_durable_seconds": 12.5,
+        "ckpt/work_at_risk_seconds": 3.0,
+        "ckpt/failed": 0.0,
+    }
+    assert full == {f"ckpt/{name}": value for name, value in metrics.numbers().items()}
+    assert set(full) - set(short) == {
+        f"ckpt/{name}"
+        for name in ("stall_seconds", "snapshot_bytes", "latency_seconds", "written_bytes", "committed", "skipped")
+    }

@@ -92,6 +92,7 @@ def train(root: Path, job: Job, until: int, **options: Any) -> Mapping[str, Any]
     """One process that ends after this step; its resume report, or nothing if it began."""
     (root / FILE_NAME).unlink(missing_ok=True)
     given = {"every_n_steps": SNAPSHOT, "at_end": False, "writer": "thread", "keep": {"last": 99}, **options}
+    given.setdefault("log", {"loggers": "full"})
     with Checkpointer(None if "tiers" in given else root, **given) as ckpt:
         run = ckpt.track(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, loader=job.loader)
         while run.global_step < until:

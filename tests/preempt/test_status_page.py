@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from ckpt_engine.config.sections import Status
+from ckpt_engine.config.reporting import Status
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop.boundary import Stopping
 from ckpt_engine.loop.rank_decisions import cadence_of
@@ -27,7 +29,8 @@ from ckpt_engine.observe.durability import DurabilityStatus, PendingCommit, Tier
 from ckpt_engine.observe.events import FanOutSink, TierDegraded
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.observe.run_times import RunTimes
-from ckpt_engine.preempt.stop_plan import Board, PendingSnapshot, StopFacts, outlook, prometheus
+from ckpt_engine.preempt.status_page import StatusPage, prometheus, readings
+from ckpt_engine.preempt.stop_plan import PendingSnapshot, StopFacts, outlook
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
 from tests.ranks.launch import free_port
@@ -85,15 +88,19 @@ LINE = re.compile(
 )
 
 
+def page_of(found: dict[str, Any], **numbers: float) -> str:
+    return prometheus(readings(found, numbers)).decode()
+
+
 def test_the_page_for_prometheus_is_well_formed() -> None:
     """One HELP and one TYPE line ahead of each name, labels escaped, nothing that is not known."""
-    text = prometheus(seen(stopping="SIGTERM"), {"overhead_percent": 0.5, "odd": float("nan"), "committed": 3.0})
+    text = page_of(seen(stopping="SIGTERM"), overhead_percent=0.5, idle_percent=float("nan"), committed=3.0)
     lines = text.splitlines()
     assert all(LINE.fullmatch(line) for line in lines), text
-    assert 'ckpt_work_at_risk_seconds{run="/run"} 60' in lines
-    assert 'ckpt_stopping{run="/run"} 1' in lines and 'ckpt_overhead_percent{run="/run"} 0.5' in lines
-    assert 'ckpt_tier_away{run="/run",tier="s3://b/\\"r\\""} 1' in lines
-    assert "ckpt_odd" not in text and 'bytes_per_second{tier="s3' not in text
+    assert 'ckpt_work_at_risk_seconds{run="/run"} 60.0' in lines
+    assert 'ckpt_stopping{run="/run"} 1.0' in lines and 'ckpt_overhead_percent{run="/run"} 0.5' in lines
+    assert 'ckpt_tier_away{run="/run",tier="s3://b/\\"r\\""} 1.0' in lines
+    assert "ckpt_idle" not in text and 'bytes_per_second{tier="s3' not in text
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(set(typed)) == len(typed)
     assert [line.split()[2] for line in lines if line.startswith("# HELP")] == typed
@@ -102,17 +109,20 @@ def test_the_page_for_prometheus_is_well_formed() -> None:
 @pytest.mark.parametrize("name", ["committed", "failed", "skipped", "written_bytes", "replicated", "sent_bytes"])
 def test_what_only_grows_is_a_counter(name: str) -> None:
     """By the rules of Prometheus its name ends with _total; all else is a gauge."""
-    text = prometheus(seen(), {name: 7.0, "stall_seconds": 1.0})
+    text = page_of(seen(), **{name: 7.0, "stall_seconds": 1.0})
     assert f"# TYPE ckpt_{name}_total counter\nckpt_{name}_total{{run=" in text
     assert text.count(" counter") == 1
     assert "# TYPE ckpt_stall_seconds gauge" in text
 
 
 def test_each_number_of_a_run_has_a_meaning() -> None:
-    """Those of the loggers, and those of the outlook."""
+    """Those of the loggers, and those of the outlook: none is left out."""
     metrics = RunMetrics(times=RunTimes(SystemClock()))
+    metrics.outlook = seen
     metrics.emit(TierDegraded("s3://b/r", "CKPT300", "away"))
-    for line in prometheus(seen(), metrics.numbers()).splitlines():
+    rows, numbers = readings(seen(), metrics.numbers()), metrics.numbers()
+    assert numbers.keys() <= {row.name for row in rows} | {"durable_step"}
+    for line in prometheus(rows).decode().splitlines():
         if line.startswith("# HELP"):
             assert ("Wall time of the run" in line) == ("ckpt_run_" in line), line
 
@@ -120,16 +130,16 @@ def test_each_number_of_a_run_has_a_meaning() -> None:
 @pytest.fixture(autouse=True)
 def slow_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours may take its time."""
-    monkeypatch.setattr("ckpt_engine.preempt.stop_plan.CLIENT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("ckpt_engine.preempt.status_page.CLIENT_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture
-def board() -> Iterator[Callable[..., Board]]:
+def board() -> Iterator[Callable[..., StatusPage]]:
     """Makes boards that end with the test."""
-    made: list[Board] = []
+    made: list[StatusPage] = []
 
-    def make(**options: Any) -> Board:
-        made.append(Board(Status(**options), seen, lambda: {"overhead_percent": 0.5}))
+    def make(**options: Any) -> StatusPage:
+        made.append(StatusPage(Status(**options), seen, lambda: {"overhead_percent": 0.5}))
         made[-1].start()
         return made[-1]
 
@@ -153,7 +163,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_the_file_is_replaced_again_and_again_and_says_when_it_is_over(
-    board: Callable[..., Board], tmp_path: Path
+    board: Callable[..., StatusPage], tmp_path: Path
 ) -> None:
     """Readers see whole JSON; no temporary file stays."""
     path = tmp_path / "status.json"
@@ -168,7 +178,7 @@ def test_the_file_is_replaced_again_and_again_and_says_when_it_is_over(
 
 
 def test_a_file_that_cannot_be_written_is_said_once(
-    board: Callable[..., Board], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    board: Callable[..., StatusPage], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log says it once, and the file is written as soon as possible."""
     path = tmp_path / "later" / "status.json"
@@ -180,7 +190,7 @@ def test_a_file_that_cannot_be_written_is_said_once(
 
 
 def test_a_device_is_not_replaced(
-    board: Callable[..., Board], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    board: Callable[..., StatusPage], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run as root that shows itself at /dev/null would take it from the whole machine."""
     path = tmp_path / "null"
@@ -190,13 +200,15 @@ def test_a_device_is_not_replaced(
     assert "cannot be written: it is there, and no regular file" in caplog.text
 
 
-def test_the_page_is_served_to_this_machine(board: Callable[..., Board]) -> None:
+def test_the_page_is_served_to_this_machine(board: Callable[..., StatusPage]) -> None:
     """The page has metrics and status and nothing else, on the loopback address unless the options say otherwise."""
     port = free_port()
     shown = board(port=port)
-    assert 'ckpt_work_at_risk_seconds{run="/run"} 60\n' in get(port, "/metrics")
+    assert 'ckpt_work_at_risk_seconds{run="/run"} 60.0\n' in get(port, "/metrics")
     assert json.loads(get(port, "/status"))["durable_step"] == 90
-    assert get(port, "/") == "/metrics and /status are here\n"
+    page = get(port, "/")
+    assert 'href="/metrics"' in page and "<td>work_at_risk_seconds<td>/run<td>60<td>Training time that a kill" in page
+    assert "s3://b/&quot;r&quot;" in page
     with pytest.raises(urllib.error.HTTPError):
         get(port, "/x")
     shown.close()
@@ -204,18 +216,45 @@ def test_the_page_is_served_to_this_machine(board: Callable[..., Board]) -> None
         get(port, "/metrics")
 
 
+def test_without_its_package_the_page_for_prometheus_is_missing_and_that_is_said(
+    board: Callable[..., StatusPage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first line names the extra; /status, which needs none, is served."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setattr("ckpt_engine.preempt.status_page.find_spec", lambda name: None)
+    port = free_port()
+    board(port=port)
+    said = (
+        f"no /metrics at 127.0.0.1:{port}: prometheus_client is not installed → pip install 'ckpt-engine[prometheus]'"
+    )
+    assert [record.getMessage() for record in caplog.records] == [said]
+    assert json.loads(get(port, "/status"))["durable_step"] == 90
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(port, "/metrics")
+
+
+def test_the_registry_of_the_program_is_left_alone(board: Callable[..., StatusPage]) -> None:
+    """Its own page has its own numbers only, and ours has none of them."""
+    before = {metric.name for metric in prometheus_client.REGISTRY.collect()}
+    port = free_port()
+    board(port=port)
+    page = get(port, "/metrics")
+    assert {metric.name for metric in prometheus_client.REGISTRY.collect()} == before
+    assert all(line.startswith(("# ", "ckpt_")) for line in page.splitlines())
+
+
 def test_a_client_that_says_nothing_does_not_keep_others_out(
-    board: Callable[..., Board], monkeypatch: pytest.MonkeyPatch
+    board: Callable[..., StatusPage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is left after two seconds."""
     monkeypatch.undo()
     port = free_port()
     board(port=port)
     with socket.create_connection(("127.0.0.1", port)):
-        assert 'ckpt_step{run="/run"} 97\n' in get(port, "/metrics")
+        assert 'ckpt_step{run="/run"} 97.0\n' in get(port, "/metrics")
 
 
-def test_a_port_that_is_taken_is_said(board: Callable[..., Board], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_port_that_is_taken_is_said(board: Callable[..., StatusPage], caplog: pytest.LogCaptureFixture) -> None:
     """Training goes on without the page."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -248,8 +287,8 @@ def test_a_run_shows_how_it_stands(tmp_path: Path) -> None:
     )
     fit(Case(), [ckpt, Look()])
     step, durable, page = pages[0]
-    assert f'ckpt_step{{run="{tmp_path}/run"}} {step}\n' in page
-    assert f'ckpt_durable_step{{run="{tmp_path}/run"}} {durable}\n' in page
+    assert f'ckpt_step{{run="{tmp_path}/run"}} {step}.0\n' in page
+    assert f'ckpt_durable_step{{run="{tmp_path}/run"}} {durable}.0\n' in page
     assert "ckpt_committed_total{" in page
     ended = json.loads(file.read_text())
     assert (ended["ended"], ended["durable_step"], ended["work_at_risk_steps"]) == (True, 18, 0)

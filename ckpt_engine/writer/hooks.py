@@ -1,0 +1,176 @@
+"""Runs the commands and webhooks of the option `on`, beside what the writer does.
+
+Each of them has a thread, which takes what has happened in order. None is waited for but at the end of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event as Flag
+from typing import Any
+
+from ckpt_engine.copy.job import WriterConfig
+from ckpt_engine.errors import HookError
+from ckpt_engine.observe.events import (
+    CLOSED,
+    FAILED,
+    GONE,
+    Event,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    TierDegraded,
+    from_json,
+    line,
+    said_if_slow,
+)
+from ckpt_engine.observe.units import duration, place
+from ckpt_engine.store.storage.redaction import redacted, secrets_of
+from ckpt_engine.writer import channel, messages
+from ckpt_engine.writer.messages import Body
+
+FAILURE, STOP, DURABLE = "failure", "stop", "durable"
+_ENDS = {
+    CLOSED: (STOP, "training has ended"),
+    FAILED: (FAILURE, "training has failed"),
+    GONE: (FAILURE, "the training process was killed, or has crashed"),
+}
+_LOOK_SECONDS = 0.05
+_TAIL_BYTES = 4096
+
+
+class Hooks:
+    """A tap on what the writer says to the trainer. Only the writer of rank 0 has any hooks.
+
+    A failure is reported once for each reason until a snapshot is durable again.
+
+    Args:
+        config: of the writer.
+        emit: takes the messages to the trainer.
+
+    Attributes:
+        why: the trainer ends the run, for this reason; empty: there is none. None: it has not said that it ends.
+        stopping: set when nothing is to be waited for any more.
+    """
+
+    def __init__(self, config: WriterConfig, emit: Callable[[Body], object]) -> None:
+        self._config, self._to_trainer = config, emit
+        names = [name for name in (FAILURE, STOP, DURABLE) if name in config.on and config.ranks.rank == 0]
+        # What a command inherits: the writer blocks SIGTERM.
+        unblock = (signal.pthread_sigmask, (signal.SIG_UNBLOCK, [signal.SIGTERM]))
+        self._threads = {name: ThreadPoolExecutor(1, f"ckpt-on-{name}", *unblock) for name in names}
+        self._calls: list[Future[None]] = []
+        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
+        self._failing = ""
+        self._broken: set[str] = set()
+        self.why: str | None = None
+        self.stopping = Flag()
+
+    def emit(self, body: Body) -> object:
+        """Pass a message on to the trainer, and note what has happened. Any thread."""
+        if self._threads and body["kind"] == messages.EVENT:
+            self._take(from_json(body["event"]))
+        return self._to_trainer(body)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, SnapshotCommitted):
+            metrics = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
+            self._newest = {"snapshot": f"{place(event.tier)}#{event.snapshot}", "step": event.step, "metrics": metrics}
+            self._failing = ""
+            self._begin(DURABLE, line(event))
+        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._failing:
+            self._failing = event.code
+            self._begin(FAILURE, line(event), event.code)
+
+    def _begin(self, name: str, message: str, code: str = "") -> None:
+        if name in self._threads:
+            about = {"event": name, "message": message, "code": code, "run": place(self._config.url), **self._newest}
+            waiting = [call for call in self._calls if not call.done()]
+            self._calls = [*waiting, self._threads[name].submit(self._call, name, about)]
+
+    def _call(self, name: str, about: Mapping[str, Any]) -> None:
+        hook = self._config.on[name]
+        call = post if isinstance(hook, str) and hook.startswith(("http://", "https://")) else run
+        try:
+            call(hook, about, self._config.on)
+            self._broken.discard(name)
+        except Exception as err:  # noqa: BLE001 - whatever it is: the next one gets its own chance
+            secrets = [text for one in (self._config, *self._config.tiers) for text in secrets_of(one.storage_options)]
+            error = HookError(f"on.{name} failed, training continues: {redacted(str(err), secrets)}")
+            if name not in self._broken:
+                self._to_trainer(channel.event(Notice("WARNING", str(error))))
+            self._broken.add(name)
+
+    def finish(self, ending: str | None) -> None:
+        """Note how the run ends, and wait until everything has run, first with the trainer and then without it.
+
+        Args:
+            ending: one of `events.ENDS`; None: the run does not end.
+        """
+        if ending == GONE or (ending is not None and self.why is not None):
+            name, message = _ENDS[ending]
+            self._begin(name, f"{message}: {self.why}" if self.why else message)
+        names, wait = " and ".join(f"on.{name}" for name in self._threads), self._config.end_wait_seconds
+        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": wait, "copies": False}
+        if self._calls:
+            self._to_trainer({**copying, "waits": ""})  # everything is durable
+        with said_if_slow(lambda: self._to_trainer(copying) and None):
+            have_run = self._have_run(wait)
+        if not have_run:
+            closed = {"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False}
+            self._to_trainer(closed)
+            self._have_run(self._config.drain_seconds)
+
+    def _have_run(self, seconds: float) -> bool:
+        """Whether everything has run, or does so within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not (all(call.done() for call in self._calls) or self.stopping.wait(_LOOK_SECONDS)):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+
+def post(url: str, about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Send it as JSON; `text` is what chat services show."""
+    headers = {"Content-Type": "application/json", "User-Agent": "ckpt-engine"}
+    request = urllib.request.Request(url, json.dumps({**about, "text": about["message"]}).encode(), headers)
+    urllib.request.urlopen(request, timeout=options["timeout"]).close()
+
+
+def run(command: str | Sequence[str], about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Run it where the trainer was started, with `about` in its environment; a text is for a shell.
+
+    Raises:
+        OSError: it cannot be run, or does not end with status 0 in time; with the last line that it has written.
+    """
+    known = {f"CKPT_{key.upper()}": text if isinstance(text, str) else json.dumps(text) for key, text in about.items()}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            shell=isinstance(command, str),
+            cwd=options["folder"],
+            env={**os.environ, **known},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(options["timeout"])
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise TimeoutError(f"it was stopped after {duration(options['timeout'])}") from None
+        if status:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            last = output.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise ChildProcessError(f"it ended with status {status}{': ' if last else ''}{last}")

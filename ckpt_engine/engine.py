@@ -39,6 +39,7 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     WriterLost,
     announce,
+    is_failure,
 )
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.observe.run_times import times_of
@@ -573,7 +574,7 @@ class Engine:
         keeps = failed and self.memory and self._session is not None
         try:
             left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
-            failed = failed and not self.ending.stops
+            failed = failed and not self.ending.stops and is_failure(sys.exception())
             self._pipeline.close(left, failed=failed, keeps=keeps, hurries=self.ending.hurries)
         except WaitTimeoutError as err:
             if self.ending.tells and not self.ending.stops:

@@ -35,6 +35,17 @@ TELL_SECONDS = 3.0
 """A longer wait is said."""
 
 
+def is_failure(error: BaseException | None) -> bool:
+    """Whether a training that ends with this exception has failed.
+
+    `sys.exit(0)`, by which Ray Tune stops a trial, and Optuna's `TrialPruned` end it as they were asked to.
+    """
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(error).__mro__}
+    return "optuna.exceptions.TrialPruned" not in kinds
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Base of all events; `name` identifies the kind on the wire and in logs: that of the class, in small letters."""

@@ -592,8 +592,8 @@ class Engine:
         if loss is None or self._fatal:
             self._surface()
         self.ending.ended()
-        ends_otherwise = failed or sys.exception() is not None  # the user must see that exception, not this one
-        if loss is not None and (ends_otherwise or self.config.on_error == "warn"):
+        # Where an exception is on its way the user must see that one.
+        if loss is not None and (failed or sys.exception() is not None or self.config.on_error == "warn"):
             logging.getLogger(LOGGER_NAME).error("%s", loss)
         elif loss is not None:
             raise loss from self._loss

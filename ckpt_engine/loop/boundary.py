@@ -245,8 +245,9 @@ class Stopping:
         """
         self._engine.wait(self.halt.seconds_left(EXCEPTION_WAIT_SECONDS))
         what = "the process ends without close()" if error is None else type(error).__name__
-        level = logging.WARNING if is_failure(error) else logging.INFO
-        self._log.log(level, "%s: %s; %s", what, self.watch.durable(), found)
+        self._log.log(
+            logging.WARNING if is_failure(error) else logging.INFO, "%s: %s; %s", what, self.watch.durable(), found
+        )
 
     def over(self) -> None:
         """Training is over, and this is closed.

@@ -42,8 +42,7 @@ def is_failure(error: BaseException | None) -> bool:
     """
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
-    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(error).__mro__}
-    return "optuna.exceptions.TrialPruned" not in kinds
+    return "optuna.exceptions.TrialPruned" not in {f"{one.__module__}.{one.__name__}" for one in type(error).__mro__}
 
 
 @dataclass(frozen=True, slots=True)

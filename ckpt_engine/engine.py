@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -28,7 +27,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import (
-    LOGGER_NAME,
+    LOG,
     AttemptsFound,
     Event,
     EventSink,
@@ -131,7 +130,7 @@ class Engine:
         self._rehearsal = Rehearsal.of_environment()
         if self._rehearsal is not None:
             text = "a rehearsal (CKPT_REHEARSAL is set): snapshots go to %s, and the process ends after step %d"
-            logging.getLogger(LOGGER_NAME).warning(text, self.config.root_url, self._rehearsal.end)
+            LOG.warning(text, self.config.root_url, self._rehearsal.end)
         self._session = session_of(ranks, self.config)
         self.follow_file(root, options)
         self.events: EventSink = LogSink()
@@ -580,7 +579,7 @@ class Engine:
             if self.ending.tells and not self.ending.stops:
                 raise
             if self.ending.tells:
-                logging.getLogger(LOGGER_NAME).error("%s", err)
+                LOG.error("%s", err)
         except KeyboardInterrupt:
             self._closing = False
             raise
@@ -594,7 +593,7 @@ class Engine:
         self.ending.ended()
         # Where an exception is on its way the user must see that one.
         if loss is not None and (failed or sys.exception() is not None or self.config.on_error == "warn"):
-            logging.getLogger(LOGGER_NAME).error("%s", loss)
+            LOG.error("%s", loss)
         elif loss is not None:
             raise loss from self._loss
 
@@ -635,11 +634,10 @@ class Engine:
     def _tell(self, found: restore.Loaded) -> None:
         line = resumed_from_memory(found.lost_steps) if found.from_memory else None
         if isinstance(self.events, LogSink):  # nothing else reports of this resume
-            log = logging.getLogger(LOGGER_NAME)
             if line is not None:
-                announce(log, line)
+                announce(LOG, line)
             for text in found.left_out:
-                log.warning("%s", text)
+                LOG.warning("%s", text)
         elif line is not None:
             self._emit(Notice("INFO", line))
 

@@ -31,7 +31,7 @@ from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, cadence_of, ended_by
 from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.observe.events import FanOutSink, is_failure
+from ckpt_engine.observe.events import FanOutSink, clear_bars, is_failure
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.divergence import Divergence, LossGuard, On
 from ckpt_engine.preempt.stop_plan import Board
@@ -87,6 +87,7 @@ class Stopping:
         losses: Losses | None,
         rollbacks: Rollbacks | None,
     ) -> None:
+        log.addFilter(clear_bars)
         self._engine, self._log, self.losses = engine, log, losses
         self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks, lambda: engine.divided)
         self._rank = None if engine.ranks is None else engine.ranks.rank

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import logging
 import math
 import os
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 
 from ckpt_engine.config.sections import Status
 from ckpt_engine.observe.durability import DurabilityStatus, TierStanding
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.observe.units import duration, size
 
 MARGIN = 1.25
@@ -356,8 +355,6 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-_log = logging.getLogger(LOGGER_NAME)
-
 CLIENT_SECONDS = 2.0
 """How long a client may take; they are served one after the other."""
 _END_SECONDS = 10.0
@@ -396,7 +393,7 @@ class Board:
             try:
                 self._server = _Server(address, _handler(self.status, self.metrics))
             except OSError as err:
-                _log.warning("no metrics at %s:%d: %s", *address, err.strerror or err)
+                LOG.warning("no metrics at %s:%d: %s", *address, err.strerror or err)
                 return
             self._run(self._server.serve_forever, "ckpt-board-page")
 
@@ -449,12 +446,12 @@ class Board:
         except OSError as err:
             if not self._failed:
                 self._failed = True
-                _log.warning("the status file %s cannot be written: %s", path, err.strerror or err)
+                LOG.warning("the status file %s cannot be written: %s", path, err.strerror or err)
 
 
 class _Server(HTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
-        _log.debug("a client of the metrics page failed", exc_info=True)
+        LOG.debug("a client of the metrics page failed", exc_info=True)
 
 
 def _handler(status: Callable[[], object], metrics: Callable[[], str]) -> type[BaseHTTPRequestHandler]:

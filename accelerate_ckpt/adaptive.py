@@ -1,4 +1,4 @@
-"""`AdaptiveCheckpoint` for Accelerate: one line after `accelerator.prepare(...)`.
+"""The tracker of an Accelerate loop, which `AdaptiveCheckpoint` is.
 
 It takes from the accelerator what the engine needs: the prepared and registered objects as components with the names
 of `save_state`'s files (`AcceleratedParts`), the processes that train together (`ranks_of`), and the position in
@@ -44,36 +44,8 @@ _HINTS = {
 _ASKS_WITHIN = "the loop asks within accumulate(), and its first batch gets no gradients of other ranks: ask before it"
 
 
-class AdaptiveCheckpoint(Tracker):
-    """Exact, asynchronous snapshots of an Accelerate loop whose body stays as it is.
-
-    ```python
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    ckpt = AdaptiveCheckpoint(accelerator, "ckpt.yaml")     # resumes if there is something
-    for epoch in range(ckpt.epoch, epochs):                 # 0 on a fresh start; a resumed epoch starts in its middle
-        for batch in loader:
-            ...
-    ```
-
-    Everything that was given to `prepare` and `register_for_checkpointing` belongs to a snapshot; hooks of
-    `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in `save_state` and `load_state`, which go
-    on working. The run is bit for bit the same as without it; only with `use_stateful_dataloader` the iterators that
-    `prepare` has made are made again, which moves their draws. `accelerator.end_training()` finishes the snapshots too,
-    so `close()` is needed only without it; at the end of the process they are finished in any case, without one of the
-    final state.
-
-    Args:
-        accelerator: after `prepare` and `register_for_checkpointing`.
-        config: a YAML file, a folder or storage URL, or a mapping; see docs/configuration.md.
-        options: the same options as keywords; they win over `config`.
-
-    Raises:
-        ConfigError: an option is unknown or impossible, nothing was prepared, or several processes divide the state.
-        CkptError: this version of Accelerate lacks something that is needed; names it.
-        NoUsableSnapshotError: there are snapshots, and none is usable.
-        MismatchError: the newest snapshot is of another model; names the keys. Nothing was changed.
-        LeaseHeldError, StorageError, WriterError: as `Engine.start`.
-    """
+class AcceleratedLoop(Tracker):
+    """What an `AdaptiveCheckpoint` becomes when it is made; see there."""
 
     def __init__(
         self,
@@ -95,7 +67,6 @@ class AdaptiveCheckpoint(Tracker):
                 "accelerator.prepare() was given no optimizer yet",
                 hint="make AdaptiveCheckpoint after model, optimizer and loaders were prepared",
             )
-        folder = Path(accelerator.project_dir or ".")
         self._curves = Curves(engine.root_url, [])
         sources = internals.sources()
         for source in sources.values():
@@ -108,7 +79,7 @@ class AdaptiveCheckpoint(Tracker):
                 sources,
                 Accumulation(accelerator, internals, lambda: self._curves.note()),
                 trainer="accelerate",
-                folder=folder,
+                folder=Path(accelerator.project_dir or "."),
             )
         except BaseException:
             engine.close()
@@ -272,11 +243,10 @@ def ranks_of(accelerator: Accelerator) -> ProcessGroupRanks | None:
     """
     if accelerator.num_processes == 1:
         return None
-    if accelerator.distributed_type not in (*_DDP, DistributedType.FSDP):
-        kind = accelerator.distributed_type.value
+    if accelerator.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP):
         raise ConfigError(
-            f"several processes are supported with DDP and FSDP, and this run has {kind}",
-            hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
+            f"several processes are supported with DDP and FSDP, and this run has {accelerator.distributed_type.value}",
+            hint="use accelerator.save_state for this run, or FSDP2",
         )
 
     return ProcessGroupRanks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +24,7 @@ from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.loop.steps_made import needs_optimizer
 from ckpt_engine.loop.taking_over import folder_of_report, publish, report_of
 from ckpt_engine.loop.tracker import Tracker
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.observe.run_facts import WithFacts
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
@@ -247,8 +246,7 @@ class Checkpointer(WithFacts):
             require_fit(into, shapes_of(into), shapes_of(state), loaded.info.id)
             state = copy_into(state, into)
         if changes:
-            log = logging.getLogger(LOGGER_NAME)
-            publish(report_of(url, loaded, changes=changes), folder_of_report(url, Path.cwd()), log)
+            publish(report_of(url, loaded, changes=changes), folder_of_report(url, Path.cwd()), LOG)
         return state
 
     def snapshots(self) -> list[SnapshotInfo]:
@@ -311,7 +309,7 @@ class Checkpointer(WithFacts):
             if kind is None:
                 raise
             # The user must see the exception that stopped training, not this one.
-            logging.getLogger(LOGGER_NAME).error("while handling %s: %s", kind.__name__, err)
+            LOG.error("while handling %s: %s", kind.__name__, err)
 
 
 def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -28,7 +27,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.events import (
-    LOGGER_NAME,
+    LOG,
     AttemptsFound,
     Event,
     EventSink,
@@ -39,6 +38,7 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     WriterLost,
     announce,
+    is_failure,
 )
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.observe.run_times import times_of
@@ -130,7 +130,7 @@ class Engine:
         self._rehearsal = Rehearsal.of_environment()
         if self._rehearsal is not None:
             text = "a rehearsal (CKPT_REHEARSAL is set): snapshots go to %s, and the process ends after step %d"
-            logging.getLogger(LOGGER_NAME).warning(text, self.config.root_url, self._rehearsal.end)
+            LOG.warning(text, self.config.root_url, self._rehearsal.end)
         self._session = session_of(ranks, self.config)
         self.follow_file(root, options)
         self.events: EventSink = LogSink()
@@ -572,14 +572,15 @@ class Engine:
         keeps = failed and self.memory and self._session is not None
         try:
             left = self.ending.seconds_left(max(0.0, self._close_by - time.monotonic()))
-            failed, error = failed and self.ending.stopped_by is None, sys.exception()
+            error = sys.exception()
+            failed = failed and self.ending.stopped_by is None and is_failure(error)
             why = self.ending.stopped_by or ("" if error is None else type(error).__name__)
             self._pipeline.close(left, why=why, failed=failed, keeps=keeps, hurries=self.ending.hurries)
         except WaitTimeoutError as err:
             if self.ending.tells and self.ending.stopped_by is None:
                 raise
             if self.ending.tells:
-                logging.getLogger(LOGGER_NAME).error("%s", err)
+                LOG.error("%s", err)
         except KeyboardInterrupt:
             self._closing = False
             raise
@@ -591,9 +592,9 @@ class Engine:
         if loss is None or self._fatal:
             self._surface()
         self.ending.ended()
-        ends_otherwise = failed or sys.exception() is not None  # the user must see that exception, not this one
-        if loss is not None and (ends_otherwise or self.config.on_error == "warn"):
-            logging.getLogger(LOGGER_NAME).error("%s", loss)
+        # Where an exception is on its way the user must see that one.
+        if loss is not None and (failed or sys.exception() is not None or self.config.on_error == "warn"):
+            LOG.error("%s", loss)
         elif loss is not None:
             raise loss from self._loss
 
@@ -634,11 +635,10 @@ class Engine:
     def _tell(self, found: restore.Loaded) -> None:
         line = resumed_from_memory(found.lost_steps) if found.from_memory else None
         if isinstance(self.events, LogSink):  # nothing else reports of this resume
-            log = logging.getLogger(LOGGER_NAME)
             if line is not None:
-                announce(log, line)
+                announce(LOG, line)
             for text in found.left_out:
-                log.warning("%s", text)
+                LOG.warning("%s", text)
         elif line is not None:
             self._emit(Notice("INFO", line))
 

@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ckpt_engine.adapter import Config, ConfigError, Options, load_config
+from ckpt_engine.adapter import ConfigError
 
 if TYPE_CHECKING:
+    from ckpt_engine.adapter import Config, Options
     from lightning_ckpt.compat import LightningInternals
     from lightning_ckpt.loggers import FitLoggers
     from lightning_ckpt.restart import EarlierFit
@@ -121,6 +122,8 @@ class AdaptiveCheckpoint(Callback):
             self._make(config, given | unknown)
 
     def _make(self, config: str | os.PathLike[str] | Mapping[str, Any] | None, options: dict[str, Any]) -> None:
+        from ckpt_engine.adapter import load_config
+
         super().__init__()
         self.config: Config = load_config(config, **options)
         self._source, self._options = config, options

@@ -8,7 +8,6 @@ open.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import threading
@@ -33,7 +32,7 @@ from torch.futures import Future
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.errors import CkptError, ConfigError, FormatError, RanksError, StorageMissingError
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.array_regions import ArrayRegion, read_regions
 from ckpt_engine.restore.ask_tiers import Sources
@@ -407,7 +406,7 @@ class Save:
                     under_way = self._run.under_way
                     prune(repository, lease, policy, line=line, verified=(self.id,), in_flight=under_way)
             except CkptError as err:
-                logging.getLogger(LOGGER_NAME).warning("snapshot %s is there, but retention failed: %s", self.id, err)
+                LOG.warning("snapshot %s is there, but retention failed: %s", self.id, err)
             finally:
                 self._run.busy -= 1
 

@@ -31,7 +31,7 @@ from ckpt_engine.loop.diverging import Diverging, Rollbacks
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, cadence_of, ended_by
 from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.observe.events import FanOutSink
+from ckpt_engine.observe.events import FanOutSink, clear_bars, is_failure
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.divergence import Divergence, LossGuard, On
 from ckpt_engine.preempt.status_page import StatusPage
@@ -89,6 +89,7 @@ class Stopping:
         losses: Losses | None,
         rollbacks: Rollbacks | None,
     ) -> None:
+        log.addFilter(clear_bars)
         self._engine, self._log, self.losses = engine, log, losses
         self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks, lambda: engine.divided)
         self._rank = None if engine.ranks is None else engine.ranks.rank
@@ -247,7 +248,9 @@ class Stopping:
         """
         self._engine.wait(self.halt.seconds_left(EXCEPTION_WAIT_SECONDS))
         what = "the process ends without close()" if error is None else type(error).__name__
-        self._log.warning("%s: %s; %s", what, self.watch.durable(), found)
+        self._log.log(
+            logging.WARNING if is_failure(error) else logging.INFO, "%s: %s; %s", what, self.watch.durable(), found
+        )
 
     def over(self) -> None:
         """Training is over, and this is closed.

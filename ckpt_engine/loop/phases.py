@@ -6,12 +6,11 @@ and left with `to`, which knows the table.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Self
 
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG
 
 
 class _Phase(Enum):
@@ -44,9 +43,7 @@ class PassPhase(_Phase):
 
 def unexpected(move: str) -> None:
     """A move that the table does not have is a fault of this package, and no reason to end training. Tests raise."""
-    logging.getLogger(LOGGER_NAME).error(
-        "the loop made a move that its table does not have, please report it: %s", move
-    )
+    LOG.error("the loop made a move that its table does not have, please report it: %s", move)
 
 
 FRESH, RESTORING, ARRIVED, TRAINING, CLOSED = LoopPhase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -13,9 +12,9 @@ from typing import Any, Protocol
 
 import psutil
 
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.observe.resume_report import NotRestored
 
-_log = logging.getLogger("ckpt_engine")
 NOTE = "curves"
 """The key in a manifest's notes."""
 _EVENTS = "events.out.tfevents.*"
@@ -85,7 +84,7 @@ class Curves:
                     rows.append({"name": one.name, "home": one.home, "place": dict(place), "marks": dict(one.marks())})
             except Exception as err:  # noqa: BLE001 - said; no logger is worth a snapshot
                 if one.name not in self._failed:
-                    _log.warning("%s: where its curve is cannot be noted: %s: %s", one.name, type(err).__name__, err)
+                    LOG.warning("%s: where its curve is cannot be noted: %s: %s", one.name, type(err).__name__, err)
                 self._failed.add(one.name)
         return {NOTE: {"root": self._root_url, "loggers": rows}} if rows else {}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,16 @@ WORTH_SAYING = 0.005
 """Useful work that one more percent of budget would bring: with less, users need not hear of their first interval."""
 TELL_SECONDS = 3.0
 """A longer wait is said."""
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Whether a training that ends with this exception has failed.
+
+    `sys.exit(0)`, by which Ray Tune stops a trial, and Optuna's `TrialPruned` end it as they were asked to.
+    """
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return "optuna.exceptions.TrialPruned" not in {f"{one.__module__}.{one.__name__}" for one in type(error).__mro__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +294,7 @@ class LogSink:
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
-        self._logger = logger or logging.getLogger(LOGGER_NAME)
+        self._logger = logger or LOG
         self._failing: dict[str, tuple[tuple[str, str], int]] = {}
         """By tier: why snapshots fail there, and how many have in a row."""
         self._interval: int | None = None
@@ -435,9 +446,22 @@ class FanOutSink:
             except Exception:
                 # Whatever a sink of a user raises must not reach the training loop.
                 self.remove(sink)
-                logging.getLogger(LOGGER_NAME).warning(
-                    "%s failed on %s and gets no more events", type(sink).__name__, event.name, exc_info=True
-                )
+                LOG.warning("%s failed on %s and gets no more events", type(sink).__name__, event.name, exc_info=True)
+
+
+def clear_bars(_: object = None) -> bool:
+    """Clear the bars that tqdm draws on this terminal; each is drawn again below the line that is written now.
+
+    A filter of our loggers: what handles a record writes it next. It waits for no lock of tqdm.
+    """
+    for bar in tuple(sys.modules["tqdm.std"].tqdm._instances) if "tqdm.std" in sys.modules else ():
+        bar.clear(nolock=True)
+    return True
+
+
+LOG = logging.getLogger(LOGGER_NAME)
+"""What is not an adapter's is logged here."""
+LOG.addFilter(clear_bars)
 
 
 def is_heard(logger: logging.Logger) -> bool:
@@ -454,7 +478,7 @@ def announce(logger: logging.Logger, text: str, *, line: str | None = None) -> N
     """Log `text` at INFO; without any handler say it on standard error, where Python itself shows warnings then.
 
     A logger that somebody has given handlers, which do not want the line, stays silent. Standard error is that of the
-    moment: a progress bar that is being drawn puts its own in place, and draws itself below the line.
+    moment: rich puts its own in place while it draws a bar.
 
     Args:
         line: what is said there, if `text` is longer than a line.
@@ -462,6 +486,7 @@ def announce(logger: logging.Logger, text: str, *, line: str | None = None) -> N
     if is_heard(logger):
         logger.info("%s", paths(text))
     elif logging.lastResort is not None and not logger.hasHandlers():
+        clear_bars()
         said = paths(text if line is None else line)
         logging.lastResort.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, said, (), None))
 
@@ -477,7 +502,7 @@ def said_if_slow(line: str | Callable[[], str | None]) -> Iterator[None]:
     def say() -> None:
         text = line if isinstance(line, str) else line()
         if text is not None:
-            announce(logging.getLogger(LOGGER_NAME), text)
+            announce(LOG, text)
 
     timer = threading.Timer(TELL_SECONDS, say)
     timer.name, timer.daemon = "ckpt-slow", True

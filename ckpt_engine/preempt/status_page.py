@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import threading
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_engine.config.reporting import Status
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG, LOGGER_NAME
 from ckpt_engine.observe.run_times import RunSpent
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ _MEANINGS = {name: f"Wall time of the run, {name}." for name in RunSpent().numbe
 """All numbers that a run can have."""
 _of_runs: dict[str, Callable[[], list[Reading]]] = {}
 """What the runs of this process show to OpenTelemetry, by the URL of their nearest tier."""
-_log = logging.getLogger(LOGGER_NAME)
 
 
 class Reading(NamedTuple):
@@ -161,7 +159,7 @@ class StatusPage:
             try:
                 self._server = _Server(address, _handler(self.answer))
             except OSError as err:
-                _log.warning("no metrics at %s:%d: %s", *address, err.strerror or err)
+                LOG.warning("no metrics at %s:%d: %s", *address, err.strerror or err)
                 return
             self._run(self._server.serve_forever, "ckpt-board-page")
 
@@ -226,14 +224,14 @@ class StatusPage:
         except OSError as err:
             if not self._failed:
                 self._failed = True
-                _log.warning("the status file %s cannot be written: %s", path, err.strerror or err)
+                LOG.warning("the status file %s cannot be written: %s", path, err.strerror or err)
 
 
 def _has(package: str, extra: str, what: str) -> bool:
     """Whether it is installed; what is missing without it is said."""
     if found := find_spec(package) is not None:
         return found
-    _log.warning("%s: %s is not installed → pip install 'ckpt-engine[%s]'", what, package, extra)
+    LOG.warning("%s: %s is not installed → pip install 'ckpt-engine[%s]'", what, package, extra)
     return False
 
 
@@ -247,7 +245,7 @@ def _page(rows: list[Reading]) -> str:
 
 class _Server(HTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
-        _log.debug("a client of the metrics page failed", exc_info=True)
+        LOG.debug("a client of the metrics page failed", exc_info=True)
 
 
 def _handler(answer: Callable[[str], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -13,7 +12,7 @@ from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.durability import DurabilityStatus, Ledger, PendingCommit
-from ckpt_engine.observe.events import LOGGER_NAME, Event, MemoryFlushed, Requested, SnapshotFailed
+from ckpt_engine.observe.events import LOG, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
     PendingSnapshot,
@@ -39,8 +38,6 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.writer import control
 from ckpt_engine.writer.part_records import share_place
-
-_log = logging.getLogger(LOGGER_NAME)
 
 _LOOK_SECONDS, _PAUSE_SECONDS = 0.5, 0.05
 _LEAST_LOOK_SECONDS = 0.02
@@ -126,7 +123,7 @@ class PreemptionWatch:
         self._started = self._ended = self._now()
         self._wake.open()
         for problem in self._signals.install():
-            _log.warning("not watched: %s", problem)
+            LOG.warning("not watched: %s", problem)
         self._thread = threading.Thread(target=self._run, name="ckpt-preempt", daemon=True)
         self._thread.start()
 
@@ -134,7 +131,7 @@ class PreemptionWatch:
         """Put the signal handlers back and end the thread. Idempotent."""
         self._signals.remove()
         if self._signals.interrupted and not self._closing:
-            _log.warning("Ctrl-C again: training stops at once; %s", self.durable())
+            LOG.warning("Ctrl-C again: training stops at once; %s", self.durable())
         self._closing = True
         if self._thread is not None and os.getpid() == self._owner:
             self._wake.ring()
@@ -337,7 +334,7 @@ class PreemptionWatch:
         except PreemptionSourceError as err:
             if number not in broken:
                 broken.add(number)
-                _log.warning("%s; it is asked again every %s", err, duration(source.every_seconds))
+                LOG.warning("%s; it is asked again every %s", err, duration(source.every_seconds))
             return None
         broken.discard(number)
         return found
@@ -350,9 +347,7 @@ class PreemptionWatch:
             self._told = stop
             again = "; press it again to stop at once" if stop.notice.interrupts else ""
             left = duration(max(0.0, stop.deadline - self._now()))
-            _log.warning(
-                "%s: a snapshot %s, then training stops; %s left%s", stop.notice.who, self._moment, left, again
-            )
+            LOG.warning("%s: a snapshot %s, then training stops; %s left%s", stop.notice.who, self._moment, left, again)
 
     def _until_late(self, stop: Stop) -> float:
         """Seconds until a snapshot at the end of the running step would not become durable in time.
@@ -370,7 +365,7 @@ class PreemptionWatch:
         """The step is too long: say what becomes durable instead, and see that it does."""
         since = self._now() - self._ended
         plan = plan_stop(self._facts(stop, math.inf))
-        _log.warning(
+        LOG.warning(
             "%s: the step after step %d has been running for %s, too long for a snapshot at its end; %s",
             stop.notice.who,
             self._step,
@@ -381,11 +376,11 @@ class PreemptionWatch:
         while step is not None and not (self._closing or self._attended):
             newest = self._newest()
             if newest is not None and newest >= step:
-                _log.warning("the snapshot of step %d is durable", newest)
+                LOG.warning("the snapshot of step %d is durable", newest)
                 return
             left = stop.deadline - self._now()
             if left <= 0.0:
-                _log.error("%s: the time is over, and the snapshot of step %d is not durable", stop.notice.who, step)
+                LOG.error("%s: the time is over, and the snapshot of step %d is not durable", stop.notice.who, step)
                 return
             self._listen(min(_LOOK_SECONDS, max(_LEAST_LOOK_SECONDS, left / _LOOKS)))
 
@@ -396,9 +391,9 @@ class PreemptionWatch:
             return plan.step if plan.choice is StopChoice.FINISH else None
         step = self.flush()
         if step is None:
-            _log.error("%s: what is in memory cannot be made durable before training ends", stop.notice.who)
+            LOG.error("%s: what is in memory cannot be made durable before training ends", stop.notice.who)
         else:
-            _log.warning("%s: the writer makes the snapshot of step %d in memory durable now", stop.notice.who, step)
+            LOG.warning("%s: the writer makes the snapshot of step %d in memory durable now", stop.notice.who, step)
         return step
 
 
@@ -445,7 +440,7 @@ def _flush_one(root_url: str, rank: int) -> int | None:
     try:
         reply = control.ask(root_url, {"what": control.FLUSH}, _ANSWER_SECONDS, rank)
     except (CkptError, OSError) as err:
-        _log.warning("what is in memory cannot be made durable now: %s", err)
+        LOG.warning("what is in memory cannot be made durable now: %s", err)
         return None
     step = None if reply is None else reply.body.get("step")
     return step if isinstance(step, int) else None
@@ -455,6 +450,6 @@ def _newest_step(nearest: Repository) -> int | None:
     try:
         found = nearest.ids()
     except CkptError as err:
-        _log.warning("the durable snapshots cannot be listed: %s", err)
+        LOG.warning("the durable snapshots cannot be listed: %s", err)
         return None
     return found[-1].step if found else None

@@ -5,7 +5,6 @@ For bytes it asks the next tier where one fails.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -18,7 +17,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, StorageError, StorageMissingError
-from ckpt_engine.observe.events import LOGGER_NAME, TELL_SECONDS, announce
+from ckpt_engine.observe.events import LOG, TELL_SECONDS, announce
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import BufferPool, Decoder, FetchPiece, ReadLimiter
 from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo, by_age
@@ -81,7 +80,7 @@ def at_most(_: Sequence[TierReply[T]]) -> float:
 
 
 def _say(line: str) -> None:
-    announce(logging.getLogger(LOGGER_NAME), line)
+    announce(LOG, line)
 
 
 class ListedOnce(Repository):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from ckpt_engine.errors import (
     StorageError,
     StorageMissingError,
 )
-from ckpt_engine.observe.events import CLOSED, LOGGER_NAME, TELL_SECONDS, announce, said_if_slow
+from ckpt_engine.observe.events import CLOSED, LOG, TELL_SECONDS, announce, said_if_slow
 from ckpt_engine.observe.units import duration
 from ckpt_engine.restore.ask_tiers import Sources
 from ckpt_engine.restore.choose import Candidate, SearchLog, candidates
@@ -215,7 +214,7 @@ class _Follower:
             self._say(f"[{error.code}] {error.message}; it is tried again every {duration(self._every_seconds)}")
 
     def _say(self, line: str) -> None:
-        announce(logging.getLogger(LOGGER_NAME), f"following {self._urls}: {line}")
+        announce(LOG, f"following {self._urls}: {line}")
 
 
 def _content(manifest: Manifest, node: Mapping[str, Any]) -> tuple[Any, ...]:

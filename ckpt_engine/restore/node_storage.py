@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from functools import partial
 
 from ckpt_engine.copy.write_snapshot import ParallelMap
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.restore.shared_blocks import (
     BLOCK_BYTES,
     BlockClaim,
@@ -187,4 +186,4 @@ class NodeStorage(WrapperStorage):
     def _give_up_waiting(self, why: str = "a neighbour does not deliver what it has begun to read") -> None:
         if not self._alone:
             self._alone = True
-            logging.getLogger(LOGGER_NAME).warning("%s: this rank reads the rest from %s alone", why, self.url)
+            LOG.warning("%s: this rank reads the rest from %s alone", why, self.url)

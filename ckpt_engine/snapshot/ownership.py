@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401 - see `_end_all`
 import hashlib
-import logging
 import multiprocessing
 import os
 import threading
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from ckpt_engine.copy.job import History
 from ckpt_engine.errors import CkptError, ClosedError, OvertakenError
-from ckpt_engine.observe.events import LOGGER_NAME
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.observe.units import place
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.store.branches import branch_id
@@ -29,7 +28,6 @@ from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.writer.client import WriterClient
 
 SETTLE_SECONDS = 60.0
-_log = logging.getLogger(LOGGER_NAME)
 _tenures: dict[tuple[str, int], Tenure] = {}
 leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 """Those that are asked to leave where the process forks."""
@@ -137,7 +135,7 @@ class Tenure:
 
     def _replace(self) -> None:
         self.replaced = True
-        _log.warning(
+        LOG.warning(
             "%s: an earlier Checkpointer of this process was not closed; what it has in flight becomes durable now, "
             "and it takes no more snapshots",
             self._url,
@@ -157,7 +155,7 @@ class Tenure:
         try:
             work()
         except CkptError as err:
-            _log.error("the Checkpointer of %s, as it ended: %s", self._url, err)
+            LOG.error("the Checkpointer of %s, as it ended: %s", self._url, err)
 
     def _end(self) -> None:
         """The interpreter ends: a snapshot that is being staged would be lost, though not those with the writer."""

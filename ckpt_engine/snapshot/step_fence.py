@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.snapshot.ownership import leavers
-
-_log = logging.getLogger(__name__)
 
 Fence = Callable[[], object]
 
@@ -83,7 +81,7 @@ class StepFence:
             return True
         if kind not in self._reported:
             self._reported.add(kind)
-            _log.info(
+            LOG.info(
                 "%s.%s has its own step(): snapshots are copied before its closure runs, not during it",
                 kind.__module__,
                 kind.__qualname__,

@@ -9,7 +9,6 @@ one does `describe` run: it builds the typed JSON skeleton with a path for every
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 import pickle
 from collections import OrderedDict
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import StateError, UnstorableLeafError
+from ckpt_engine.observe.events import LOG
 from ckpt_engine.state import sharding
 from ckpt_engine.state.json_types import encode_bytes, encode_float, encode_scalar, open_container, problem_of
 from ckpt_engine.store.json_checks import is_shallow
@@ -33,7 +33,6 @@ try:
 except ImportError:
     TensorGuards = None  # type: ignore[assignment, misc]
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INLINE_BYTES = 64
@@ -147,7 +146,7 @@ def _are_told() -> bool:
     except Exception:  # noqa: BLE001 - whatever another version does with a name that is not public
         told = False
     if not told:
-        _log.info("this torch does not compare the forms of tensors in one call: each snapshot is planned")
+        LOG.info("this torch does not compare the forms of tensors in one call: each snapshot is planned")
     return told
 
 

@@ -7,7 +7,6 @@ still open.
 from __future__ import annotations
 
 import abc
-import logging
 import os
 import threading
 import time
@@ -31,7 +30,7 @@ from ckpt_engine.copy.job import (
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import (
-    LOGGER_NAME,
+    LOG,
     TELL_SECONDS,
     Event,
     Notice,
@@ -225,7 +224,7 @@ class WriterClient(abc.ABC):
             f"waiting for {body['waits']}, up to {wait} (wait_at_end) or until Ctrl-C; "
             f"what is missing then: {self._care_of(body)}"
         )
-        announce(logging.getLogger(LOGGER_NAME), line)
+        announce(LOG, line)
 
     def _care_of(self, body: Body) -> str:
         """Who does what the trainer does not wait for: the next run copies as well, and runs no hooks of this one."""

@@ -40,6 +40,7 @@ NAMES = {
     "SharedCadence": 49,
     "Cadence": 39,
     "Feed": 38,
+    "AcceleratedLoop": 36,
     "Tracker": 32,
     "NodeMemberTier": 32,
     "PrimaryTier": 31,

@@ -358,13 +358,67 @@ def _names_of_the_engine(package: Path) -> set[str]:
     return {one.name for node in imports if (node.module or "").split(".")[0] == "ckpt_engine" for one in node.names}
 
 
-@pytest.mark.parametrize(("package", "most"), [("ckpt_engine", 1), ("lightning_ckpt", 13)])
-def test_a_package_imports_little_before_a_run_begins(package: str, most: int) -> None:
-    """Its own modules, in a process that has none of them: each takes about 2 ms, and there are some 200."""
-    code = f"import {package}, sys; print(*[one for one in sys.modules if one.split('.')[0] in {PACKAGES!r}])"
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("ckpt_engine", 1),
+        ("lightning_ckpt.AdaptiveCheckpoint", 6),
+        ("accelerate_ckpt.AdaptiveCheckpoint", 2),
+    ],
+)
+def test_a_package_imports_little_before_a_run_begins(name: str, most: int) -> None:
+    """Its own modules, in a process that has none of them: each takes about 2 ms, and there are some 200.
+
+    Its class is there, too, which a script names; what reads options is not.
+    """
+    package = name.partition(".")[0]
+    code = f"import {package}, sys; {name}; print(*[one for one in sys.modules if one.split('.')[0] in {PACKAGES!r}])"
     options = {"preload": interpreters.LIGHTNING, "without_ours": True}
     done = interpreters.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, **options)
     assert 1 <= len(done.stdout.split()) <= most, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "missing", "extra"),
+    [
+        ("import lightning_ckpt", "lightning", "lightning"),
+        ("from lightning_ckpt import AdaptiveCheckpoint", "lightning", "lightning"),
+        ("import accelerate_ckpt", "accelerate", "accelerate"),
+        ("from accelerate_ckpt import TransformersCallback", "transformers", "transformers"),
+        ("from accelerate_ckpt import AdaptiveCheckpoint", "accelerate", "accelerate"),
+    ],
+)
+def test_a_missing_trainer_is_named_with_its_extra(line: str, missing: str, extra: str) -> None:
+    """Programs that try to import it catch the same kind of error as before."""
+    code = f"import sys; sys.modules[{missing!r}] = None\ntry:\n    {line}\nexcept ModuleNotFoundError as err:"
+    code += "\n    print(err, err.name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert f"pip install 'ckpt-engine[{extra}]'" in done.stdout
+    assert done.stdout.split()[-1].split(".")[0] == missing
+
+
+def test_a_class_derived_from_the_lazy_one_keeps_its_methods() -> None:
+    """`AdaptiveCheckpoint` of Accelerate becomes a tracker when it is made, and what derives from it as well."""
+    from accelerate import Accelerator
+
+    from accelerate_ckpt import AdaptiveCheckpoint
+    from ckpt_engine.adapter import ConfigError, Tracker
+
+    class Mine(AdaptiveCheckpoint):
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+        def release(self) -> None:
+            self.word += "!"
+
+    one = Mine("released")
+    one.release()
+    assert one.word == "released!"
+    assert isinstance(one, Mine) and isinstance(one, AdaptiveCheckpoint) and isinstance(one, Tracker)
+    assert type(one).__name__ == "Mine"
+    assert issubclass(Mine, AdaptiveCheckpoint)
+    with pytest.raises(ConfigError, match="optimizer"):
+        AdaptiveCheckpoint(Accelerator(cpu=True), "/tmp/nothing-is-made-here", writer="thread")
 
 
 def test_every_error_has_its_own_code_and_is_in_the_tree_of_the_docstring() -> None:

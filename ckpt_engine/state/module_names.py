@@ -2,7 +2,7 @@
 
 `torch.compile`, DDP, FSDP1, activation checkpointing, Fabric and PEFT each put a module into one of their own, and its
 attribute into all names below. Snapshots have the names without them: a run resumes with and without the wrapper.
-Only the type of a live module says that it is a wrapper. A module of the user with an attribute `module` keeps its name.
+Only the type of a live module says that it is a wrapper: an attribute `module` of another module keeps its name.
 """
 
 from __future__ import annotations
@@ -36,16 +36,22 @@ _STORED = re.compile(
 """What earlier versions have stored of wrappers in a name."""
 
 
+def _attributes(module: nn.Module | None) -> tuple[str, ...]:
+    """What a wrapper adds to names; empty: it is none."""
+    return _attributes_of(type(module).__mro__)
+
+
 @cache
-def _attributes(kind: type) -> tuple[str, ...]:
-    classes = (f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__)
-    return next((_WRAPPERS[one] for one in classes if one in _WRAPPERS), ())
+def _attributes_of(classes: tuple[type, ...]) -> tuple[str, ...]:
+    names = (f"{one.__module__}.{one.__qualname__}" for one in classes)
+    return next((_WRAPPERS[one] for one in names if one in _WRAPPERS), ())
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
-    """What gives the name of a weight, buffer or module of `module` without wrappers; as it is where two would be one."""
-    if any(_attributes(type(one)) for one in module.modules()):
-        name, names = partial(_without_wrappers, module), [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    """What gives the name of a weight, buffer or module of `module` without wrappers; with them if two would be one."""
+    if any(map(_attributes, module.modules())):
+        name = partial(_without_wrappers, module)
+        names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         if len(set(map(name, names))) == len(names):
             return name
     return str
@@ -55,16 +61,15 @@ def _without_wrappers(module: nn.Module | None, name: str) -> str:
     kept = []
     for part in name.split("."):
         # A wrapper may leave its own attribute out of names, as that of activation checkpointing does.
-        while module is not None and (inner := _attributes(type(module))) and part not in {*inner, *_own(module)}:
-            module = module._modules[inner[0]]
-        if module is None or part not in _attributes(type(module)):
-            kept.append(part)
+        while module is not None and _attributes(module) and not _has(module, part):
+            module = module._modules[_attributes(module)[0]]
+        kept += [part] * (part not in _attributes(module))
         module = None if module is None else module._modules.get(part)
     return ".".join(kept)
 
 
-def _own(module: nn.Module) -> set[str]:
-    return {*module._modules, *module._parameters, *module._buffers}
+def _has(module: nn.Module, name: str) -> bool:
+    return name in module._modules or name in module._parameters or name in module._buffers
 
 
 def stored_name(module: nn.Module) -> Callable[[str], str]:

@@ -31,6 +31,7 @@ def train(request: pytest.FixtureRequest, tmp_path: Path) -> Train:
 
 
 def fork_shown(ckpt: Any, verb: str, root: Path) -> Any:
+    ckpt("--version")  # takes what training has printed
     return ckpt(verb, root, "--json").json["fork"]
 
 
@@ -71,7 +72,7 @@ def test_it_is_combined_with_changes_which_are_made_once(tmp_path: Path) -> None
     expected = by_hand(one, Setup(), change)
     options = {"resume": {"from": f"{parent}#step={AT}", "override": {"optimizer.param_groups.*.weight_decay": 0.3}}}
     assert one.train(Setup(), every_boundary(new, **options), 11)[0] == expected[0][AT:]
-    assert [row.kind for row in report(new).changes] == ["set"]
+    assert [row.how for row in report(new).changes] == ["set"]
     again = only(new, saved(new)[1], tmp_path / "again")
     assert one.train(Setup(), every_boundary(again, **options), 12)[1] == expected[1]
     assert report(again).changes == ()

@@ -499,8 +499,8 @@ def without_metrics(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) ->
     """Shapes of what a `state_dict` has besides metrics, under canonical names: theirs may be of another shape each
     time."""
     prefixes = tuple(f"{path}." if path else "" for path, _ in found_in(module))
-    named = renamed(shapes, stored_name(module))
-    return {key: shape for key, shape in named.items() if not (prefixes and key.startswith(prefixes))}
+    rows = renamed(shapes, stored_name(module)).items()
+    return {key: shape for key, shape in rows if not (prefixes and key.startswith(prefixes))}
 
 
 def _below(path: str, metric: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -52,8 +52,8 @@ def digest_of(section: object) -> str | None:
     """What names a section `resume`; None: the option is a word, changes nothing, or is not given."""
     if not isinstance(section, ResumeChanges) or not section.model_dump(exclude_defaults=True).keys() - {_FROM}:
         return None
-    named = {key: one for key, one in section.model_dump(mode="json").items() if key != _FROM or one is not None}
-    return digest(json.dumps(named, sort_keys=True).encode())
+    rows = section.model_dump(mode="json").items()
+    return digest(json.dumps({key: one for key, one in rows if key != _FROM or one}, sort_keys=True).encode())
 
 
 def is_due(section: object, notes: Mapping[str, Any]) -> TypeGuard[ResumeChanges]:

@@ -10,20 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 _T = TypeVar("_T")
-_FABRIC = ("_forward_module", "_original_module")
 _WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod",),
     "torch.nn.parallel.data_parallel.DataParallel": ("module",),
     "torch.nn.parallel.distributed.DistributedDataParallel": ("module",),
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp_wrapped_module",),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": ("_checkpoint_wrapped_module",),
-    "lightning.fabric.wrappers._FabricModule": _FABRIC,
-    "lightning_fabric.wrappers._FabricModule": _FABRIC,
+    "lightning.fabric.wrappers._FabricModule": ("_forward_module", "_original_module"),
+    "lightning_fabric.wrappers._FabricModule": ("_forward_module", "_original_module"),
     "peft.peft_model.PeftModel": ("base_model",),
     "peft.tuners.tuners_utils.BaseTuner": ("model",),
     "peft.tuners.tuners_utils.BaseTunerLayer": ("base_layer",),
@@ -36,20 +35,16 @@ _STORED = re.compile(
 """What earlier versions have stored of wrappers in a name."""
 
 
-def _attributes(module: nn.Module | None) -> tuple[str, ...]:
-    """What a wrapper adds to names; empty: it is none."""
-    return _attributes_of(type(module).__mro__)
-
-
 @cache
-def _attributes_of(classes: tuple[type, ...]) -> tuple[str, ...]:
+def _attributes(classes: tuple[type, ...]) -> tuple[str, ...]:
+    """What a wrapper adds to names, by its class and the bases of that; empty: it is none."""
     names = (f"{one.__module__}.{one.__qualname__}" for one in classes)
     return next((_WRAPPERS[one] for one in names if one in _WRAPPERS), ())
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
     """What gives the name of a weight, buffer or module of `module` without wrappers; with them if two would be one."""
-    if any(map(_attributes, module.modules())):
+    if any(_attributes(type(one).__mro__) for one in module.modules()):
         name = partial(_without_wrappers, module)
         names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         if len(set(map(name, names))) == len(names):
@@ -57,19 +52,19 @@ def canonical(module: nn.Module) -> Callable[[str], str]:
     return str
 
 
-def _without_wrappers(module: nn.Module | None, name: str) -> str:
+def _without_wrappers(module: Any, name: str) -> str:
     kept = []
     for part in name.split("."):
         # A wrapper may leave its own attribute out of names, as that of activation checkpointing does.
-        while module is not None and _attributes(module) and not _has(module, part):
-            module = module._modules[_attributes(module)[0]]
-        kept += [part] * (part not in _attributes(module))
+        while _attributes(type(module).__mro__) and part not in {
+            **module._modules,
+            **module._parameters,
+            **module._buffers,
+        }:
+            module = module._modules[_attributes(type(module).__mro__)[0]]
+        kept += [part] * (part not in _attributes(type(module).__mro__))
         module = None if module is None else module._modules.get(part)
     return ".".join(kept)
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return name in module._modules or name in module._parameters or name in module._buffers
 
 
 def stored_name(module: nn.Module) -> Callable[[str], str]:

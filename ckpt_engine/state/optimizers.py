@@ -217,7 +217,7 @@ def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:
         found: Any = {} if stored is None else json.loads(stored.numpy().tobytes())
         names = chain.from_iterable(chain.from_iterable(found.values()))
         if all(isinstance(name, str) for name in names):
-            return {key: list(map(list, groups)) for key, groups in found.items()}
+            return dict(found)
     except (AttributeError, TypeError, ValueError, RecursionError):
         pass
     raise CorruptError("the names of the optimizers' parameters cannot be read from the snapshot")
@@ -260,11 +260,9 @@ def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> li
             groups.setdefault(frozenset(names), []).append((names, group))
         for index, names in enumerate(saved[key]):
             here, group = groups[frozenset(names)].pop(0)
-            live = dict(zip(here, group["params"], strict=True))
-            group["params"][:] = [live[name] for name in names]
-            if "param_names" in group:
-                own = dict(zip(here, group["param_names"], strict=True))
-                group["param_names"] = [own[name] for name in names]
+            at = {name: number for number, name in enumerate(here)}
+            for one in _OF_PARAMETERS & group.keys():
+                group[one][:] = [group[one][at[name]] for name in names]
             optimizer.param_groups[index] = group
         moved.append(key)
     return moved

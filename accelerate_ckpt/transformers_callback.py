@@ -198,7 +198,8 @@ class TransformersCallback(TrainerCallback):
         if trainer is None:
             raise ConfigError("the trainer that calls this callback cannot be found", hint=_RESUME)
         engine, _ = self._open(trainer)
-        if self.config.resume_word == "auto" and not step and engine.snapshots(nearest=True):
+        there = self.config.begins_from or engine.snapshots(nearest=True)
+        if self.config.resume_word == "auto" and not step and there:
             self._release()
             raise ConfigError(
                 "resume='auto' needs a callback that the trainer is made with, and this one was added later",

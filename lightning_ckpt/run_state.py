@@ -30,10 +30,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torchmetrics import Metric
 
-from ckpt_engine.adapter import LiveModel, NotRestored, TrainerResume, Variables, of_framework, problems
+from ckpt_engine.adapter import NotRestored, TrainerResume, Variables, of_framework, problems
 from lightning_ckpt.compat import LightningInternals, callbacks_of, is_lightnings, metric_progress, set_metric_progress
 from lightning_ckpt.compat_data import both, is_overridden
-from lightning_ckpt.sharded import live_states, model_of, wrappers_of
+from lightning_ckpt.sharded import is_sharded, live_states, model_of, wrappers_of
 
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HPARAMS_TYPES = ("hparams_type", "datamodule_hparams_type")
@@ -152,8 +152,9 @@ class FitParts:
         # Lightning would restore a loader that has its own state a second time, after we did.
         state["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._drop_unstorable(state)
-        for key in _WEIGHTS:
-            LiveModel.without_lazy(state.get(key, {}))
+        model = model_of(self._trainer)
+        for key in () if is_sharded(self._trainer) else state.keys() & set(_WEIGHTS):
+            state[key] = model.canonical(state[key])
         return state
 
     def _drop_unstorable(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import click
 
 from ckpt_engine.cli.output import json_option, print_beside, print_json, print_text
 from ckpt_engine.cli.root import options_of, quantity, root_argument, storage_options
-from ckpt_engine.config.sections import parse_bytes
+from ckpt_engine.config.sections import ResumeChanges, parse_bytes
 from ckpt_engine.observe import units
 from ckpt_engine.tools.needs import memory_need, newest_bytes, tier_needs
 from ckpt_engine.tools.try_storage import Finding, Mark, examine
@@ -28,13 +28,18 @@ _UNKNOWN = "no snapshot yet: --state SIZE says how large one is"
 def check(root: str, state: str | None, as_json: bool) -> None:
     """Check what the run of ROOT, usually a ckpt.yaml, will need and find, before it starts.
 
-    Its options, what is kept where, the host memory and the disk that snapshots take, and everything that `ckpt doctor`
-    tries at each place. Ends with exit code 1 if something is missing, and with 2 if the options are wrong.
+    Its options, what a section `resume` restores and changes, what is kept where, the host memory and the disk that
+    snapshots take, and everything that `ckpt doctor` tries at each place. Ends with exit code 1 if something is
+    missing, and with 2 if the options are wrong.
     """
     config = options_of(root)
     nbytes = newest_bytes(config) if state is None else int(quantity("--state", state, parse_bytes))
     size = Finding("state", Mark.NOTE, _UNKNOWN) if nbytes is None else Finding("state", Mark.OK, units.size(nbytes))
     first = [Finding("options", Mark.OK, "valid"), size, *([memory_need(config, nbytes)] if nbytes is not None else [])]
+    if isinstance(config.resume, ResumeChanges):
+        from ckpt_engine.tools.resume_plan import resume_plan  # torch
+
+        first += resume_plan(config)
     places = [_Place(root, first, "this machine has room", "the run does not fit here")]
     for tier in config.tiers:
         tried = examine(tier.url, dict(tier.storage_options), _CHECKED_BYTES)

@@ -25,7 +25,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository, RunRecord
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches, pin_of
 from ckpt_engine.tools.stored_run import Run, runs_below
@@ -47,7 +47,7 @@ def command(root: str, lines: bool, as_json: bool) -> None:
     run = open_run(root)
     tiers, away = listings(run, say_waiting)
     if as_json:
-        _print_json(run.record, tiers, away)
+        _print_json(run, tiers, away)
     else:
         _print(root, run, tiers, away, most_hidden=0 if lines else 1)
 
@@ -81,14 +81,14 @@ def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
         print_text(f"{count(len(rows), 'run')} below {root}")
 
 
-def _print_json(record: RunRecord | None, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:
+def _print_json(run: Run, tiers: Sequence[TierListing], away: Sequence[UnreachableTier]) -> None:
     rows = merged(tiers)
-    found, named = named_branches(rows)
+    (found, named), record = named_branches(rows), run.record
     print_json(
         {
             "root": tiers[0].url,
             "run": record and record.run,
-            "fork": record and record.fork,
+            "fork": run.fork,
             "data_bytes": sum(tier.data_bytes for tier in tiers),
             "tiers": [tier.to_json() for tier in tiers],
             "away": away,
@@ -151,8 +151,8 @@ def _print(
         many = f"branch {branch.id}: {count(len(branch.snapshots), 'snapshot')} up to step {branch.newest.step:,}"
         fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume goes on with this one"
         print_text(f"{many}; {fate}")
-    if (record := run.record) is not None and record.fork is not None:
-        print_text(f"forked from {record.fork}")
+    if run.fork is not None:
+        print_text(f"forked from {run.fork}")
     print_away(away)
 
 

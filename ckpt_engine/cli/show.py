@@ -18,7 +18,7 @@ from ckpt_engine.observe.resume_report import replay_of
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, fork_of
 from ckpt_engine.store.tree import unpacked
 from ckpt_engine.tools.origins import Origins, owner_of
 from ckpt_engine.tools.outline import array_leaves, children, leaves
@@ -101,7 +101,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
         "tiers": [{"url": url, "error": why} for url, why in copies.items()],
         "away": run.away,
         "run": manifest.run,
-        "fork": run.record and run.record.fork,
+        "fork": fork_of(manifest.notes),
         "snapshot": manifest.info,
         "world": manifest.world,
         "software": manifest.software,
@@ -124,7 +124,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
 def _print(
     manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored, *, everything: bool
 ) -> None:
-    info, record = manifest.info, run.record
+    info = manifest.info
     taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
     facts = {
         "snapshot": info.id,
@@ -132,7 +132,7 @@ def _print(
         "taken": f"{taken} ({age(info.created)}), why: {info.reason}",
         "metrics": metrics(info.metrics),
         "resumed from": info.parent or "",
-        "forked from": str((record and record.fork) or ""),
+        "forked from": str(fork_of(manifest.notes) or ""),
         "run": f"{manifest.run}, world size {manifest.world.get('size', '?')}",
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
         "shares": f"{info.partial} only: this is one node's part" if info.partial is not None else "",

@@ -24,6 +24,7 @@ from pydantic import (
     Field,
     PositiveInt,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -566,7 +567,16 @@ Patterns = Annotated[
 ]
 
 
-class ResumeChanges(Section):
+_FROM: Any = Field(
+    default=None,
+    description="URL#STEP of another run, whose snapshot this run begins with; as soon as it has one of its own, it "
+    "resumes from that. Without #STEP the newest.",
+)
+_Begins: Any = create_model("_Begins", __base__=Section, **{"from": (Text | None, _FROM)})  # type: ignore[call-overload]
+"""With `from`, which is a word of Python."""
+
+
+class ResumeChanges(_Begins):  # type: ignore[misc]
     """What the next start changes in the snapshot that it resumes from, once."""
 
     only: Patterns | None = Field(

@@ -40,7 +40,8 @@ from ckpt_engine.restore.load import Live, Loaded
 from ckpt_engine.state.flatten import Flattener, problems
 from ckpt_engine.state.json_types import dtype_of
 from ckpt_engine.state.layout import ROOT_KEY, components_of
-from ckpt_engine.state.optimizers import StoredOrder, clean_name
+from ckpt_engine.state.module_names import canonical
+from ckpt_engine.state.optimizers import StoredOrder
 from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
@@ -315,7 +316,7 @@ def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
 
     @cache
     def parameters(module: nn.Module) -> frozenset[str]:
-        return frozenset(clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False))
+        return frozenset(map(canonical(module), dict(module.named_parameters(remove_duplicate=False))))
 
     def is_alike(path: tuple[Any, ...]) -> bool:
         owner = parts.owner(path)
@@ -451,7 +452,8 @@ class Elastic:
             saved: by name of the parameter, of each saved rank in order.
             module: whose they are.
         """
-        whole = {name: p.shape for name, p in module.named_parameters() if here(p) is p}
+        name_of = canonical(module)
+        whole = {name_of(name): p.shape for name, p in module.named_parameters() if here(p) is p}
         found = {name: [one[name] for one in saved] for name in saved[0] if all(name in one for one in saved)}
         divided = [
             name

@@ -26,6 +26,7 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import ANY_SHAPE, tensor_shapes
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.state.flatten import Flattener, problems, shapes_of
+from ckpt_engine.state.module_names import canonical, for_live, renamed, stored_name
 from ckpt_engine.state.optimizers import Parts, load_exactly, own_copy
 from ckpt_engine.state.sharding import divided_like, here, parts_of
 from ckpt_engine.state.wrapped import in_place, kinds_of, with_made
@@ -143,7 +144,8 @@ def state_of(value: Any, flat: FlatModels | None) -> Any:
         return flat.state(value)
     if flat is not None and isinstance(value, torch.optim.Optimizer):
         return flat.optimizer_state(unwrapped(value))
-    return without_lazy(value.state_dict()) if isinstance(value, nn.Module) else value.state_dict()
+    state = value.state_dict()
+    return renamed(without_lazy(state), canonical(value)) if isinstance(value, nn.Module) else state
 
 
 def without_lazy(state: Any) -> Any:
@@ -160,17 +162,16 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
     Raises:
         MismatchError: the object refuses the state.
     """
-    saved = own_extra_state(saved) if isinstance(value, nn.Module) else saved
     try:
         if flat is not None and isinstance(value, nn.Module):
-            flat.load(value, saved)
+            flat.load(value, own_extra_state(saved))
         elif flat is not None and isinstance(value, torch.optim.Optimizer):
             flat.load_optimizer(unwrapped(value), saved)
         elif isinstance(value, torch.optim.Optimizer):
             load_exactly(unwrapped(value), saved, value.load_state_dict)
         elif isinstance(value, nn.Module):
             lazy = any(nn.parameter.is_lazy(one) for key, one in value.state_dict().items() if key not in saved)
-            with in_place(value, saved) as rest:
+            with in_place(value, for_live(value, own_extra_state(saved))) as rest:
                 value.load_state_dict(rest, strict=not lazy)
         else:
             value.load_state_dict(with_made(own_copy(saved), kinds_of()))
@@ -189,8 +190,8 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
     whole = {} if flat is not None else module.state_dict()  # FSDP1 would wait for the other ranks, which do not ask
-    lazy = {key: ANY_SHAPE for key, value in whole.items() if nn.parameter.is_lazy(value)}
-    return _without_extra_state(without_metrics(module, shapes_of(state_of(module, flat)) | lazy))
+    lazy = renamed({key: ANY_SHAPE for key, value in whole.items() if nn.parameter.is_lazy(value)}, canonical(module))
+    return _without_extra_state(without_metrics(module, {**shapes_of(state_of(module, flat)), **lazy}))
 
 
 def saved_shapes(manifest: Manifest, component: str) -> Shapes:
@@ -274,10 +275,11 @@ class Surroundings:
 def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T]:
     """Values by name, those of tied weights under all of their names: other programs store them under one."""
     names: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, tensor in module.state_dict().items():
+    for name, tensor in renamed(module.state_dict(), canonical(module)).items():
         if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel():
             names.setdefault((next(parts_of(tensor)).data_ptr(), tensor.shape), []).append(name)
-    found = dict(values)
+    found = dict(renamed(values, stored_name(module)))
+    values = dict(found)
     for tied in names.values():
         stored = next((name for name in tied if name in values), None)
         if stored is not None:
@@ -359,25 +361,28 @@ def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str
 
 def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:
     """Names of frozen parameters and of modules in eval mode."""
+    name = canonical(module)
     return {
-        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
-        "eval": [name for name, m in module.named_modules() if not m.training],
+        "frozen": [name(key) for key, p in module.named_parameters() if not p.requires_grad],
+        "eval": [name(key) for key, m in module.named_modules() if not m.training],
     }
 
 
 def restore_flags(module: torch.nn.Module, saved: Mapping[str, list[str]]) -> None:
     """Freeze, unfreeze and switch modes as saved."""
-    frozen, evaluating = set(saved["frozen"]), set(saved["eval"])
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
-    for name, submodule in module.named_modules():
-        submodule.training = name not in evaluating
+    name, known = canonical(module), stored_name(module)
+    frozen, evaluating = (set(map(known, saved[key])) for key in ("frozen", "eval"))
+    for key, parameter in module.named_parameters():
+        if parameter.requires_grad == (name(key) in frozen):
+            parameter.requires_grad_(name(key) not in frozen)
+    for key, submodule in module.named_modules():
+        submodule.training = name(key) not in evaluating
 
 
 def found_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The metrics in a module by path, those inside of others too."""
-    return ((path, one) for path, one in module.named_modules() if is_metric(one))
+    name = canonical(module)
+    return ((name(path), one) for path, one in module.named_modules() if is_metric(one))
 
 
 def topmost(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -455,6 +460,7 @@ def restore(module: nn.Module, saved: Mapping[str, Any], name: str = "") -> list
         saved: what `dump` gave.
         name: of the component, for the report.
     """
+    saved = renamed(saved, stored_name(module))
     grow(module, saved)
     live, missing = dict(found_in(module)), []
     for path in [*saved, *(one for one in live if one not in saved)]:
@@ -470,9 +476,11 @@ def restore(module: nn.Module, saved: Mapping[str, Any], name: str = "") -> list
 
 
 def without_metrics(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a `state_dict` has besides metrics: theirs may be of another shape each time."""
+    """Shapes of what a `state_dict` has besides metrics, under canonical names: theirs may be of another shape each
+    time."""
     prefixes = tuple(f"{path}." if path else "" for path, _ in found_in(module))
-    return {key: shape for key, shape in shapes.items() if not (prefixes and key.startswith(prefixes))}
+    rows = renamed(shapes, stored_name(module)).items()
+    return {key: shape for key, shape in rows if not (prefixes and key.startswith(prefixes))}
 
 
 def _below(path: str, metric: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -539,9 +547,9 @@ def stored(gradient: torch.Tensor) -> Any:
 
 def gradients_of(module: nn.Module, parameters: Container[int] | None = None) -> dict[str, Any]:
     """The gradients there are, by the name of their parameter; `parameters`: only of those of these ids."""
-    named = module.named_parameters()
-    kept = ((name, p.grad) for name, p in named if parameters is None or id(p) in parameters)
-    return {name: stored(grad) for name, grad in kept if grad is not None}
+    name, named = canonical(module), module.named_parameters()
+    kept = ((name(key), p.grad) for key, p in named if parameters is None or id(p) in parameters)
+    return {key: stored(grad) for key, grad in kept if grad is not None}
 
 
 def waiting_gradients(parts: Components, stepped: Container[int]) -> dict[str, dict[str, Any]]:
@@ -558,7 +566,8 @@ def waiting_gradients(parts: Components, stepped: Container[int]) -> dict[str, d
 
 def put_back_gradients(module: nn.Module | None, saved: Mapping[str, Any]) -> list[NotRestored]:
     """The inverse of `stored`, for the parameters of a model by name. What zeroes gradients MUST have run before."""
-    live = {} if module is None else dict(module.named_parameters())
+    live = {} if module is None else renamed(dict(module.named_parameters()), canonical(module))
+    saved = saved if module is None else renamed(saved, stored_name(module))
     for name in live.keys() & saved.keys():
         _put_back_gradient(live[name], saved[name])
     why = "the model has no such parameter now"

@@ -33,7 +33,8 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, MismatchError, RanksError, StateError
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
-from ckpt_engine.state.optimizers import clean_name, load_exactly
+from ckpt_engine.state.module_names import canonical, renamed
+from ckpt_engine.state.optimizers import load_exactly
 from ckpt_engine.state.sharding import FlatPart, grid_of_runs
 
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -99,8 +100,8 @@ class FlatModels:
     def state(self, module: nn.Module) -> dict[str, Any]:
         """`module.state_dict()` under the names that it has without FSDP1; the divided parameters as parts."""
         with _without_hooks(module):
-            found = {clean_name(name): value for name, value in module.state_dict().items()}
-        return found | _named_parts(module)
+            found = renamed(module.state_dict(), canonical(module))
+        return {**found, **_named_parts(module)}
 
     def require_trained(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise where a rank has nothing of what `optimizer` trains: it cannot tell which states there are.
@@ -128,17 +129,17 @@ class FlatModels:
         Raises:
             MismatchError: it lacks something.
         """
-        divided = _named_parts(module)
+        divided, name = _named_parts(module), canonical(module)
         for _, unit in units(module):
             if _divides(unit) and _row(unit).data_ptr() != unit._handle.flat_param.data_ptr():
                 unit._handle.reshard(True)  # else the next forward would compute with what was gathered before
         with _without_hooks(module):
             live = module.state_dict()
-            missing = [name for name in map(clean_name, live) if name not in saved]
+            missing = [one for one in map(name, live) if one not in saved]
             if missing:
                 raise MismatchError(f"the snapshot lacks {missing[0]!r} and {len(missing) - 1} more of this model")
             module.load_state_dict(
-                {n: v if clean_name(n) in divided else saved[clean_name(n)] for n, v in live.items()}
+                {key: one if name(key) in divided else saved[name(key)] for key, one in live.items()}
             )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -218,8 +219,9 @@ def _parts(unit: Any) -> Iterator[tuple[_Place, FlatPart]]:
 
 
 def _named_parts(module: nn.Module) -> dict[str, FlatPart]:
+    name = canonical(module)
     return {
-        clean_name(f"{prefix}.{place.name}" if prefix else place.name): part
+        name(f"{prefix}.{place.name}" if prefix else place.name): part
         for prefix, unit in units(module)
         for place, part in _parts(unit)
     }

@@ -27,6 +27,7 @@ from ckpt_engine.loop.components import Components, managed
 from ckpt_engine.loop.distributed_models import is_flat
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.state.module_names import canonical, renamed
 from ckpt_engine.state.sharding import here, is_sharded, parts_of
 from ckpt_engine.state.wrapped import duplicate
 from ckpt_engine.whose_code import of_framework
@@ -419,11 +420,12 @@ class Loose:
 
 def keys_of(module: torch.nn.Module) -> Iterator[tuple[Loose, torch.Tensor]]:
     """What a `state_dict` has where no class has changed what it does; tied tensors under each of their names."""
+    key = canonical(module)
     for path, owner in module.named_modules(remove_duplicate=False):
         left_out = owner._non_persistent_buffers_set
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None and name not in left_out:
-                yield Loose(f"{path}.{name}" if path else name, owner, name), tensor
+                yield Loose(key(f"{path}.{name}" if path else name), owner, name), tensor
 
 
 def require_loadable(modules: Mapping[str, torch.nn.Module]) -> None:
@@ -439,8 +441,9 @@ def require_loadable(modules: Mapping[str, torch.nn.Module]) -> None:
         overridden = kind.state_dict is not plain.state_dict or kind.load_state_dict is not plain.load_state_dict
         if overridden or is_flat(module):  # FSDP1 gathers all of it
             continue
+        name_of = canonical(module)
         own = [
-            f"{path}." if path else ""
+            f"{name_of(path)}." if name_of(path) else ""
             for path, one in module.named_modules(remove_duplicate=False)
             if type(one)._load_from_state_dict is not plain._load_from_state_dict or one._load_state_dict_pre_hooks
         ]
@@ -450,7 +453,7 @@ def require_loadable(modules: Mapping[str, torch.nn.Module]) -> None:
         ):
             continue
         known = {one.key for one, _ in keys_of(module)}
-        for key in module.state_dict():
+        for key in renamed(module.state_dict(), name_of):
             if key not in known and not key.endswith("_extra_state") and not key.startswith(tuple(own)):
                 raise ConfigError(
                     f"the state_dict() of {name!r} has {key!r}, and its load_state_dict() refuses that",

@@ -13,6 +13,7 @@ from ckpt_engine.loop import components
 from ckpt_engine.loop.distributed_models import flat_models
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.restore.match import require_match
+from ckpt_engine.state.module_names import canonical, for_live, renamed
 from ckpt_engine.state.sharding import optimizer_shell
 from ckpt_engine.state.wrapped import in_place
 from ckpt_engine.store.manifest import Manifest
@@ -30,7 +31,6 @@ class LiveModel:
         root: the outermost module that has parameters of the model.
     """
 
-    without_lazy = staticmethod(components.without_lazy)
     saved_shapes, shapes_in = staticmethod(components.saved_shapes), staticmethod(components.shapes_in)
 
     def __init__(self, module: nn.Module, root: nn.Module | None = None) -> None:
@@ -64,6 +64,10 @@ class LiveModel:
         for optimizer, saved in zip(optimizers, states, strict=False):
             components.put_back("optimizer_states", optimizer, saved, self.flat)
 
+    def canonical(self, state: Any) -> Any:
+        """A `state_dict` that the trainer has made of the model, under the names that snapshots have."""
+        return renamed(components.without_lazy(state), canonical(self._module))
+
     def require_fits(self, saved: components.Shapes, snapshot: str, *, strict: bool) -> None:
         """Compare names and shapes of the weights with those of a snapshot.
 
@@ -91,7 +95,8 @@ class LiveModel:
         return components.gradients_of(self._module)
 
     def prepare(self, own: Mapping[str, Any], state: dict[str, Any], weights: Iterable[str]) -> None:
-        """Before the trainer loads the weights: as many metrics as the saved model had, which keeps what it is given.
+        """Before the trainer loads the weights: as many metrics as the saved model had, which keeps what it is given,
+        and the names that its modules have here.
 
         Args:
             own: has `entries`.
@@ -99,7 +104,8 @@ class LiveModel:
             weights: its components that are weights of the model.
         """
         components.grow(self._module, own.get("metrics", {}))
-        state.update({key: components.own_extra_state(state[key]) for key in weights if key in state})
+        for key in state.keys() & set(weights):
+            state[key] = for_live(self._module, components.own_extra_state(state[key]))
 
     def in_place(self, saved: Mapping[str, Any]) -> AbstractContextManager[Mapping[str, Any]]:
         """Inside, the trainer loads the rest of `saved`: tensors of other tensors are filled where they are."""

@@ -197,6 +197,7 @@ class Resume(ABC):
         changes = self._engine.changes
         if not changes:
             return
+        order |= stored.as_named_here(order, parts)
         order |= {changes.renamed(key): order.pop(key) for key in tuple(order)}
         for key, now in stored.names_of(parts).items():
             before = [[changes.renamed(name) for name in names] for names in order.pop(key, [])]

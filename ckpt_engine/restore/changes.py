@@ -23,9 +23,11 @@ from ckpt_engine.errors import MismatchError
 from ckpt_engine.observe.resume_report import ChangedPart
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
+from ckpt_engine.store.repository import FORKED
 
 NOTE = "resumed_with"
 """The note of a snapshot whose line has changes: the digest of the section `resume` that was applied last."""
+_FROM = "from"
 OTHER_WAY = "resumed with changes"
 _KEPT = {"imported"}
 """The notes of a snapshot that count where training begins at step 0."""
@@ -47,15 +49,16 @@ _Path = tuple[Any, ...]
 
 
 def digest_of(section: object) -> str | None:
-    """What names a section `resume`; None: the option is a word, or not given."""
-    if not isinstance(section, ResumeChanges):
+    """What names a section `resume`; None: the option is a word, changes nothing, or is not given."""
+    if not isinstance(section, ResumeChanges) or not section.model_dump(exclude_defaults=True).keys() - {_FROM}:
         return None
-    return digest(json.dumps(section.model_dump(mode="json"), sort_keys=True).encode())
+    rows = section.model_dump(mode="json").items()
+    return digest(json.dumps({key: one for key, one in rows if key != _FROM or one}, sort_keys=True).encode())
 
 
 def is_due(section: object, notes: Mapping[str, Any]) -> TypeGuard[ResumeChanges]:
     """Whether a section is to be applied to a snapshot with these notes: it was not the last one of its line."""
-    return isinstance(section, ResumeChanges) and notes.get(NOTE) != digest_of(section)
+    return isinstance(section, ResumeChanges) and digest_of(section) not in (None, notes.get(NOTE))
 
 
 def restarts(section: object, notes: Mapping[str, Any]) -> bool:
@@ -253,7 +256,7 @@ UNCHANGED = Changes()
 
 def note_of(section: object) -> dict[str, Any]:
     """The note of the snapshots of a run that has this section; nothing without one."""
-    return {NOTE: digest_of(section)} if isinstance(section, ResumeChanges) else {}
+    return {} if (found := digest_of(section)) is None else {NOTE: found}
 
 
 def planned(section: object, manifest: Manifest, state: Any) -> tuple[Changes, Manifest, dict[str, Any]]:
@@ -262,7 +265,7 @@ def planned(section: object, manifest: Manifest, state: Any) -> tuple[Changes, M
     If training begins at step 0, the notes of the manifest are those of no run.
     """
     notes = manifest.notes
-    line = note_of(section) or {NOTE: notes[NOTE]}
+    line = {key: notes[key] for key in (NOTE, FORKED) if key in notes} | note_of(section)
     if not is_due(section, notes):
         return UNCHANGED, manifest, line
     changes = Changes(section, state if isinstance(state, dict) else {})

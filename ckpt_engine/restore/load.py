@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,7 +38,7 @@ from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
-from ckpt_engine.restore.changes import NOTE, UNCHANGED, note_of, planned
+from ckpt_engine.restore.changes import UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
     Candidate,
     ManifestCheck,
@@ -54,6 +54,7 @@ from ckpt_engine.restore.far_storage import storage_of
 from ckpt_engine.restore.load_in_place import copy_into, fill_live
 from ckpt_engine.restore.match import require_fit, tensor_shapes
 from ckpt_engine.restore.node_roots import JointTiers
+from ckpt_engine.restore.origin import look_elsewhere, note_of_fork
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.shared_reads import Sharing
 from ckpt_engine.snapshot.ownership import Tenure
@@ -70,6 +71,7 @@ from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
 from ckpt_engine.writer.primary_tier import let_finish
 
+_Found = TypeVar("_Found")
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
 ATTACH_SECONDS = FINISH_SECONDS = 60.0
@@ -372,16 +374,25 @@ class Restorer:
         """The manifests that were read since then."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
+        self._begins_elsewhere = False
+        """What was found last is of another run."""
         self.changes, self.line_note = UNCHANGED, note_of(config.resume)
         """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 
     def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
         """See `Engine.choose`."""
         self._listed.clear()
-        if self._session is not None:
+        session, known = self._session, self._known
+        if session is not None:
             self.attach()
-            return choose_together(self._session, self._listed_once, step, check, self._known)
-        return choose(self._listed_once(), step, check, search=SearchLog(known=self._known))
+            return self._first(lambda where, one: choose_together(session, where, one, check, known), step)
+        return self._first(lambda where, one: choose(where(), one, check, search=SearchLog(known=known)), step)
+
+    def _first(self, look: Callable[[FindPlaces, int | None], _Found | None], step: int | None) -> _Found | None:
+        """What is found in the places of the run; while there is nothing, in those of the run that it begins from."""
+        found, origin = look(self._listed_once, step), self._config.begins_from
+        self._begins_elsewhere = found is None and origin is not None
+        return found if found is not None or origin is None else look_elsewhere(origin, look)
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
@@ -392,18 +403,20 @@ class Restorer:
             if self._session is not None:
                 self.attach()
             self._let_finish()
-            if self._session is not None:
-                found = load_together(self._session, self._listed_once, step, known=self._known, **how)
+            session, known = self._session, self._known
+            if session is not None:
+                found = self._first(lambda where, one: load_together(session, where, one, known=known, **how), step)
             else:
-                found = load(self._listed_once(), step, known=self._known, **how)
-            self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
+                found = self._first(lambda where, one: load(where(), one, known=known, **how), step)
+            forks = self._begins_elsewhere
+            self._pipeline.lineage.looked(0 if found is None or forks else found.newest_seq)
             if found is not None:
                 self.away = set(map(attrgetter("url"), found.away))
-                if self.line_note or NOTE in found.manifest.notes:
-                    self.changes, manifest, self.line_note = planned(self._config.resume, found.manifest, found.state)
-                    found = replace(found, manifest=manifest)
+                fork = note_of_fork(found.place, found.manifest) if forks else {}
+                self.changes, manifest, line = planned(self._config.resume, found.manifest, found.state)
+                found, self.line_note = replace(found, manifest=manifest), {**line, **fork}
                 look = partial(before_of, found, self._listed_once, newest=step is None, back=back)
-                self._agree(found.info, tuple if self.changes is not UNCHANGED and self.changes.restarts else look)
+                self._agree(found.info, tuple if forks or self.changes.restarts else look)
         finally:
             self.detach()
         return found

@@ -21,13 +21,13 @@ import torch
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.observe.units import first
 from ckpt_engine.state.flatten import bytes_tensor
+from ckpt_engine.state.module_names import canonical, stored_name
 from ckpt_engine.state.wrapped import duplicate, kinds_of, mapped, require_made, with_made
 
 _CAST = (torch.Tensor, dict, bool, int, float, complex, type(None))
 """What `load_state_dict` casts or takes as it is, besides plain lists and tuples."""
 Groups = list[list[str]]
 """The names of the parameters in each group of an optimizer."""
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.", "_original_module.")
 _OF_PARAMETERS = {"params", "param_names"}
 MOVED = "the script gives its parameters in another order now: each has its own state, by its name"
 _HINT = "make the parameter groups as in the saved run, or use another folder for the new run"
@@ -82,10 +82,12 @@ def _is_shared(one: Any, other: Any) -> bool:
 
 
 def guarded(saved: Any) -> Any:
-    """The state for `load_state_dict`, with what that would damage out of its sight until `put_exactly`."""
+    """The state for `load_state_dict`, with what that would damage out of its sight until `put_exactly`; the names of
+    parameters are those of the script, which a wrapper may change."""
     if not isinstance(saved, dict) or "state" not in saved:
         return saved
-    return {**saved, "state": {key: _guard(value) for key, value in saved["state"].items()}}
+    groups = [{key: one for key, one in group.items() if key != "param_names"} for group in saved["param_groups"]]
+    return {**saved, "state": {key: _guard(value) for key, value in saved["state"].items()}, "param_groups": groups}
 
 
 def _guard(value: Any) -> Any:
@@ -159,19 +161,13 @@ class Parts(Protocol):
         """The optimizers."""
 
 
-def clean_name(name: str) -> str:
-    """The name of a parameter without what FSDP1 and Fabric put into it."""
-    for wrapped in _WRAPPED:
-        name = name.replace(wrapped, "")
-    return name
-
-
 def names_of(parts: Parts) -> dict[str, Groups]:
     """The names of the parameters in the groups of each optimizer; of one that is in no model its shape."""
     names: dict[int, str] = {}
     for key, module in parts.modules.items():
+        canonical_name = canonical(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            full = f"{key}.{clean_name(name)}"
+            full = f"{key}.{canonical_name(name)}"
             names[id(parameter)] = min(full, names.get(id(parameter), full))
     return {
         key: [[names.get(id(p)) or _nameless(p) for p in group["params"]] for group in optimizer.param_groups]
@@ -219,10 +215,21 @@ def read_order(stored: torch.Tensor | None) -> dict[str, Groups]:
         found: Any = {} if stored is None else json.loads(stored.numpy().tobytes())
         names = chain.from_iterable(chain.from_iterable(found.values()))
         if all(isinstance(name, str) for name in names):
-            return {key: [list(map(clean_name, names)) for names in groups] for key, groups in found.items()}
+            return dict(found)
     except (AttributeError, TypeError, ValueError, RecursionError):
         pass
     raise CorruptError("the names of the optimizers' parameters cannot be read from the snapshot")
+
+
+def as_named_here(saved: Mapping[str, Groups], parts: Parts) -> dict[str, Groups]:
+    """The names of a snapshot as `names_of` makes them; see `module_names.stored_name`."""
+    known = {key: stored_name(module) for key, module in parts.modules.items()}
+
+    def name(full: str) -> str:
+        component, _, rest = full.partition(".")
+        return f"{component}.{known[component](rest)}" if component in known else full
+
+    return {key: [list(map(name, names)) for names in groups] for key, groups in saved.items()}
 
 
 def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> list[str]:
@@ -235,7 +242,7 @@ def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> li
     Raises:
         MismatchError: an optimizer has other parameters than it had, or groups them otherwise; names them.
     """
-    now, moved = names_of(parts), []
+    now, moved, saved = names_of(parts), [], as_named_here(saved, parts)
     for key in saved.keys() & now.keys():
         if saved[key] == now[key]:
             continue
@@ -251,8 +258,9 @@ def put_in_order(saved: dict[str, Groups], parts: Parts, *, divided: bool) -> li
             groups.setdefault(frozenset(names), []).append((names, group))
         for index, names in enumerate(saved[key]):
             here, group = groups[frozenset(names)].pop(0)
-            live = dict(zip(here, group["params"], strict=True))
-            group["params"][:] = [live[name] for name in names]
+            at = {name: number for number, name in enumerate(here)}
+            for one in _OF_PARAMETERS & group.keys():
+                group[one][:] = [group[one][at[name]] for name in names]
             optimizer.param_groups[index] = group
         moved.append(key)
     return moved

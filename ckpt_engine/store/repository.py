@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt_engine.errors import (
     CkptError,
@@ -38,6 +38,7 @@ Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 """Data files, each with the snapshot that it was written for."""
 _T = TypeVar("_T")
 _Of = TypeVar("_Of")
+_FORK = {"url": str, "run": str, "snapshot": str, "step": int}
 FEW_FILES = 4
 """So many files are asked for one by one; more of them cost less in one listing of all."""
 
@@ -55,6 +56,17 @@ class ForkPoint:
         return f"{self.url}#{self.step} ({self.snapshot})"
 
 
+FORKED = "forked_from"
+"""The note of all snapshots of a run that was forked: its `ForkPoint`."""
+
+
+def fork_of(notes: Mapping[str, Any]) -> ForkPoint | None:
+    """Where the run was forked whose snapshot has these notes; None: it was not."""
+    row = notes.get(FORKED)
+    is_fork = isinstance(row, dict) and {key: type(one) for key, one in row.items()} == _FORK
+    return ForkPoint(**row) if is_fork else None
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """What `ckpt.json` says.
@@ -62,7 +74,7 @@ class RunRecord:
     Args:
         run: which run lives here, as 32 hex digits.
         created: since when, in wall-clock seconds.
-        fork: where it was forked; None: it was not.
+        fork: where it is forked, while that may not be complete; None: it is not.
     """
 
     run: str
@@ -548,9 +560,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         json_checks.require(
             type(row["run"]) is str and json_checks.is_time(row["created"]), "it names no run, or no time"
         )
-        fork = None if "fork" not in row else ForkPoint(**row["fork"])
-        json_checks.require(fork is None or list(map(type, astuple(fork))) == [str, str, str, int], "a malformed fork")
-        return RunRecord(row["run"], float(row["created"]), fork)
+        return RunRecord(row["run"], float(row["created"]), fork_of({FORKED: row.get("fork")}))
 
 
 def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:

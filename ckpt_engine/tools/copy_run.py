@@ -22,6 +22,7 @@ from ckpt_engine.copy.transfer import (
 )
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.restore import ask_tiers
+from ckpt_engine.restore.origin import note_of_fork
 from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Partial
@@ -177,7 +178,8 @@ def _put_fork(
         with reading_source():
             fork.linked_bytes += file.nbytes if duplicate is not None and duplicate(file.name) else 0
     stored, copied = put(manifest)
-    return replace(stored, run=fork.record.run), copied
+    notes = {**stored.notes, **note_of_fork(near.storage.url, manifest)}
+    return replace(stored, run=fork.record.run, notes=notes), copied
 
 
 def _complete(far: Repository, done: CopiedRun) -> None:

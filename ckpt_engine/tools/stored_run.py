@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import ForeignError, StorageMissingError
+from ckpt_engine.errors import CkptError, ForeignError, StorageMissingError
 from ckpt_engine.observe.units import first
 from ckpt_engine.restore import ask_tiers
 from ckpt_engine.restore.choose import UnreachableTier
 from ckpt_engine.store.names import RECORD, ParsedId
-from ckpt_engine.store.repository import Repository, RunRecord
+from ckpt_engine.store.repository import ForkPoint, Repository, RunRecord, fork_of
 from ckpt_engine.store.storage import open_storage
 
 LATEST = "latest"
@@ -57,6 +58,14 @@ class Run:
     def record(self) -> RunRecord | None:
         """Which run it is, by the nearest place that has its record; None: none has."""
         return next((record for place in self.places if (record := place.record()) is not None), None)
+
+    @property
+    def fork(self) -> ForkPoint | None:
+        """Where it was forked, as its newest snapshot has it; None: it was not, or that cannot be read."""
+        for parsed, (place, *_) in [*self.holders.items()][-1:]:
+            with suppress(CkptError):
+                return fork_of(place.read(parsed.id).notes)
+        return None
 
     def find(self, wanted: str = LATEST) -> tuple[str, tuple[Repository, ...]]:
         """The snapshot that `wanted` names, an id, the start of one, a step or `latest`, and the places that have it.

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.copy.memory_limits import MemoryLimit
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.tools import needs
@@ -105,3 +107,46 @@ def test_a_place_that_cannot_be_used_is_bad_news(ckpt: Ckpt, yaml: Path) -> None
     assert result.code == 1
     assert found["near disk"][0] == "BAD" or found["near write and read"][0] == "BAD"
     assert found["far write and read"][0] == "ok"
+
+
+def _with_section(yaml: Path, section: str) -> None:
+    yaml.write_text(f"tiers: near\nresume: {section}\n")
+
+
+def _run(folder: Path, step: int) -> None:
+    groups = [{"lr": 0.1, "params": [0]}]
+    model = {"body.w": torch.zeros(2), "head.w": torch.ones(3)}
+    with Checkpointer(str(folder), writer="thread") as run:
+        run.save({"model": model, "optimizer": {"state": {}, "param_groups": groups}}, step=step)
+
+
+@pytest.mark.parametrize(
+    ("section", "resumes", "changes"),
+    [
+        ("{skip: [model.head], override: {optimizer.param_groups.*.lr: 0.5}}", "step 7", {"left": 1, "set": 1}),
+        ("{only: [model], map: {model.head.w: model.top.w}}", "as step 0, of step 7", {"left": 1, "renamed": 1}),
+        ("{override: {optimizer.param_groups.*.lr: [1]}}", "BAD", {}),
+        ("{skip: [modle]}", "BAD", {}),
+    ],
+)
+@pytest.mark.parametrize("begins", [False, True])
+def test_it_lists_what_a_resume_changes(
+    ckpt: Ckpt, yaml: Path, section: str, resumes: str, changes: dict[str, int], begins: bool
+) -> None:
+    """From the newest snapshot, or that of the run which a new one begins with; nothing is written."""
+    _run(yaml.parent / ("other" if begins else "near"), 7)
+    _with_section(yaml, section.replace("{", "{from: other#7, ", 1) if begins else section)
+    rows = ckpt("check", "--json").json[0]["findings"]
+    (found,) = (one for one in rows if one["check"] == "resumes")
+    assert (found["mark"] if resumes == "BAD" else found["text"]).startswith(resumes)
+    listed = [one["check"].strip() for one in rows if one["check"].strip() in ("left", "set", "renamed")]
+    assert {kind: listed.count(kind) for kind in listed} == changes
+    assert "modle" not in section or "model" in found["text"]
+
+
+@pytest.mark.parametrize(("section", "mark"), [("{skip: [model]}", "ok"), ("{from: nowhere#3}", "BAD")])
+def test_it_says_where_there_is_nothing_to_resume(ckpt: Ckpt, yaml: Path, section: str, mark: str) -> None:
+    """A run begins fresh, but for one that is to begin with a snapshot of another."""
+    _with_section(yaml, section)
+    rows = ckpt("check", "--json").json[0]["findings"]
+    assert [one["mark"] for one in rows if one["check"] == "resumes"] == [mark]

@@ -69,7 +69,7 @@ def test_a_change_that_is_impossible_is_refused(section: Any, tmp_path: Path) ->
         loaded(saved_in(tmp_path), **section)
 
 
-@pytest.mark.parametrize("key", ["onyl", "from", "strcit"])
+@pytest.mark.parametrize("key", ["onyl", "form", "strcit"])
 def test_an_unknown_key_of_the_section_is_named(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"resume\.{key}: unknown key"):
         Checkpointer(str(tmp_path), resume={key: ["model"]})

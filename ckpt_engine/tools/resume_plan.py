@@ -1,0 +1,39 @@
+"""What the next start resumes, and what the section `resume` changes in that, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_engine.config import Config
+from ckpt_engine.interop.snapshot_trees import outline
+from ckpt_engine.observe.resume_report import ChangedPart
+from ckpt_engine.restore.ask_tiers import Sources
+from ckpt_engine.restore.changes import planned
+from ckpt_engine.restore.choose import choose
+from ckpt_engine.restore.origin import look_elsewhere
+from ckpt_engine.store.manifest import OWN_KEY
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.tools.stored_run import repository_of
+from ckpt_engine.tools.try_storage import Finding, Mark, tried
+
+
+def resume_plan(config: Config) -> Iterator[Finding]:
+    """What is restored of the newest snapshot, and each change; objects of the program are not known here."""
+    places, rows = [repository_of(tier) for tier in config.tiers], list[ChangedPart]()
+
+    def plan(_: Storage) -> tuple[Mark, str]:
+        found, origin = choose(places), config.begins_from
+        if found is None and origin is None:
+            return Mark.OK, "no snapshot yet: training begins at step 0"
+        found = (found or look_elsewhere(str(origin), lambda where, step: choose(where(), step))).unpacked()
+        manifest = found.manifest.as_rank(0)
+        state = outline(Sources([place.storage for place in found.sources]), manifest, manifest.tree)
+        changes, _, _ = planned(config.resume, manifest, state)
+        changes.change(state)
+        changes.require_used()
+        rows.extend(changes.rows)
+        step = f"as step 0, of step {found.info.step:,}" if changes.restarts else f"step {found.info.step:,}"
+        return Mark.OK, f"{step} ({found.info.id}): {', '.join(one for one in state if one != OWN_KEY)}"
+
+    yield tried("resumes", plan, places[0].storage)
+    yield from (Finding(f"  {row.how}", Mark.NOTE, f"{row.name}: {row.detail}") for row in rows)

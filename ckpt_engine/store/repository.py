@@ -39,6 +39,8 @@ Data = Sequence[tuple[ObjectInfo, names.ParsedId]]
 _T = TypeVar("_T")
 _Of = TypeVar("_Of")
 _FORK = {"url": str, "run": str, "snapshot": str, "step": int}
+FORKED = "forked_from"
+"""The note of all snapshots of a run that was forked: its `ForkPoint`."""
 FEW_FILES = 4
 """So many files are asked for one by one; more of them cost less in one listing of all."""
 
@@ -56,15 +58,12 @@ class ForkPoint:
         return f"{self.url}#{self.step} ({self.snapshot})"
 
 
-FORKED = "forked_from"
-"""The note of all snapshots of a run that was forked: its `ForkPoint`."""
-
-
 def fork_of(notes: Mapping[str, Any]) -> ForkPoint | None:
     """Where the run was forked whose snapshot has these notes; None: it was not."""
     row = notes.get(FORKED)
-    is_fork = isinstance(row, dict) and {key: type(one) for key, one in row.items()} == _FORK
-    return ForkPoint(**row) if is_fork else None
+    if isinstance(row, dict) and {key: type(one) for key, one in row.items()} == _FORK:
+        return ForkPoint(**row)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

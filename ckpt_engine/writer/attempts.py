@@ -244,7 +244,7 @@ class AttemptRecord:
         self._storage = storage
         self._check = check
         self._emit = emit
-        self._spent = spent
+        self.spent = spent
         process = ProcessIdentity.of(trainer.pid)
         name = "" if process is None else f"{process.boot}/{process.namespace}/{process.pid}/{process.ticks}"
         self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)

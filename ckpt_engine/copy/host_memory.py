@@ -12,10 +12,12 @@ import errno
 import mmap
 import os
 import weakref
+from functools import partial
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, StateError
 from ckpt_engine.observe.units import size
+from ckpt_engine.store.storage.disk import on_failure
 
 HUGE_BYTES = 2 << 20
 _COLLAPSE = 25  # MADV_COLLAPSE
@@ -45,11 +47,8 @@ def map_shared(fd: int, nbytes: int, *, writable: bool) -> Any:
     base = _call_mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     start = -(-base // HUGE_BYTES) * HUGE_BYTES
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    try:
+    with on_failure(partial(LIBC.munmap, base, room)):
         _call_mmap(start, nbytes, protection, mmap.MAP_SHARED | _FIXED, fd)
-    except OSError:
-        LIBC.munmap(base, room)
-        raise
     buffer = (ctypes.c_char * nbytes).from_address(start)
     # At the end of the interpreter other threads may still use the memory: the kernel takes it back then.
     weakref.finalize(buffer, LIBC.munmap, base, room).atexit = False

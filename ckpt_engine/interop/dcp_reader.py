@@ -50,6 +50,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.tree import TreePath
 
 _OPEN = frozenset({"dict", "odict", "mapping", "defaultdict", "counter"})
@@ -436,13 +437,10 @@ def _begun() -> Line:
 
 def _open(storage: Storage) -> _Run:
     lease = acquire(storage, wait_seconds=LEASE_WAIT_SECONDS)
-    try:
+    with on_failure(lease.release):
         repository = Repository(storage)
         repository.create_if_absent()
         collect(repository, lease)  # what saves that died have left
-    except BaseException:
-        lease.release()
-        raise
     return _Run(repository, lease)
 
 

@@ -9,9 +9,10 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from ckpt_engine.store.manifest import OWN_KEY, RANKS
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage import open_storage
 from ckpt_engine.store.storage.base import Folder
-from ckpt_engine.store.storage.disk import translated
+from ckpt_engine.store.storage.disk import on_failure, translated
 from ckpt_engine.store.storage.local import TEMP
 from ckpt_engine.writer.client import WriterClient
 
@@ -146,25 +147,21 @@ class Session:
         if self.replicates:
             self.locate()
         clients: list[WriterClient] = []
-        with self._undoing(clients):
+        undo = partial(self._undo, clients)
+        with on_failure(undo):
             self._open_leaders(start, clients)
         if not clients:
             clients.append(start(self._config(self.name, self._next_seq)))
         if self.replicates:
-            with self._undoing(clients):
+            with on_failure(undo):
                 self._introduce(clients[0])
         return clients[0]
 
-    @contextmanager
-    def _undoing(self, clients: Sequence[WriterClient]) -> Iterator[None]:
-        """Ends writers that were started for nothing, as another one could not be: the next call begins once more."""
-        try:
-            yield
-        except BaseException:
-            for client in clients:
-                client.close(CLOSE_SECONDS)
-            self.name = ""
-            raise
+    def _undo(self, clients: Sequence[WriterClient]) -> None:
+        """End writers that were started for nothing, as another one could not be: the next call begins once more."""
+        for client in clients:
+            client.close(CLOSE_SECONDS)
+        self.name = ""
 
     def locate(self) -> str:
         """Where other machines reach this one: the one interface at which anything may listen for them.

@@ -28,6 +28,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store import names as layout
 from ckpt_engine.store.storage.base import Folder
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, Server, connect
 
@@ -185,14 +186,11 @@ class FolderClient:
         with self._lock:
             line = self._idle.pop() if self._idle else None
         line = line or connect(*self._where)
-        try:
+        with on_failure(line.close):
             line.send(request)
             head = line.receive()
             if "error" not in head:
                 line.fill(room(int(head["nbytes"])))
-        except BaseException:
-            line.close()
-            raise
         if self._keeps:
             with self._lock:
                 self._idle.append(line)

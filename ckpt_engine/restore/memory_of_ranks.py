@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from ckpt_engine.errors import (
@@ -32,6 +33,7 @@ from ckpt_engine.restore.memory import (
 )
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.manifest import Partial
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.writer import control, part_records
 from ckpt_engine.writer.channel import Received, close_all
 from ckpt_engine.writer.parity import restore_chunk
@@ -193,11 +195,8 @@ def _fetch(source: ShareSource, request: dict[str, Any], beside: int, deadline: 
         if time.monotonic() > deadline:
             raise WaitTimeoutError("the shares of other machines do not come in time")
         fd, image = own_memory(int(body["nbytes"]), beside)
-        try:
+        with on_failure(partial(os.close, fd)):
             line.fill(image)
-        except BaseException:
-            os.close(fd)
-            raise
         return Received(body, (fd,))
 
 

@@ -29,6 +29,7 @@ from ckpt_engine.store import names
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, ReadOnlyStorage, Storage
+from ckpt_engine.store.storage.disk import on_failure
 
 
 class JointTiers:
@@ -63,11 +64,8 @@ class JointTiers:
     def __enter__(self) -> Self:
         roots, own = self._session.places(), self._session.root
         if len(roots) > 1 and own is not None:
-            try:
+            with on_failure(self._close):
                 self._meet(roots, own)
-            except BaseException:
-                self._close()
-                raise
         return self
 
     def __exit__(

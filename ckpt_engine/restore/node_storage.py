@@ -20,6 +20,7 @@ from ckpt_engine.restore.shared_blocks import (
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.base import Capabilities, Storage, WrapperStorage
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.retries import GrowingPauses
 
 WAIT_SECONDS = 30.0
@@ -162,11 +163,8 @@ class NodeStorage(WrapperStorage):
         """Read a block that was claimed, and share it."""
         name, start, nbytes = blocks.place(number)
         data = memoryview(bytearray(nbytes))
-        try:
+        with on_failure(partial(region.give_up, number)):
             self.inner.get_into(name, start, data)
-        except BaseException:
-            region.give_up(number)
-            raise
         try:
             region.put(number, data)
         except OSError as err:

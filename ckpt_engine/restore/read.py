@@ -194,8 +194,9 @@ def read_moves(
     if not moves and not others:
         return
     filler = _Filler(sources, manifest, laid, landing)
-    plain = [move for move in moves if move.piece.base is None]
-    chained = [move for move in moves if move.piece.base is not None]
+    plain, chained = list[Move](), list[Move]()
+    for move in moves:
+        (plain if move.piece.base is None else chained).append(move)
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
     pool = ThreadPoolExecutor(
         sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)

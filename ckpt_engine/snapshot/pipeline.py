@@ -203,9 +203,7 @@ class Pipeline:
         self.poll()
         if self._still_starting or (self._staging is not None and not self._staging.over):
             return False
-        if not (durable or self._group.keeps_up):
-            return False
-        return self.slots.ready() and (not durable or self._writer_has_time())
+        return (self._writer_has_time() if durable else self._group.keeps_up) and self.slots.ready()
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Self
 
 from ckpt_engine.errors import CkptError, LeaseHeldError
@@ -24,7 +25,7 @@ from ckpt_engine.store.object_lease import LeaseSlot, Timing, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.sealed_json import seal, stored
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.disk import open_regular, translated, translating
+from ckpt_engine.store.storage.disk import on_failure, open_regular, translated, translating
 
 RETRY_SECONDS = 0.1
 _TEXT_BYTES = 1023
@@ -118,14 +119,11 @@ class LocalLease(Lease):
         with translating("take the lease", path):
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _write_text(fd, seal(asdict(holder)))
+                with on_failure(partial(os.close, fd)):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _write_text(fd, seal(asdict(holder)))
             except BlockingIOError:
-                os.close(fd)
                 return None
-            except BaseException:
-                os.close(fd)
-                raise
         return cls(fd, path)
 
     def check(self) -> None:

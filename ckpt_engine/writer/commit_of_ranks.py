@@ -60,9 +60,11 @@ class SessionSnapshots(Container[str]):
 
     def __contains__(self, snapshot: object) -> bool:
         parsed = names.parse_id(snapshot) if isinstance(snapshot, str) else None
-        if parsed is None or parsed.seq < self._first_seq:
-            return False
-        return parsed.id == names.session_id(self._session, parsed.seq, parsed.step)
+        return (
+            parsed is not None
+            and parsed.seq >= self._first_seq
+            and parsed.id == names.session_id(self._session, parsed.seq, parsed.step)
+        )
 
     def settle(self, snapshot: str) -> None:
         """This snapshot and all before it are committed, or never will be."""

@@ -19,6 +19,7 @@ from ckpt_engine.copy.job import ErrorRecord, WriterConfig
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store.lease_holder import LeaseHolder
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.writer import channel, messages
 from ckpt_engine.writer.channel import Channel, decode, duplicates, encode, pidfd_of, readable
 from ckpt_engine.writer.client import REAP_SECONDS, WriterClient
@@ -49,11 +50,8 @@ class ThreadWriter(WriterClient):
         """Start the thread; see `open_client` for what is raised, and `ProcessWriter.start` for `emit`."""
         client = cls(config)
         client._queue.start()
-        try:
+        with on_failure(client._queue.skip_waiting):
             client._begin(config, emit)
-        except BaseException:
-            client._queue.skip_waiting()
-            raise
         return client
 
     def _finish(self, why: str | None, *, failed: bool, keeps: bool) -> None:  # noqa: ARG002 - it ends with the trainer

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -192,10 +191,8 @@ class Peers:
             self._lead = (host, port)
 
     def _give(self, wanted: dict[str, Any], line: PeerConnection) -> None:
-        deadline = time.monotonic() + SECONDS / 2
         with self._news:
-            while (reply := self.answer(wanted)) is None and (left := deadline - time.monotonic()) > 0:
-                self._news.wait(left)
+            reply = self._news.wait_for(lambda: self.answer(wanted), SECONDS / 2)
         if reply is None or not reply.fds:
             line.send({"why": "it is not known yet" if reply is None else reply.body.get("why")})
             return

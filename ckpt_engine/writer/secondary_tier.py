@@ -48,6 +48,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll, policy_from
 from ckpt_engine.store.rows import copy_rows
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.disk import on_failure
 from ckpt_engine.store.storage.watchdog import ResponsivenessProbe, StuckCallRunner, WatchedSource
 from ckpt_engine.writer.attempts import copy_attempts
 from ckpt_engine.writer.commit_of_ranks import Gather
@@ -304,12 +305,9 @@ class SecondaryTier:
         if self._held is None:
             self.copies.progress.moved(LEASE_SECONDS)
             lease = acquire(self.places.plain, self._holder)
-            try:
+            with on_failure(lease.release):
                 repository = adopt_run(self.run, self.places.copies)
                 completed = self._gather.begin(repository) if self._gather is not None else ()
-            except BaseException:
-                lease.release()
-                raise
             self._held = repository, lease
             for snapshot in completed:
                 self._say(f"all nodes had copied {snapshot} to {self.url}, and it is committed there now")

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ckpt_engine.store.storage.disk import closing_fd
+from ckpt_engine.store.storage.disk import closing_fd, on_failure
 
 _PLACES = ("/tmp", "/dev/shm")
 """Not what the environment names: who asks may have another one than who listens."""
@@ -126,17 +126,13 @@ class SocketListener:
         folder = _own_folder()
         self._path = Path(folder, name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _alone_in(folder, timeout):
-                for left in Path(folder).iterdir():
-                    if not _listens(left):
-                        left.unlink(missing_ok=True)
-                self._sock.bind(str(self._path))
-                self._sock.listen(_BACKLOG)
-                self._inode = self._path.lstat().st_ino
-        except BaseException:
-            self._sock.close()
-            raise
+        with on_failure(self._sock.close), _alone_in(folder, timeout):
+            for left in Path(folder).iterdir():
+                if not _listens(left):
+                    left.unlink(missing_ok=True)
+            self._sock.bind(str(self._path))
+            self._sock.listen(_BACKLOG)
+            self._inode = self._path.lstat().st_ino
 
     def accept(self) -> socket.socket | None:
         """The next connection of this user; None: who connected is gone again, or another user, or this is closed."""

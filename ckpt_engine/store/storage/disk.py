@@ -98,8 +98,11 @@ class Disk:
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive power loss."""
-        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
             os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 class Meter:
@@ -118,12 +121,6 @@ class Meter:
     def pause(self, seconds: float) -> None:
         """Wait that long, where the storage has no way of its own. Raises to stop."""
         time.sleep(seconds)
-
-    def let_pass(self, nbytes: int) -> None:
-        """Wait as long as has to be waited before so many bytes are sent. Raises to stop."""
-        seconds = self.wait(nbytes)
-        if seconds > 0:
-            self.pause(seconds)
 
     def moved(self) -> None:
         """A call to the operating system begins: the one before has ended."""
@@ -175,7 +172,9 @@ class MeteredDisk(Disk):
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
         part = data[: self._meter.slice_bytes]
-        self._meter.let_pass(part.nbytes)
+        seconds = self._meter.wait(part.nbytes)
+        if seconds > 0:
+            self._meter.pause(seconds)
         self._moved()
         done = self._inner.write(fd, part, offset)
         if fd in self._cached:
@@ -246,6 +245,16 @@ def closing_fd(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextmanager
+def on_failure(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if the block fails, whatever the reason."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def require_size(where: str, nbytes: int, most_bytes: int) -> None:

@@ -112,7 +112,7 @@ class LocalStorage:
             self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
             fd, temp = self._create(folder, file)
             made.append(temp)
-            with closing_fd(fd):
+            try:
                 write_blocks(self._disk, fd, blocks)
                 self._disk.sync(fd)
                 if exclusive and self._link(temp, path):
@@ -120,6 +120,8 @@ class LocalStorage:
                 else:
                     self._disk.rename(temp, path)
                     made[:] = [path] if exclusive else []
+            finally:
+                os.close(fd)
             if temp in made:
                 self._remove_named(temp)
             self._disk.sync_folder(folder)

@@ -6,7 +6,6 @@ one, and then renamed.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import threading
@@ -286,9 +285,8 @@ def _status(error: BaseException) -> int:
 
 
 def _is_transient(error: Exception) -> bool:
-    if _status(error) in _TRANSIENT_STATUS or isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
-        return True
-    return not _TRANSIENT_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    is_known = isinstance(error, ConnectionError | TimeoutError) or _status(error) in _TRANSIENT_STATUS
+    return is_known or not _TRANSIENT_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
 def _explained(error: Exception, what: str, where: str) -> StorageError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, TypeVar
@@ -129,7 +128,6 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(
         error,
         TimeoutError
-        | asyncio.TimeoutError
         | ConnectionError
         | BotoConnectionError
         | HTTPClientError

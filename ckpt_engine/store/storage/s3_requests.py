@@ -85,14 +85,10 @@ class S3Calls:
 
         future = asyncio.run_coroutine_threadsafe(watched(), self.fs.loop)
         try:
-            while True:
-                try:
-                    return future.result(_LOOK_SECONDS)
-                except concurrent.futures.TimeoutError:
-                    if not future.done() and not self.fs.loop.is_running():
-                        raise StorageError(f"cannot {what} {self.url}: the program is ending") from None
-                    if future.done():
-                        return future.result()
+            while not concurrent.futures.wait([future], _LOOK_SECONDS).done:
+                if not self.fs.loop.is_running():
+                    raise StorageError(f"cannot {what} {self.url}: the program is ending")
+            return future.result()
         except (CkptError, KeyboardInterrupt, SystemExit):
             raise
         except MeterStoppedError as err:

@@ -250,16 +250,12 @@ def manifest_of(
                 blocks.setdefault(block.name, []).append((block, item.file.name))
         nodes[name] = item.node
     index = {name: number for number, name in enumerate(files)}
-    entries: dict[str, Entry] = {}
-    grids: dict[str, list[Any]] = {}
-    for name, found in blocks.items():
-        entries[name], grid = _entry(name, found, index)
-        if grid is not None:
-            grids[name] = grid
+    made = {name: _entry(name, found, index) for name, found in blocks.items()}
+    entries = {name: entry for name, (entry, _) in made.items()}
     tree: dict[str, Any] = {}
     for name, node in nodes.items():
-        if isinstance(node, dict) and node.get("$") == "tensor" and node["entry"] in grids:
-            node = {**node, "$": "sharded", "blocks": grids[node["entry"]]}
+        if isinstance(node, dict) and node.get("$") == "tensor" and (grid := made[node["entry"]][1]) is not None:
+            node = {**node, "$": "sharded", "blocks": grid}
         _put(tree, paths.get(name, (name,)), node)
     whole = {key: _plain(node) for key, node in tree.items()}
     sizes = {name: entry.nbytes for name, entry in entries.items()}

@@ -75,7 +75,6 @@ class FitRun:
             ),
         )
         """See `Here.end`."""
-        self._halt = self.stopping.halt
         self._given: int | None = None
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
@@ -94,7 +93,7 @@ class FitRun:
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
         internals.wrap_batches(self._run.took)
-        relays = self._halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
+        relays = self.stopping.halt.shared is not None and SIGTERM in self.engine.config.preemption.numbers()
         internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
         self._run.step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
@@ -170,7 +169,7 @@ class FitRun:
 
     def close(self) -> None:
         """Training ended by itself: wait until everything is durable."""
-        self._halt.complete = True
+        self.stopping.halt.complete = True
         if self.resume.pending:
             self.resume.publish()
         try:
@@ -179,12 +178,16 @@ class FitRun:
             self.disconnect()
         if (stop := self.stopping.watch.stop) is not None:
             _log.warning("%s: it came when training was complete", stop.notice.who)
-            raise self._halt.exit_of(stop)
+            raise self.stopping.halt.exit_of(stop)
 
     def abort(self, exception: BaseException) -> None:
         """Training failed: no collective, a deadline; what could be saved of it was, see `failed`."""
         try:
-            if isinstance(exception, both(SIGTERMException)) and self._trainer.world_size == 1 and not self._halt.done:
+            if (
+                isinstance(exception, both(SIGTERMException))
+                and self._trainer.world_size == 1
+                and not self.stopping.halt.done
+            ):
                 self._take_on_signal()
             self._run.close_after(exception)
         except CkptError as err:
@@ -196,7 +199,7 @@ class FitRun:
             # It came before training began: Lightning ends with 0, which says that the job is complete.
             exception.code = self._run.exit_code
             _log.warning("SIGTERM before the first step: training stops; %s", self.stopping.watch.durable())
-        if (end := self._halt.end_of(exception)) is not exception:
+        if (end := self.stopping.halt.end_of(exception)) is not exception:
             raise end  # it came meanwhile
 
     # ---- the loops
@@ -231,7 +234,9 @@ class FitRun:
         self._given, step = self._internals.batches_given, self.step
         self._run.boundary(step, self)
         # In the middle of an accumulation ranks may be at different batches of one step.
-        if self._halt.shared is None or (self._module.automatic_optimization and not self._internals.accumulating):
+        if self.stopping.halt.shared is None or (
+            self._module.automatic_optimization and not self._internals.accumulating
+        ):
             self._run.failing.reached(step, self._record)
         else:
             self._run.failing.missed(step, "ranks may be at different batches of one step")

@@ -346,16 +346,16 @@ def _put_back(path: str, row: Mapping[str, Any], begun: Beginning, first: str | 
     now, saved = holder.values.get(name, MISSING), row["value"]
     if now is not MISSING and freeze(now) == freeze(saved) and freeze(now)[0] != "object":
         return ""
-    begin = begun.frozen.get(path)
+    begin = digest(begun.frozen[path]) if path in begun.frozen else None
     if holder.in_place and type(now) is not type(saved):
         return f"{changes}, and it is another object now"
     of_shapes = holder.states or (holder.in_place and shapes(saved))
     if isinstance(saved, GENERATORS) and type(now) is type(saved):
-        first = None if begin is None else digest(begin)  # wherever a stream begins, it continues there
+        first = begin  # wherever a stream begins, it continues there
     if not (of_shapes and shapes(now) == shapes(saved)):
         if holder.states:
             return f"{changes}, and it has another shape now"
-        if (None if begin is None else digest(begin)) != first:
+        if begin != first:
             return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
     kept, shared = row.get("kept", "all"), begun.value_at(row.get("object", path))
     if holder.in_place and kept == "nothing" and (other := begun.same_at(path, now)):

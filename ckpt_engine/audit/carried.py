@@ -113,7 +113,7 @@ class CarriedLocals:
         for frame in frames_of_users(sys._getframe(1)):
             code, values = frame.f_code, frame.f_locals
             root = self.modules.get(frame.f_globals.get("__name__", "")) if values is frame.f_globals else None
-            for name in _carried(code, frame.f_lasti):
+            for name in _carried(code, instruction_at(frame)):
                 value, before = values.get(name), self._before.get((code, name))
                 is_known = isinstance(root, Variables) and name in root.assigned
                 if is_known or (now := _compared(value, known)) is None:
@@ -377,9 +377,7 @@ def _ends_of(rows: list[dis.Instruction]) -> dict[int, int]:
 def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
     """Variables that a loop around the instruction at `offset` may read before it writes them in the same step."""
     rows, offsets = instructions(code)
-    # In a call the offset may be that of a cache entry behind the instruction.
-    here = offsets[bisect.bisect_right(offsets, offset) - 1]
-    heads = [bisect.bisect_left(offsets, one.head) for one in loops_around(code, here)]
+    heads = [bisect.bisect_left(offsets, one.head) for one in loops_around(code, offset)]
     if not heads:
         return ()
     live = _liveness(code)

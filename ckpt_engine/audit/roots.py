@@ -207,36 +207,31 @@ class Beginning:
         self._inputs: dict[str, str] = {}
         self._memory_of_saved = walk.saved
         self._watched = [_Watched(holder) for holder in walk.found]
+        self._of = {f"{one.holder.path}.{name}": (one, name) for one in self._watched for name in one.before}
         self.frozen: dict[str, Frozen] = {
-            f"{one.holder.path}.{name}": freeze(value, self._memory_of_saved)
-            for one in self._watched
-            for name, value in one.before.items()
+            path: freeze(one.before[name], self._memory_of_saved) for path, (one, name) in self._of.items()
         }
-        self._of = {f"{one.holder.path}.{name}": one for one in self._watched for name in one.before}
         self._by_path = {one.holder.path: one.holder for one in self._watched}
         self._looked = Looked()
 
     def differences(self, later: Beginning) -> Iterator[tuple[str, Unrepeated]]:
         """By path what has changed until then."""
-        for one in self._watched:
-            for name, value in one.before.items():
-                path = f"{one.holder.path}.{name}"
-                after = later.frozen.get(path)
-                if after is not None and after != self.frozen[path]:
-                    yield path, Unrepeated(value, self.frozen[path], after)
+        for path, (one, name) in self._of.items():
+            after = later.frozen.get(path)
+            if after is not None and after != self.frozen[path]:
+                yield path, Unrepeated(one.before[name], self.frozen[path], after)
 
     def take_back(self, unrepeated: Mapping[str, Unrepeated]) -> None:
         """Those that have not changed since begin as they were before."""
-        for one in self._watched if unrepeated else ():
-            for name in one.before:
-                path = f"{one.holder.path}.{name}"
-                if (row := unrepeated.get(path)) is not None and row.after == self.frozen[path]:
-                    self.frozen[path], one.before[name] = row.before, row.value
-            one.look()
+        for path, row in unrepeated.items():
+            if row.after == self.frozen.get(path):
+                one, name = self._of[path]
+                self.frozen[path], one.before[name] = row.before, row.value
+                one.look()
 
     def holder_of(self, path: str) -> AttributeHolder | None:
         """Whose attribute it is, one that is not there yet included."""
-        return self._of[path].holder if path in self._of else self._by_path.get(path.rpartition(".")[0])
+        return self._of[path][0].holder if path in self._of else self._by_path.get(path.rpartition(".")[0])
 
     def is_of_library(self, path: str) -> bool:
         """Whether it is an attribute of an object of an installed package."""
@@ -249,25 +244,23 @@ class Beginning:
 
     def inputs(self, rows: Collection[str]) -> dict[str, str]:
         """Digests of what may have been drawn and has not moved; see `HiddenState.inputs`."""
-        for one in self._watched if not self._inputs else ():
-            for name in one.before:
-                path = f"{one.holder.path}.{name}"
-                if len(self._inputs) < _MOST_INPUTS and self._is_input(one, name, path):
-                    self._inputs[path] = self.input_at(path)
+        if not self._inputs:
+            drawn = itertools.islice(filter(self._is_input, self._of), _MOST_INPUTS)
+            self._inputs = {path: self.input_at(path) for path in drawn}
         return {
             path: was
             for path, was in self._inputs.items()
-            if path not in rows and (not self._of[path].holder.inputs_only or self._is_there(path))
+            if path not in rows and (not self._of[path][0].holder.inputs_only or self._is_there(path))
         }
 
     def _is_there(self, path: str) -> bool:
         return freeze(self.value_at(path), self._memory_of_saved) == self.frozen[path]
 
-    def _is_input(self, one: _Watched, name: str, path: str) -> bool:
-        frozen, value = self.frozen[path], one.holder.values.get(name, MISSING)
-        if of_framework(type(one.holder.owner)) and not one.holder.states:
+    def _is_input(self, path: str) -> bool:
+        holder, frozen, value = self._of[path][0].holder, self.frozen[path], self.value_at(path)
+        if of_framework(type(holder.owner)) and not holder.states:
             return False
-        if not is_drawn(value) or not (one.holder.states or (frozen[-1] != "saved" and "trained" not in frozen)):
+        if not is_drawn(value) or not (holder.states or (frozen[-1] != "saved" and "trained" not in frozen)):
             return False
         return not _PROCESS.are_read(value) and self._is_there(path)
 
@@ -283,7 +276,7 @@ class Beginning:
 
     def kept(self, path: str, value: Any) -> str:
         """What of it is still the objects of that moment: all, the container, or nothing."""
-        one, name = self._of.get(path), path.rpartition(".")[2]
+        one, name = self._of.get(path, (None, ""))
         if one is None or one.before[name] is not value:
             return "nothing"
         same = [*map(id, tensors_in(value))] == [id(ref()) for ref in one.within[name]]
@@ -296,7 +289,7 @@ class Beginning:
 
     def same_at(self, path: str, value: Any) -> str:
         """Another path that had the same object at that moment; empty: none."""
-        rows = ((other, one.before[other.rpartition(".")[2]]) for other, one in self._of.items() if other != path)
+        rows = ((other, one.before[name]) for other, (one, name) in self._of.items() if other != path)
         return next((other for other, was in rows if was is value), "")
 
     def value_at(self, path: str) -> Any:
@@ -307,7 +300,7 @@ class Beginning:
     def states_of(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """Those of modules, moved or not: a fresh process may begin with any other."""
         for path in paths:
-            one, name = self._of.get(path), path.rpartition(".")[2]
+            one, name = self._of.get(path, (None, ""))
             if one is not None and one.holder.states and name in one.holder.values:
                 yield path, one.holder.values[name]
 
@@ -316,7 +309,7 @@ class Beginning:
 
         Not of a module, nor of an object of a package that the loop uses, if all that it has got since is looked at.
         """
-        holder, one = self.holder_of(path), self._of.get(path)
+        holder, (one, _) = self.holder_of(path), self._of.get(path, (None, ""))
         if holder is None or isinstance(holder.owner, torch.nn.Module):
             return holder is None
         return one is None or holder.path not in self._used or bool(self.opaque([path])) or one.hides()

@@ -197,10 +197,8 @@ class Packer:
             UnstorableLeafError: a leaf would need pickle; names it.
         """
         components = {ROOT_KEY: tree} if "$" in components_of(tree) else components_of(tree)
-        nodes: dict[str, Any] = {}
         places: dict[int, tuple[int, torch.Tensor]] = {}
-        for key, one in components.items():
-            nodes[key] = self._node(key, one, places)
+        nodes = {key: self._node(key, one, places) for key, one in components.items()}
         live = [tensor for _, tensor in places.values()]
         self._device = next((array.device for array in live if array.is_cuda), self._device)
         arrays: list[dict[str, Any]] = [{} for _ in live]

@@ -29,7 +29,7 @@ from ckpt_engine.state.flatten import Flattener, problems, shapes_of
 from ckpt_engine.state.module_names import canonical, for_live, renamed, stored_name
 from ckpt_engine.state.optimizers import Parts, load_exactly, own_copy
 from ckpt_engine.state.sharding import divided_like, here, parts_of
-from ckpt_engine.state.wrapped import in_place, kinds_of, with_made
+from ckpt_engine.state.wrapped import in_place, kinds_of, mapped, with_made
 from ckpt_engine.store.manifest import OWN_KEY, Manifest
 
 _EXTRA_STATE = "_extra_state"
@@ -521,18 +521,16 @@ def _put_back(metric: Any, entry: Mapping[str, Any]) -> None:
     device = getattr(metric, "device", None)
     for name, value in {**entry["state"], **entry.get("attributes", {})}.items():
         # Assigned, never copied into: metrics share tensors with each other and with their defaults.
-        setattr(metric, name, on_device(own_copy(value), device))
+        setattr(metric, name, _on_device(own_copy(value), device))
     if hasattr(metric, _COUNT):
         setattr(metric, _COUNT, entry["update_count"])
-        setattr(metric, _CACHE, on_device(own_copy(entry["cache"]), device))
+        setattr(metric, _CACHE, _on_device(own_copy(entry["cache"]), device))
         setattr(metric, _COMPUTED, None)
 
 
-def on_device(value: Any, device: torch.device | None) -> Any:
-    """A tensor, or those in a list, there."""
-    if isinstance(value, torch.Tensor):
-        return value if device is None else value.to(device)
-    return [on_device(item, device) for item in value] if isinstance(value, list) else value
+def _on_device(value: Any, device: torch.device | None) -> Any:
+    """With its tensors there."""
+    return mapped(value, lambda one: one.to(device=device) if isinstance(one, torch.Tensor) else one)
 
 
 def stored(gradient: torch.Tensor) -> Any:

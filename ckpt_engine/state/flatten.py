@@ -501,25 +501,18 @@ def problems(node: Any, root: TreePath, flattener: Flattener | None = None) -> s
     return None
 
 
-def shapes_of(
-    node: Any, path: TreePath = (), found: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the live tensors of a state, by "/"-joined path, in `found`.
+def shapes_of(node: Any, path: TreePath = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes of the live tensors of a state, by "/"-joined path.
 
     Raises:
         StateError: it is nested deeper than any state that can be saved.
     """
-    found = {} if found is None else found
     if len(path) > MAX_DEPTH:
         raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
     if sharding.is_wrapper(node):
-        return shapes_of({name: getattr(node, name) for name in node.__tensor_flatten__()[0]}, path, found)
+        node = {name: getattr(node, name) for name in node.__tensor_flatten__()[0]}
     if isinstance(node, torch.Tensor | sharding.FlatPart):
-        found[show_path(path) if path else ""] = tuple(node.shape)
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
-            shapes_of(child, (*path, key), found)
-    elif isinstance(node, list | tuple):
-        for index, child in enumerate(node):
-            shapes_of(child, (*path, index), found)
-    return found
+        return {show_path(path) if path else "": tuple(node.shape)}
+    rows: Iterable[Any] = node.items() if isinstance(node, Mapping) else ()
+    rows = enumerate(node) if isinstance(node, list | tuple) else rows
+    return {where: shape for key, child in rows for where, shape in shapes_of(child, (*path, key)).items()}

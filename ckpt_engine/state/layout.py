@@ -190,23 +190,20 @@ class Planner:
         # Then what can cross from a device in one piece: the same device, and as early or late. Other ranks have
         # other devices, so that this comes after the drafting. Small ones are copied together.
         ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d), d.lazy, d.nbytes >= SMALL_BYTES))
-        rows = []
-        for draft in ordered:
-            name = drafting.dtype_name(draft.dtype)
-            code, shape = container_form(name, draft.shape, draft.nbytes)
-            rows.append((draft.name, name, code, shape, draft.nbytes))
+        forms = [container_form(drafting.dtype_name(d.dtype), d.shape, d.nbytes) for d in ordered]
         try:
-            header = data_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows])
+            header = data_header([(d.name, *form, d.nbytes) for d, form in zip(ordered, forms, strict=True)])
         except ValueError as err:
             raise StateError(
-                f"a state of {len(rows):,} arrays cannot be saved: {err}",
+                f"a state of {len(forms):,} arrays cannot be saved: {err}",
                 hint="one file has all of them, about 700,000 at most: join small tensors into larger ones (torch.cat)",
             ) from err
         offset, entries = len(header), []
-        for draft, (name, dtype, code, _, nbytes) in zip(ordered, rows, strict=True):
-            form = (tuple(draft.shape), code, offset, nbytes)
-            entries.append(EntryLayout(name, dtype, *form, draft.whole, draft.start_bytes))
-            offset += nbytes
+        for draft, (code, _) in zip(ordered, forms, strict=True):
+            form = (tuple(draft.shape), code, offset, draft.nbytes)
+            name = drafting.dtype_name(draft.dtype)
+            entries.append(EntryLayout(draft.name, name, *form, draft.whole, draft.start_bytes))
+            offset += draft.nbytes
         sources = tuple(ordered)
         known = self._known.plan.layout if self._known else None
         is_known = known and known.entries == tuple(entries) and known.header_nbytes == len(header)
@@ -321,32 +318,18 @@ def _crossing(draft: EntrySource) -> tuple[str, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Component:
-    """A packed one.
-
-    Args:
-        numbers: of the nodes of its packed arrays, by `id`.
-        others: its other leaves.
-    """
-
-    packs: tuple[Pack, ...]
-    numbers: Mapping[int, int]
-    others: tuple[ArrayLeaf, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Packing:
     """What is packed of one state.
 
     Args:
         packed: indices of the arrays that are in packs.
         drafts: of the packs.
-        components: with packs, by key.
+        components: with packs, by key: the packs, the numbers of the nodes of packed arrays by `id`, the other leaves.
     """
 
     packed: set[int] = field(default_factory=set)
     drafts: list[EntrySource] = field(default_factory=list)
-    components: dict[str, _Component] = field(default_factory=dict)
+    components: dict[str, tuple[tuple[Pack, ...], dict[int, int], list[ArrayLeaf]]] = field(default_factory=dict)
 
     def close(self, trees: dict[str, Any], values: Mapping[str, int], names: drafting.Names) -> dict[str, torch.Tensor]:
         """Put the nodes of packed components in the place of their trees, once all entries have names.
@@ -358,14 +341,14 @@ class _Packing:
             The bytes of the schemas, by entry.
         """
         found = {}
-        for key, one in self.components.items():
+        for key, (packs, numbers, leaves) in self.components.items():
             name = names.unique((key, "schema"))
-            found[name] = bytes_tensor(encode_schema(Schema(_numbered(trees[key], one.numbers), one.packs)))
-            others = dict.fromkeys(leaf.node["entry"] for leaf in one.others)
+            found[name] = bytes_tensor(encode_schema(Schema(_numbered(trees[key], numbers), packs)))
+            others = dict.fromkeys(leaf.node["entry"] for leaf in leaves)
             trees[key] = {
                 "$": PACKED,
                 "entry": name,
-                "entries": [*(pack.entry for pack in one.packs), *others],
+                "entries": [*(pack.entry for pack in packs), *others],
                 "values": [{"$": "v", "i": number} for number in range(values[key])],
             }
         return found
@@ -398,16 +381,11 @@ def _pack(
             continue
         groups = _groups(small, leaves, arrays, lazy)
         found.packed.update(small)
-        numbers: dict[int, int] = {}
-        made = []
-        for members in groups:
-            draft, one = _packed(key, members, leaves, arrays, lazy, names)
-            found.drafts.append(draft)
-            made.append(one)
-            for index in members:
-                numbers[id(leaves[index].node)] = len(numbers)
-        others = tuple([leaves[index] for index in indices if index not in found.packed])
-        found.components[key] = _Component(tuple(made), numbers, others)
+        made = [_packed(key, members, leaves, arrays, lazy, names) for members in groups]
+        found.drafts.extend(draft for draft, _ in made)
+        numbers = {id(leaves[index].node): number for number, index in enumerate(chain.from_iterable(groups))}
+        others = [leaves[index] for index in indices if index not in found.packed]
+        found.components[key] = tuple(pack for _, pack in made), numbers, others
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
     restart = Restart(dict.fromkeys((PROCESS, MACHINE, SITE), 300.0), 0.0, 0.0)
     training = {"settings": FrequencySettings(), "stall": cost, "persist": 0.0}
     failures = poisson(mtbf, random.Random(3), {MACHINE: 1.0})
-    found = SimulatedJob(failures, 300 * DAY, restart, training, rhythm=lambda clock, _: Ruled(every, clock)).run()
+    found = SimulatedJob(failures, 300 * DAY, restart, training, rhythm=partial(Ruled, every)).run()
     exact = every / (mtbf * math.exp(300.0 / mtbf) * math.expm1((every + cost) / mtbf))
     assert found.goodput == pytest.approx(exact, abs=0.008)
 
@@ -74,7 +75,7 @@ def test_a_short_job_is_as_good_as_a_long_one_within_its_spread(jobs: int) -> No
         {"settings": FrequencySettings(max_lost_work_seconds=300.0)},
         {"settings": FrequencySettings(overhead=None, every_n_steps=100)},
         {"settings": FrequencySettings(overhead=None, every_seconds=1800.0)},
-        {"rhythm": lambda clock, _: Ruled(200.0, clock)},
+        {"rhythm": partial(Ruled, 200.0)},
         {"settings": FrequencySettings(memory=MemoryRhythm(), slots=2)},
         {"settings": FrequencySettings(memory=MemoryRhythm(every_seconds=20.0), slots=2)},
         {"settings": FrequencySettings(overhead=None, every_n_steps=90, memory=MemoryRhythm(every_n_steps=40))},

@@ -175,14 +175,14 @@ def names_of(parts: Parts) -> dict[str, Groups]:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             full = f"{key}.{clean_name(name)}"
             names[id(parameter)] = min(full, names.get(id(parameter), full))
+    is_lazy = torch.nn.parameter.is_lazy
     return {
-        key: [[names.get(id(p)) or _nameless(p) for p in group["params"]] for group in optimizer.param_groups]
+        key: [
+            [names.get(id(p)) or ("lazy" if is_lazy(p) else str(list(p.shape))) for p in group["params"]]
+            for group in optimizer.param_groups
+        ]
         for key, optimizer in parts.optimizers.items()
     }
-
-
-def _nameless(parameter: torch.Tensor) -> str:
-    return "lazy" if torch.nn.parameter.is_lazy(parameter) else str(list(parameter.shape))
 
 
 class StoredOrder:

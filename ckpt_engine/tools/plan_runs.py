@@ -121,13 +121,9 @@ def jobs_of(
         if isinstance(rule, type):
             rhythms[name] = partial(rule, settings)
         else:
-            rhythms[name] = partial(_ruled, max(costs.step_seconds, rule(costs, per_second)))
+            rhythms[name] = partial(Ruled, max(costs.step_seconds, rule(costs, per_second)))
     same = partial(SimulatedJob, restart=restart, training=training, tiers=far)
     return {name: partial(same, rhythm=rhythm) for name, rhythm in rhythms.items()}
-
-
-def _ruled(seconds: float, clock: Clock, _sink: EventSink) -> Ruled:
-    return Ruled(seconds, clock)
 
 
 def simulate(

@@ -52,7 +52,7 @@ class Ruled:
         seconds: the interval, counted from the end of the snapshot before.
     """
 
-    def __init__(self, seconds: float, clock: Clock) -> None:
+    def __init__(self, seconds: float, clock: Clock, _sink: EventSink | None = None) -> None:
         self._seconds, self._now = seconds, clock.monotonic
         self.start(0)
 

@@ -226,8 +226,8 @@ class ControlHandlers:
         trainer_lives: Callable[[], bool],
         bye: Callable[[], object],
     ) -> None:
-        self._ranks, self._peers, self._memory, self._flush = queue.ranks, queue.peers, queue.held, queue.flush
-        self._recent = queue.recent
+        self._ranks, self._peers, self._memory = queue.ranks, queue.peers, queue.held
+        self._flush, self._recent = queue.flush, queue.recent
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye

@@ -37,8 +37,6 @@ AWAY = "away"
 HANGS = "hangs"
 _NAMED = 3
 _IDLE_SECONDS = 60.0
-RECENT = 5
-"""Events that a writer remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class RecentEvents(Ledger):
 
     def __init__(self) -> None:
         super().__init__((), SystemClock())
-        self.lines: deque[tuple[float, str]] = deque(maxlen=RECENT)
+        self.lines: deque[tuple[float, str]] = deque(maxlen=5)
 
     def emit(self, event: Event) -> None:
         super().emit(event)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.observe.units import first
@@ -175,7 +176,6 @@ def names_of(parts: Parts) -> dict[str, Groups]:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             full = f"{key}.{clean_name(name)}"
             names[id(parameter)] = min(full, names.get(id(parameter), full))
-    is_lazy = torch.nn.parameter.is_lazy
     return {
         key: [
             [names.get(id(p)) or ("lazy" if is_lazy(p) else str(list(p.shape))) for p in group["params"]]

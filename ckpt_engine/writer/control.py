@@ -226,8 +226,7 @@ class ControlHandlers:
         trainer_lives: Callable[[], bool],
         bye: Callable[[], object],
     ) -> None:
-        self._ranks, self._peers, self._memory = queue.ranks, queue.peers, queue.held
-        self._flush, self._recent = queue.flush, queue.recent
+        self._ranks, self._peers, self._memory, self._flush = queue.ranks, queue.peers, queue.held, queue.flush
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
@@ -322,6 +321,6 @@ class ControlHandlers:
             "beat": (beat := self._memory.beat) and asdict(beat),
             "spent": (spent := self._memory.spent()) and asdict(spent),
             "pace": dict(self._memory.pace),
-            "events": list(self._recent.lines),
-            "rates": {one.url: one.bytes_per_second for one in self._recent.standing.tiers},
+            "events": list(self._memory.recent.lines),
+            "rates": {one.url: one.bytes_per_second for one in self._memory.recent.standing.tiers},
         }

@@ -25,6 +25,7 @@ from ckpt_engine.writer import messages, part_records
 from ckpt_engine.writer.channel import close_all
 from ckpt_engine.writer.messages import Body, Reply, nothing
 from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
+from ckpt_engine.writer.run_records import RecentEvents
 
 SHARES = 3
 """Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""
@@ -221,6 +222,8 @@ class MemorySnapshots:
         self._orders: list[StagedJob] = []
         self.pace: Mapping[str, Any] = {}
         """See `PersistJob`; of the newest job."""
+        self.recent = RecentEvents()
+        """What the writer has said last."""
         self._pulse = -1
         self._run: RunText | None = None
         self._sealed = threading.Event()

@@ -24,6 +24,7 @@ from ckpt_engine.observe.events import (
     Notice,
     TierDegraded,
     TierRecovered,
+    from_json,
     line,
 )
 from ckpt_engine.observe.units import first, size
@@ -31,6 +32,7 @@ from ckpt_engine.store import json_checks, names
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.sealed_json import parsed, seal, stored
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.writer.messages import EVENT, Body
 
 WORKING = "working"
 AWAY = "away"
@@ -82,6 +84,12 @@ class RecentEvents(Ledger):
     def emit(self, event: Event) -> None:
         super().emit(event)
         self.lines.append((time.time(), line(event)))
+
+    def forward(self, emit: Callable[[Body], object], body: Body) -> object:
+        """Take the event in a message, if it carries one, and give the message to `emit`."""
+        if body["kind"] == EVENT:
+            self.emit(from_json(body["event"]))
+        return emit(body)
 
 
 class TierHealth:

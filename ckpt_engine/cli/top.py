@@ -92,8 +92,8 @@ def _watch(root: str, config: Config, every: float) -> None:
 def _draw(root: str, found: RunReading | None, trouble: str) -> None:
     width, height = os.get_terminal_size(sys.stdout.fileno())
     rows = (*rows_of(root, found, trouble, width)[: height - 1], ("q or Ctrl-C ends it", {}))
-    lines = (click.style(cut(for_people(text), width), **style) for text, style in rows)
-    click.echo("\033[H" + "\033[K\n".join(lines) + "\033[K\033[J", nl=False)
+    text = "\033[K\n".join(click.style(cut(for_people(row), width), **style) for row, style in rows)
+    click.echo(f"\033[H{text}\033[K\033[J", nl=False)
 
 
 @contextmanager

@@ -88,12 +88,8 @@ def page(found: RunReport) -> str:
     level = Axis(min(known.values(), default=0.0), max(known.values(), default=1.0), HEIGHT - BOTTOM, TOP, least=1e-9)
     best = (max if mode == "max" else min)(known, key=known.__getitem__, default="") if mode else ""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
-    environment.filters |= {
-        "duration": units.duration,
-        "size": units.size,
-        "percent": units.percent,
-        "share": units.share,
-    }
+    filters = (units.duration, units.size, units.percent, units.share)
+    environment.filters |= {one.__name__: one for one in filters}
     return environment.from_string(_TEMPLATE.read_text()).render(
         report=found,
         across=across,

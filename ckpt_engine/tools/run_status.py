@@ -1,4 +1,4 @@
-"""How a run is, as its tiers, its records and its writer have it at one moment."""
+"""How a run is at one moment."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RunReading:
 
     Args:
         tiers: nearest first; of a folder those that its writer names, too.
-        holder: who writes the run; None: nobody does, or that is not known.
+        holder: the process that writes the run; None: there is none, or it is not known.
         status: what its writer said last; None: nothing, or it cannot be read.
         unread: what is wrong with records of the run.
         live: the writer on this machine.

@@ -321,6 +321,5 @@ class ControlHandlers:
             "beat": (beat := self._memory.beat) and asdict(beat),
             "spent": (spent := self._memory.spent()) and asdict(spent),
             "pace": dict(self._memory.pace),
-            "events": list(self._memory.recent.lines),
-            "rates": {one.url: one.bytes_per_second for one in self._memory.recent.standing.tiers},
+            **self._memory.recent.to_json(),
         }

@@ -22,10 +22,9 @@ from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Stage
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.writer import messages, part_records
-from ckpt_engine.writer.channel import close_all
+from ckpt_engine.writer.channel import RecentEvents, close_all
 from ckpt_engine.writer.messages import Body, Reply, nothing
 from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
-from ckpt_engine.writer.run_records import RecentEvents
 
 SHARES = 3
 """Orders that the writer of one of several ranks keeps; see `MemorySnapshots`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import click
@@ -21,7 +22,7 @@ from ckpt_engine.tools.copy_run import copy_run
 )
 @storage_options
 @json_option
-def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: bool) -> bool:
+def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: bool) -> None:
     """Copy the run at SOURCE to TARGET: a folder, a storage URL, or a ckpt.yaml that names one.
 
     Newest first, byte for byte, verified on the way. Of a ckpt.yaml with several tiers each snapshot comes from the
@@ -46,4 +47,4 @@ def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: b
         copied = count(len(done.copied), "snapshot")
         print_text(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
         print_away(run.away)
-    return bool(done.failed)
+    sys.exit(int(bool(done.failed)))

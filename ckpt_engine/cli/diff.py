@@ -5,6 +5,8 @@ It also shows which bytes they share.
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_text
@@ -23,7 +25,7 @@ DIFFERENCES = 20
 @click.option("--all", "everything", is_flag=True, help=f"Show every difference, not only the first {DIFFERENCES}.")
 @storage_options
 @json_option
-def command(first: str, second: str, everything: bool, as_json: bool) -> bool:
+def command(first: str, second: str, everything: bool, as_json: bool) -> None:
     """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, ROOT for its latest, or
     SNAPSHOT of the default ROOT.
 
@@ -58,7 +60,7 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> bool:
         print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
     if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
         print_text(*map(str, origins), f"{units.size(shared)} of it is the same data")
-    return bool(found)
+    sys.exit(int(bool(found)))
 
 
 def _snapshot(name: str) -> Candidate:

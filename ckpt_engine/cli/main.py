@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: instead of those of the process.
     """
     try:
-        code = int(commands.main(arguments and list(arguments), prog_name="ckpt", standalone_mode=False) or 0)
+        code = commands.main(arguments and list(arguments), prog_name="ckpt", standalone_mode=False) or 0
     except click.Abort:
         print_text("ckpt: stopped", err=True)
         code = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from ckpt_engine.tools.prune_run import PrunedPlace, PruneOutcome, branch_places
 @click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
 @storage_options
 @json_option
-def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool, as_json: bool) -> bool:
+def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool, as_json: bool) -> None:
     """Forget the snapshots at ROOT that no rule keeps, and remove their data.
 
     The rules are those of ROOT if it is a ckpt.yaml, for each of its tiers; else give them with --keep. They hold for
@@ -53,7 +54,7 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
             if len(outcomes) > 1:
                 print_text(outcome.url, bold=True)
             _print(outcome)
-    return any(outcome.plan.short_bytes for outcome in outcomes)
+    sys.exit(int(any(outcome.plan.short_bytes for outcome in outcomes)))
 
 
 def _places(root: str, rules: Sequence[str]) -> list[PrunedPlace]:

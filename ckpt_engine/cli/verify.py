@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,7 +25,7 @@ MAX_SHOWN = 20
 @snapshot_arguments()
 @storage_options
 @json_option
-def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> bool:
+def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of SNAPSHOTs (default: all) again and compare it with its digest.
 
     Of a ckpt.yaml every copy on every tier is read. Says which tensors are hit, and ends with exit code 1 if any copy
@@ -52,7 +53,7 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> bool:
         print_away(away)
         if not snapshots and not all(one.ok for one in verdicts) and not any(one.partial for one in verdicts):
             print_text(*_next(root, checked, is_tiered=run.is_tiered))
-    return not all_ok(checked)
+    sys.exit(int(not all_ok(checked)))
 
 
 def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool) -> list[str]:

@@ -520,12 +520,11 @@ class Engine:
         self.loaded = found and replace(found, state=None)
         self.times.waited("restore", time.monotonic() - began)
         self.times.begin()
-        if found is None:
-            return None
-        self.times.resumed_at = self.times.resumed_at or found.info.step  # what a process rolls back to is no resume
-        if self._session is None or self._session.coordinates:
+        # What a process rolls back to later is no resume.
+        self.times.resumed_at = self.times.resumed_at or (found.info.step if found is not None else 0)
+        if found is not None and (self._session is None or self._session.coordinates):
             self._tell(found)
-        return found.state
+        return None if found is None else found.state
 
     def snapshots(self, *, nearest: bool = False) -> list[SnapshotInfo]:
         """All snapshots that any tier has, or the `nearest` one, which no other tier can hold up, oldest first.

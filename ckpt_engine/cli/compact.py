@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -13,17 +13,6 @@ from ckpt_engine.copy.make_room import compact
 from ckpt_engine.observe import units
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.tools.stored_run import LATEST
-
-
-@dataclass(frozen=True, slots=True)
-class _Compacted:
-    """What happened, or would happen, to one snapshot. `new` is its id now; None: nothing was done."""
-
-    id: str
-    tier: str
-    nbytes: int
-    is_compact: bool
-    new: str | None = None
 
 
 @click.command("compact", short_help="Make snapshots independent of others.")
@@ -38,7 +27,7 @@ def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool)
     that has the snapshot; a pinned one stays as it is. No training may be writing the run meanwhile.
     """
     run = open_run(root)
-    done: list[_Compacted] = []
+    done: list[dict[str, Any]] = []
     for name in snapshots or (LATEST,):
         snapshot, holders = run.find(name)
         for place in holders:
@@ -47,14 +36,22 @@ def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool)
             if not dry_run and not compacted:
                 with acquire(place.storage) as lease:
                     new = compact(place, lease, snapshot)
-            done.append(_Compacted(snapshot, place.storage.url, manifest.info.nbytes, compacted, new))
+            done.append(
+                {
+                    "id": snapshot,
+                    "tier": place.storage.url,
+                    "nbytes": manifest.info.nbytes,
+                    "is_compact": compacted,
+                    "new": new,
+                }
+            )
     if as_json:
         print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": done})
     for one in () if as_json else done:
-        print_text(f"{one.id} at {one.tier}: {_fate(one)}")
+        print_text(f"{one['id']} at {one['tier']}: {_fate(**one)}")
 
 
-def _fate(one: _Compacted) -> str:
-    if one.is_compact:
+def _fate(nbytes: int, new: str | None, *, is_compact: bool, **_: Any) -> str:
+    if is_compact:
         return "needs no other already"
-    return f"would write {units.size(one.nbytes)}" if one.new is None else f"is {one.new} now, {units.size(one.nbytes)}"
+    return f"would write {units.size(nbytes)}" if new is None else f"is {new} now, {units.size(nbytes)}"

@@ -47,5 +47,4 @@ def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: b
         copied = count(len(done.copied), "snapshot")
         print_text(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
         print_away(run.away)
-    if done.failed:
-        sys.exit(1)
+    sys.exit(int(bool(done.failed)))

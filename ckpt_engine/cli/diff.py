@@ -60,8 +60,7 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
         print_text(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
     if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
         print_text(*map(str, origins), f"{units.size(shared)} of it is the same data")
-    if found:
-        sys.exit(1)
+    sys.exit(int(bool(found)))
 
 
 def _snapshot(name: str) -> Candidate:

@@ -110,4 +110,8 @@ def _interval(root: str) -> list[str]:
     since, why = found[-1]
     often, _, reasons = why.partition(": ")
     meanings = [text for name, text in BINDINGS.items() if f"set by {name}" in why]
-    return [f"snapshots {often} at {config.root_url}, as of {age(since)}", *reasons.split("; "), *meanings]
+    return [
+        f"snapshots {often} at {config.root_url}, as of {age(since)}",
+        *filter(None, reasons.split("; ")),
+        *meanings,
+    ]

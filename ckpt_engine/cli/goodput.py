@@ -47,14 +47,13 @@ def command(root: str, as_json: bool) -> None:
         )
     else:
         print_text(f"{headline(spent)} at {storage.url}", "", bold=True)
-        cells = []
-        shown = {name: seconds for name, seconds in spent.parts.items() if seconds > 0.0 or name == "productive"}
-        for name, seconds in shown.items():
-            share = seconds / spent.wall if spent.wall > 0.0 else 0.0
-            meaning = MEANINGS[name]
-            if name == "slowdown":
-                meaning += f", ± {units.duration(2.0 * spent.slowdown_error)}"
-            cells.append((name, units.percent(share), units.duration(seconds), bar(share), meaning))
+        notes = {**MEANINGS, "slowdown": f"{MEANINGS['slowdown']}, ± {units.duration(2.0 * spent.slowdown_error)}"}
+        shares = {name: seconds / (spent.wall or 1.0) for name, seconds in spent.parts.items()}
+        cells = [
+            (name, units.percent(share), units.duration(spent.parts[name]), bar(share), notes[name])
+            for name, share in shares.items()
+            if share > 0.0 or name == "productive"
+        ]
         print_table(("", "share", "time", "", ""), cells, numbers=("share", "time"))
         if spent.idle > 0.0:
             print_text(

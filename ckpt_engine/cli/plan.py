@@ -87,7 +87,7 @@ def _print(
         )
         for one in sorted(found, key=lambda each: -each.goodput)
     ]
-    titles = ("policy", "goodput", "lost", "worst", "overhead", "every", "a day", "of no use")
+    titles = ("policy", "goodput", "lost", "worst", "overhead", "every", "a day", "wasted")
     print_table(titles, rows, numbers=titles[1:-1])
     spreads = [one.spread for one in found if one.spread is not None]
     by = f"goodput ± {100.0 * max(spreads):.1f} by chance" if spreads else "too few to say much of goodput"

@@ -54,8 +54,7 @@ def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool
             if len(outcomes) > 1:
                 print_text(outcome.url, bold=True)
             _print(outcome)
-    if any(outcome.plan.short_bytes for outcome in outcomes):
-        sys.exit(1)
+    sys.exit(int(any(outcome.plan.short_bytes for outcome in outcomes)))
 
 
 def _places(root: str, rules: Sequence[str]) -> list[PrunedPlace]:

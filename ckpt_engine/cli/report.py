@@ -37,12 +37,8 @@ def command(root: str, file: Path, verify: bool, force: bool, as_json: bool) -> 
     if as_json:
         print_json(found.to_json())
     else:
-        with new_file(file, replace=force or _is_report(file)) as out:
+        is_report = file.is_file() and b'content="ckpt report"' in file.read_bytes()[:200]
+        with new_file(file, replace=force or is_report) as out:
             out.write(page(found).encode())
         size = units.size(file.stat().st_size)
         print_text(f"{file} ({size}): {count(len(found.snapshots), 'snapshot')}, {count(len(found.lives), 'attempt')}")
-
-
-def _is_report(file: Path) -> bool:
-    """Whether it is an earlier page of this command."""
-    return file.is_file() and b'content="ckpt report"' in file.read_bytes()[:200]

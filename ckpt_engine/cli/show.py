@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -45,35 +44,21 @@ def show(root: str, snapshots: tuple[str, ...], show_all: bool, as_json: bool) -
     run = open_run(root)
     found, holders = run.find(*snapshots)
     manifest, copies = _read(found, holders)
-    stored = _Stored.of(manifest, next((place for place in holders if copies[place.storage.url] is None), None))
+    stored = _stored_as(manifest, next((place for place in holders if copies[place.storage.url] is None), None))
     if as_json:
         print_json(_json(manifest, run, copies, stored))
     else:
         _print(manifest, run, copies, stored, everything=show_all)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """How a snapshot is stored.
-
-    Args:
-        written_bytes: data files that were written for it.
-        referred_bytes: what it needs of files of older snapshots.
-        needed_by: snapshots that need its files.
-    """
-
-    written_bytes: int
-    referred_bytes: int
-    needed_by: tuple[str, ...]
-
-    @classmethod
-    def of(cls, manifest: Manifest, place: Repository | None) -> _Stored:
-        mine = manifest.info.id
-        return cls(
-            sum(file.nbytes for file in manifest.files if owner_of(file.name) == mine),
-            sum(nbytes for one, nbytes in Origins.of(manifest).written_by.items() if one != mine),
-            place.needed_by(mine) if place is not None else (),
-        )
+def _stored_as(manifest: Manifest, place: Repository | None) -> dict[str, Any]:
+    """The bytes that were written for a snapshot, those that it needs of older ones, and which ones need its files."""
+    mine = manifest.info.id
+    return {
+        "written_bytes": sum(file.nbytes for file in manifest.files if owner_of(file.name) == mine),
+        "referred_bytes": sum(nbytes for one, nbytes in Origins.of(manifest).written_by.items() if one != mine),
+        "needed_by": place.needed_by(mine) if place is not None else (),
+    }
 
 
 def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[str, str | None]]:
@@ -95,7 +80,7 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     raise next(filter(None, errors.values()))
 
 
-def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored) -> dict[str, Any]:
+def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "root": run.tiers[0],
         "tiers": [{"url": url, "error": why} for url, why in copies.items()],
@@ -122,7 +107,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored
 
 
 def _print(
-    manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored, *, everything: bool
+    manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: Mapping[str, Any], *, everything: bool
 ) -> None:
     info = manifest.info
     taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
@@ -137,8 +122,8 @@ def _print(
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
         "shares": f"{info.partial} only: this is one node's part" if info.partial is not None else "",
         "size": f"{units.size(info.nbytes)} in {count(len(manifest.entries), 'entry')}",
-        "stored": _stored(info.nbytes, stored),
-        "needed by": units.first(stored.needed_by, SHOWN_IDS),
+        "stored": _stored(info.nbytes, stored["written_bytes"], stored["referred_bytes"]),
+        "needed by": units.first(stored["needed_by"], SHOWN_IDS),
     }
     rows = [(name, text) for name, text in facts.items() if text]
     rows += _files(manifest.files)
@@ -190,12 +175,12 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
         print_text(f"... {count(hidden, 'entry')} more; --all lists them")
 
 
-def _stored(nbytes: int, stored: _Stored) -> str:
-    text = f"{units.size(stored.written_bytes)} written"
-    if not stored.referred_bytes:
+def _stored(nbytes: int, written: int, referred: int) -> str:
+    text = f"{units.size(written)} written"
+    if not referred:
         return text
-    share = units.share(stored.written_bytes / max(1, nbytes))
-    return f"{text} ({share} of its size), {units.size(stored.referred_bytes)} in files of older snapshots"
+    share = units.share(written / max(1, nbytes))
+    return f"{text} ({share} of its size), {units.size(referred)} in files of older snapshots"
 
 
 def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[str]:
@@ -223,4 +208,4 @@ def _kind(node: Any) -> str:
         name = str(node.get("type", node["$"])).rpartition(":")[2]
     else:
         name = type(node).__name__
-    return name if below is None else f"{name} of {len(below)}"
+    return name if below is None else f"{'OrderedDict' if name == 'odict' else name} ({len(below):,})"

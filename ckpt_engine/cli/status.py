@@ -11,7 +11,7 @@ from ckpt_engine.cli.root import options_of, root_argument, storage_options
 from ckpt_engine.observe import units
 from ckpt_engine.observe.units import age, count
 from ckpt_engine.tools.recorded_attempts import headline
-from ckpt_engine.tools.run_status import NOT_ASKED, RunReading, TierReading, read_run
+from ckpt_engine.tools.run_status import RunReading, TierReading, read_run
 from ckpt_engine.writer.run_records import TierStatus
 
 
@@ -37,34 +37,31 @@ def print_status(found: RunReading) -> None:
     cells = [(str(number), *_cells(tier)) for number, tier in enumerate(found.tiers, 1)]
     print_table(titles, cells, numbers=("snapshots",), ids="newest")
     for number, tier in enumerate(found.tiers, 1):
-        unasked = " (name the ckpt.yaml of the run, and it is asked)" if tier.state == NOT_ASKED else ""
+        unasked = " (name the ckpt.yaml of the run, and it is asked)" if tier.state == "not asked" else ""
         encoding = f" ({tier.writer.encoding})" if tier.writer is not None and tier.writer.encoding else ""
         print_text(f"tier {number}: {tier.url}{encoding}{unasked}")
         print_text(*tier.troubles(number), fg="red")
-    print_text(*filter(None, [found.unread]), fg="red")
+    print_text(*found.unread, fg="red")
     print_text(*run_lines(found))
 
 
 def run_lines(found: RunReading) -> list[str]:
     """How the run is beside what its tiers have, for people."""
-    times = found.live.times if found.live is not None else {}
-    lines = [f"written by {found.holder}" if found.holder else "no process writes it now"]
-    if found.tiers[0].error:
-        lines = ["what its writer says is at the nearest tier"]
+    times = found.live.spent.get("times", {}) if found.live is not None else {}
+    writer = f"written by {found.holder}" if found.holder else "no process writes it now"
+    lines = ["what its writer says is at the nearest tier" if found.tiers[0].error else writer]
     if found.status is not None:
         what = "the writer ended" if found.status.ended else "the writer was active"
         lines.append(f"{what} {age(found.status.written)}")
     if found.spent is not None:
         lines.append(f"{headline(found.spent)}: `ckpt goodput` says of what")
     if overhead := times.get("overhead", 0.0):
-        budget, stall = times.get("budget"), units.duration(times.get("stall_each", 0.0))
-        share = units.share(overhead)
+        share, budget = units.share(overhead), times.get("budget")
         against = (
             f"{bar(overhead / budget)} {share} of at most {units.share(budget)}" if budget else f"{share}, no budget"
         )
-        lines.append(f"overhead {against}; a stall of {stall} for each snapshot")
-    if left := times.get("until_next"):
-        lines.append(f"next snapshot in {units.duration(left)}")
+        lines.append(f"overhead {against}; a stall of {units.duration(times.get('stall_each', 0.0))} for each snapshot")
+    lines += [f"next snapshot in {units.duration(times['until_next'])}"] if "until_next" in times else []
     lines += [found.replay.text()] if found.replay is not None else []
     return lines + (found.live.lines() if found.live is not None else [])
 
@@ -84,7 +81,7 @@ def to_json(found: RunReading) -> dict[str, object]:
     """What `print_json` takes."""
     status, spent = found.status, found.spent
     return {
-        "root": found.url,
+        "root": found.tiers[0].url,
         "holder": found.holder,
         "live": found.live,
         "goodput": spent and spent.goodput,

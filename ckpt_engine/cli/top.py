@@ -34,21 +34,17 @@ from ckpt_engine.cli.output import (
 from ckpt_engine.cli.root import options_of, root_argument, storage_options
 from ckpt_engine.cli.status import print_status, run_lines, to_json
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.units import place, size
 from ckpt_engine.store.names import parse_id
 from ckpt_engine.tools.live_run import LiveWriter
-from ckpt_engine.tools.run_status import RunReading, TierReading, read_run
+from ckpt_engine.tools.run_status import RunReading, TierReading, known, read_run
 from ckpt_engine.writer.run_records import TierStatus
 
 FRAME_SECONDS = 0.5
-_MOST_TIERS = 6
 _BOLD, _RED = {"bold": True}, {"fg": "red"}
 _ENTER, _LEAVE = "\033[?1049h\033[?25l\033[?7l", "\033[?7h\033[?25h\033[?1049l"
 """The terminal's other screen, without a cursor, where long lines do not wrap."""
 _SNAPSHOT = re.compile(r"snapshot \d{8}-s\d{10}-[0-9a-f]{8} ")
-Row = tuple[str, dict[str, Any]]
-"""A text and its style."""
 
 
 @click.command("top", short_help="Watch a run on a screen that changes.")
@@ -69,22 +65,15 @@ def top(root: str, every: float, as_json: bool) -> None:
         (_watch if is_screen else partial(_print_looks, as_json=as_json))(root, options_of(root), every)
 
 
-def _read(config: Config, say: Callable[[str], object]) -> tuple[RunReading | None, str]:
-    """How the run is; or why that is not known."""
-    try:
-        return read_run(config, say), ""
-    except CkptError as err:
-        return None, str(err)
-
-
 def _print_looks(root: str, config: Config, every: float, *, as_json: bool) -> None:
     while True:
-        found, trouble = _read(config, say_waiting)
+        problems: list[str] = []
+        found = known(partial(read_run, config, say_waiting), problems)
         if as_json:
-            print_json({"error": trouble} if found is None else to_json(found), indent=None)
+            print_json({"error": problems[0]} if found is None else to_json(found), indent=None)
         else:
             print_text(f"{root} at {time.strftime('%H:%M:%S')}", bold=True)
-            print_text(trouble, fg="red") if found is None else print_status(found)
+            print_text(*problems, fg="red") if found is None else print_status(found)
         threading.Event().wait(every)
 
 
@@ -92,19 +81,19 @@ def _watch(root: str, config: Config, every: float) -> None:
     shown: RunReading | None = None
     with _full_screen() as ends:
         while True:
-            found, trouble = _read(config, partial(_draw, root, shown))
-            shown = found or shown
+            problems: list[str] = []
+            shown = known(partial(read_run, config, partial(_draw, root, shown)), problems) or shown
             for _ in range(math.ceil(every / FRAME_SECONDS)):
-                _draw(root, shown, trouble)
+                _draw(root, shown, "".join(problems))
                 if ends(min(every, FRAME_SECONDS)):
                     return
 
 
 def _draw(root: str, found: RunReading | None, trouble: str) -> None:
     width, height = os.get_terminal_size(sys.stdout.fileno())
-    rows = rows_of(root, found, trouble, width)[: height - 1]
-    lines = (click.style(cut(for_people(text), width), **style) for text, style in (*rows, ("q or Ctrl-C ends it", {})))
-    click.echo("\033[H" + "\033[K\n".join(lines) + "\033[K\033[J", nl=False)
+    rows = (*rows_of(root, found, trouble, width)[: height - 1], ("q or Ctrl-C ends it", {}))
+    text = "\033[K\n".join(click.style(cut(for_people(row), width), **style) for row, style in rows)
+    click.echo(f"\033[H{text}\033[K\033[J", nl=False)
 
 
 @contextmanager
@@ -126,26 +115,34 @@ def _full_screen() -> Iterator[Callable[[float], bool]]:
         yield ends
 
 
-def rows_of(root: str, found: RunReading | None, trouble: str, width: int) -> list[Row]:
-    """What the screen shows, from above.
+def rows_of(root: str, found: RunReading | None, trouble: str, width: int) -> list[tuple[str, dict[str, Any]]]:
+    """What the screen shows, from above: each row's text and style.
 
     Args:
         found: how the run was when it answered last; None: it has not yet.
         trouble: why it does not answer now.
     """
     title = f"{headline(root, width - 10)[0]:<{width - 10}}  {time.strftime('%H:%M:%S')}"
-    rows: list[Row] = [(title, _BOLD), (headline(trouble, width)[0], _RED)]
+    rows: list[tuple[str, dict[str, Any]]] = [(title, _BOLD), (headline(trouble, width)[0], _RED)]
     if found is None:
         return rows
     live, room = found.live or LiveWriter(None), max(8, width - BAR_WIDTH - 48)
     titles = f"{'tier':<{room + 2}}  {'state':<9}  {'newest step':>11}  {'has':<{BAR_WIDTH}}  waiting"
-    tiers = [_tier_line(*one, live.rates, room) for one in enumerate(found.tiers[:_MOST_TIERS], 1)]
+    tiers = [_tier_line(*one, live.rates, room) for one in enumerate(found.tiers[:6], 1)]
     troubles = [text for number, one in enumerate(found.tiers, 1) for text in one.troubles(number)]
     lines = [row for line in run_lines(found) for row in wrapped(for_people(line), width)]
     events = [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {line}" for at, line in reversed(live.events)]
-    rows += [(titles, _BOLD), *((one, {}) for one in tiers), *((headline(one, width)[0], _RED) for one in troubles)]
-    rows += [("", {}), *((one, {}) for one in lines), ("", {}), ("last events" if events else "", _BOLD)]
-    return rows + [(headline(for_people(_SNAPSHOT.sub("", one)), width)[0], {}) for one in events]
+    return [
+        *rows,
+        (titles, _BOLD),
+        *((one, {}) for one in tiers),
+        *((headline(one, width)[0], _RED) for one in troubles),
+        ("", {}),
+        *((one, {}) for one in lines),
+        ("", {}),
+        ("last events" if events else "", _BOLD),
+        *((headline(for_people(_SNAPSHOT.sub("", one)), width)[0], {}) for one in events),
+    ]
 
 
 def _tier_line(number: int, tier: TierReading, rates: Mapping[str, float | None], room: int) -> str:

@@ -53,8 +53,7 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         print_away(away)
         if not snapshots and not all(one.ok for one in verdicts) and not any(one.partial for one in verdicts):
             print_text(*_next(root, checked, is_tiered=run.is_tiered))
-    if not all_ok(checked):
-        sys.exit(1)
+    sys.exit(int(not all_ok(checked)))
 
 
 def _next(root: str, checked: Sequence[CheckedCopies], *, is_tiered: bool) -> list[str]:

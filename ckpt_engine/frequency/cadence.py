@@ -340,11 +340,10 @@ class Cadence:
         memory = 0.0 if self._settings.memory is None else self._memory.cost_seconds
         values = (slowdown + self._background_seconds, error, costs.step_seconds, costs.stall_seconds)
         each = (costs.slowdown_seconds, costs.latency_seconds, memory, costs.written_bytes / 1e6, self.idle_seconds)
-        budget = 0.0 if self._settings.overhead is None else self._settings.budget
         steps = self._fixed.wake_step - self._next + 1
         due = min(self._wake_time - self._mark, steps * costs.step_seconds if costs.step_seconds > 0.0 else math.inf)
-        shares = self.overhead_fraction, budget, due if due < math.inf else 0.0
-        return dict(zip(MEASURED, (*values, *each, *shares), strict=True))
+        shares = self.overhead_fraction, 0.0 if self._settings.overhead is None else self._settings.budget
+        return dict(zip(MEASURED, (*values, *each, *shares, due if due < math.inf else 0.0), strict=True))
 
     @property
     def quiet(self) -> tuple[float, float]:

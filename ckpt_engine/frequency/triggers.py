@@ -135,7 +135,7 @@ class FixedTriggers:
             parts.append("after each validation")
         if settings.at_end:
             parts.append("at the end")
-        return f"{', '.join(parts) or 'never'}: fixed"
+        return " and ".join(", ".join(parts).rsplit(", ", 1)) or "never"
 
 
 class Moment(NamedTuple):

@@ -247,7 +247,9 @@ class Halt(Ending):
 
     def _make_durable(self, stop: Stop, take: Take) -> None:
         plan = self.watch.plan(stop)
-        self._log.warning("%s: %s", stop.notice.who, plan.why)
+        # Who presses Ctrl-C and loses nothing reads two lines: what happens, and what is safe.
+        level = logging.INFO if stop.notice.interrupts and not plan.lost_steps else logging.WARNING
+        self._log.log(level, "%s: %s", stop.notice.who, plan.why)
         if plan.choice is not StopChoice.SNAPSHOT:
             if plan.choice is StopChoice.FLUSH:
                 self.watch.flush()
@@ -269,7 +271,8 @@ class Halt(Ending):
         self._engine.poll()
         left = _left(stop)
         spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
-        self._log.warning("%s: %s (%s)", stop.notice.who, self.watch.durable(), spare)
+        text = "%s: %s (%s); continue with the same command"
+        self._log.warning(text, stop.notice.who, self.watch.durable(), spare)
 
 
 class MissedBoundaries:

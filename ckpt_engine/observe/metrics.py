@@ -29,7 +29,6 @@ SHORT = frozenset(
     }
 )
 """What loggers get unless the option `log.loggers` asks for all."""
-_EXACT = {"exact": 1.0, "different": 0.0}
 
 
 class CadenceReading(Protocol):
@@ -117,8 +116,8 @@ class RunMetrics:
             numbers["tiers_away"] = float(sum(self._tiers.values()))
         if self._times is not None:
             numbers |= self._times.spent.numbers()
-            if (replay := self._times.replay) is not None and replay.result in _EXACT:
-                numbers["resume_exact"] = _EXACT[replay.result]
+            if (replay := self._times.replay) is not None and replay.result != "not compared":
+                numbers["resume_exact"] = float(replay.result == "exact")
         if self._cadence is not None:
             if (interval := self._cadence.interval_steps) is not None:
                 numbers["interval_steps"] = float(interval)

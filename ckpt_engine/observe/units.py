@@ -30,7 +30,7 @@ def age(created: float, now: float | None = None) -> str:
     """How long ago a wall-clock time was: `3 min ago`."""
     seconds = (time.time() if now is None else now) - created
     if seconds < 1:
-        return "now" if seconds > -60 else f"in {duration(-seconds)}"
+        return "just now" if seconds > -60 else f"in {duration(-seconds)}"
     return f"{duration(seconds)} ago"
 
 

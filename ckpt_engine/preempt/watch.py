@@ -230,13 +230,15 @@ class PreemptionWatch:
 
     def durable(self) -> str:
         """What is durable, and what that leaves out, for people."""
-        near = self._ledger.standing.safest
+        standing = self._ledger.standing
+        near = standing.safest
         if near.newest_step is None:
             return f"no snapshot is durable on {near.url}"
+        where = " and ".join(tier.url for tier in standing.tiers if tier.newest_step == near.newest_step)
         lost = self._step - near.newest_step
         behind = "" if lost <= 0 else f", {lost} step{'s' if lost > 1 else ''} behind"
         part = " (the part of this node)" if self._divided() else ""
-        return f"step {near.newest_step} is durable on {near.url}{part}{behind}"
+        return f"step {near.newest_step:,} is durable on {where}{part}{behind}"
 
     def summary(self, overhead: str, resumed: tuple[int, str] | None, skipped: int) -> str:
         """What the run has done, for people, when it is over.

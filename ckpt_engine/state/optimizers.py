@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.observe.units import first
@@ -170,13 +171,12 @@ def names_of(parts: Parts) -> dict[str, Groups]:
             full = f"{key}.{canonical_name(name)}"
             names[id(parameter)] = min(full, names.get(id(parameter), full))
     return {
-        key: [[names.get(id(p)) or _nameless(p) for p in group["params"]] for group in optimizer.param_groups]
+        key: [
+            [names.get(id(p)) or ("lazy" if is_lazy(p) else str(list(p.shape))) for p in group["params"]]
+            for group in optimizer.param_groups
+        ]
         for key, optimizer in parts.optimizers.items()
     }
-
-
-def _nameless(parameter: torch.Tensor) -> str:
-    return "lazy" if torch.nn.parameter.is_lazy(parameter) else str(list(parameter.shape))
 
 
 class StoredOrder:

@@ -106,7 +106,15 @@ def encode(manifest: Manifest) -> bytes:
             "world": dict(manifest.world),
             "software": dict(manifest.software),
             "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
-            "entries": {name: _entry_to_json(entry) for name, entry in manifest.entries.items()},
+            "entries": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": list(entry.shape),
+                    "container_dtype": entry.container_dtype,
+                    "pieces": list(map(_piece_to_json, entry.pieces)),
+                }
+                for name, entry in manifest.entries.items()
+            },
             **({"bases": bases} if bases else {}),
             "tree": manifest.tree,
             "notes": dict(manifest.notes),
@@ -285,15 +293,6 @@ def _number_to_json(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    return {
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "container_dtype": entry.container_dtype,
-        "pieces": list(map(_piece_to_json, entry.pieces)),
-    }
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:

@@ -5,7 +5,6 @@ What is damaged is named with the tensor that it hits. No torch.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -154,7 +153,6 @@ class Checker:
         self._storage = repository.storage
         self._advance = advance
         self._good: set[tuple[str, int, int, str]] = set()
-        self._buffers = threading.local()
 
     def check(self, snapshot: str) -> Verdict:
         """Read and digest everything the snapshot needs."""
@@ -278,7 +276,7 @@ class Checker:
     def _read(self, name: str, span: Sequence[_Stored]) -> tuple[list[SnapshotProblem], int]:
         """Digest neighbouring pieces with one read; piece by piece where that fails, to say which ones are hit."""
         start, stop = span[0].piece.offset, span[-1].piece.offset + span[-1].piece.nbytes
-        buffer = self._buffer(stop - start)
+        buffer = memoryview(bytearray(stop - start))
         try:
             self._storage.get_into(name, start, buffer)
         except CkptError as err:
@@ -296,12 +294,6 @@ class Checker:
                     SnapshotProblem(CorruptError.code, f"{where} are not what was written", name, entry_name)
                 )
         return problems, stop - start
-
-    def _buffer(self, nbytes: int) -> memoryview:
-        memory: bytearray | None = getattr(self._buffers, "memory", None)
-        if memory is None or len(memory) < nbytes:
-            memory = self._buffers.memory = bytearray(max(nbytes, PIECE_BYTES))
-        return memoryview(memory)[:nbytes]
 
 
 def _by_file(manifest: Manifest) -> tuple[dict[str, list[_Stored]], dict[str, dict[str, Entry]]]:

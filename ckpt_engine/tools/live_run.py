@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
+
+import psutil
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe import units
@@ -32,7 +33,7 @@ class LiveWriter:
         held_step, held_age_seconds, held_durable: of the snapshot that it keeps in memory.
         training_step: that the trainer has begun, where it says so.
         interval_steps, why: how often it takes snapshots, and what decides that.
-        times: what its seconds went into, as `attempts.Attempt` has them.
+        spent: what the trainer says of its time, as `pulse.SpentTimes`.
         events: the newest of the writer, each with its wall-clock time.
         rates: bytes per second of the newest snapshots, by place; None: not known.
     """
@@ -46,7 +47,7 @@ class LiveWriter:
     interval_steps: int | None = None
     why: str | None = None
     error: str | None = None
-    times: Mapping[str, float] = field(default_factory=dict)
+    spent: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[tuple[float, str]] = ()
     rates: Mapping[str, float | None] = field(default_factory=dict)
 
@@ -70,7 +71,7 @@ class LiveWriter:
             training_step=(body.get("beat") or {}).get("step"),
             interval_steps=pace.get("interval_steps"),
             why=pace.get("why"),
-            times=(body.get("spent") or {}).get("times", {}),
+            spent=body.get("spent") or {},
             events=body.get("events", ()),
             rates=body.get("rates", {}),
         )
@@ -137,8 +138,4 @@ def wait_for(look: Callable[[], T], seconds: float, what: str) -> T:
 
 
 def _who() -> str:
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in containers
-        name = f"user {os.geteuid()}"
-    return f"{name} (pid {os.getpid()})"
+    return f"{psutil.Process().username()} (pid {os.getpid()})"  # the number of a user without a name, as in containers

@@ -16,6 +16,7 @@ from statistics import median
 from ckpt_engine.config import Config
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.triggers import SnapshotTimer
+from ckpt_engine.observe import units
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, EventSink
 from ckpt_engine.tools.failure_plan import DAY, FailurePlan
@@ -155,7 +156,10 @@ def simulate(
 
 
 def _far(what: str, job: SimulatedJob) -> str:
-    return f"ckpt plan: {what}: day {(job.clock.now - job.origin) / DAY:.3g} of at most {job.seconds / DAY:.3g}"
+    return (
+        f"ckpt plan: simulating {job.seconds / DAY:.3g} days: {what} … "
+        f"{units.share((job.clock.now - job.origin) / job.seconds)}"
+    )
 
 
 def planned_run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:

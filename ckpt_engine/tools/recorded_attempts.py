@@ -9,11 +9,10 @@ import time
 from dataclasses import replace
 
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.tools.live_run import LIVE_SECONDS, ask_writer
+from ckpt_engine.tools.live_run import LiveWriter
 from ckpt_engine.writer.attempts import Attempt, AttemptHistory, read_attempts
 
 MEANINGS = {
@@ -38,16 +37,11 @@ def history_of(config: Config, storage: Storage) -> AttemptHistory:
         CorruptError: the record is damaged.
         StorageError
     """
-    history = read_attempts(storage)
-    if not history.rows or history.rows[-1].end is not None:
-        return history
-    try:
-        body = ask_writer(config.root_url, LIVE_SECONDS)
-    except (CkptError, OSError):
-        return history  # what its writer has recorded is at most a minute old
-    if not body.get("trainer") or not (spent := body.get("spent")):
-        return history
-    now = replace(history.rows[-1], **spent)
+    history, live = read_attempts(storage), LiveWriter.of(config.root_url)
+    is_over = not history.rows or history.rows[-1].end is not None
+    if is_over or live is None or not (live.trainer and live.spent):
+        return history  # of a writer that does not answer it is at most a minute old
+    now = replace(history.rows[-1], **live.spent)
     lasted = max(now.seconds, time.time() - now.began)
     return replace(history, rows=(*history.rows[:-1], replace(now, seconds=lasted)))
 

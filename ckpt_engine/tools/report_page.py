@@ -36,7 +36,6 @@ class Axis:
     Args:
         low, high: the values at its ends.
         start, stop: where its ends are, in pixels.
-        log: equal distances are equal factors; of seconds only.
         least: between two ticks.
         is_time: the values are seconds.
     """
@@ -45,21 +44,17 @@ class Axis:
     high: float
     start: float
     stop: float
-    log: bool = False
     is_time: bool = False
     least: float = 1.0
 
     def at(self, value: float) -> float:
         """The pixel of a value, to a tenth."""
-        low, high, value = (math.log(max(one, 1e-3)) if self.log else one for one in (self.low, self.high, value))
-        share = (value - low) / (high - low) if high > low else 0.5
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return round(self.start + share * (self.stop - self.start), 1)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """Pixels and texts of round values."""
-        if self.log:
-            return [(self.at(one), units.duration(one)) for one in _ROUND_SECONDS if self.low <= one <= self.high]
         least = (self.high - self.low) / (8.0 if self.is_time else 5.0)
         power = 10.0 ** math.floor(math.log10(max(least, self.least)))
         rounds = _ROUND_SECONDS if self.is_time else [power * many for many in (1, 2, 5, 10)]
@@ -88,31 +83,18 @@ def page(found: RunReport) -> str:
     across = Axis(0.0, max(1.0, last - begin), LEFT, WIDTH - 10.0, is_time=True)
     steps = [one.step for one in found.snapshots] + [one.step for one in found.lives if one.step is not None]
     up = Axis(0.0, max(1, *steps) if steps else 1, HEIGHT - BOTTOM, TOP)
-    gaps = [max(one.gap, 1e-3) for one in found.snapshots if one.gap is not None]
-    apart = Axis(
-        min(gaps, default=1.0) / 1.5, max(gaps, default=1.0) * 1.5, HEIGHT - BOTTOM, TOP, log=True, is_time=True
-    )
     metric, mode = found.best or (next(iter(found.snapshots[-1].metrics if found.snapshots else ()), ""), "")
     known = {one.id: one.metrics[metric] for one in found.snapshots if math.isfinite(one.metrics.get(metric, math.nan))}
     level = Axis(min(known.values(), default=0.0), max(known.values(), default=1.0), HEIGHT - BOTTOM, TOP, least=1e-9)
     best = (max if mode == "max" else min)(known, key=known.__getitem__, default="") if mode else ""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
-    environment.filters |= {
-        "duration": units.duration,
-        "size": units.size,
-        "percent": units.percent,
-        "share": units.share,
-    }
+    filters = (units.duration, units.size, units.percent, units.share)
+    environment.filters |= {one.__name__: one for one in filters}
     return environment.from_string(_TEMPLATE.read_text()).render(
         report=found,
         across=across,
         up=up,
-        apart=apart,
         marks=_marks(found.snapshots, lambda one: (across.at(one.created - begin), up.at(one.step))),
-        distances=_marks(
-            [one for one in found.snapshots if one.gap is not None],
-            lambda one: (across.at(one.created - begin), apart.at(one.gap or 0.0)),
-        ),
         metric=metric,
         level=level,
         best=best,

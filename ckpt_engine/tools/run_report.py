@@ -13,7 +13,6 @@ from itertools import zip_longest
 from typing import Any
 
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.resume_report import ResumeReport, last_resume
 from ckpt_engine.observe.run_times import RunSpent
 from ckpt_engine.store.branches import Branch
@@ -22,10 +21,10 @@ from ckpt_engine.store.names import parse_id
 from ckpt_engine.tools.check_run import Counting, all_ok, check_run
 from ckpt_engine.tools.listing import TierListing, listings, merged, named_branches
 from ckpt_engine.tools.recorded_attempts import failure_of, history_of
-from ckpt_engine.tools.run_status import status_of
+from ckpt_engine.tools.run_status import known
 from ckpt_engine.tools.stored_run import Run
 from ckpt_engine.writer.attempts import AttemptHistory, after
-from ckpt_engine.writer.run_records import TierStatus
+from ckpt_engine.writer.run_records import TierStatus, read_status
 
 _AGAIN = ("startup", "restore", "replay")
 """What the process after a failure spends on it, see `run_times.TIMES`."""
@@ -162,15 +161,10 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         verified = all_ok(checked) and not silent
         problems += [f"{one.url} was not verified: [{one.code}] {one.reason}" for one in silent]
         problems += [f"{copies.url}: {problem}" for copies in checked for problem in copies.problems]
-    history = AttemptHistory()
-    try:
-        history = history_of(config, run.places[0].storage)
-    except CkptError as err:
-        problems.append(str(err))
+    near = run.places[0].storage
+    history = known(lambda: history_of(config, near), problems) or AttemptHistory()
+    status = known(lambda: read_status(near), problems)
     infos = [info for info, _ in rows]
-    status, unread = status_of(run.places[0])
-    problems += [unread] if unread is not None else []
-    best = config.keep.best
     return RunReport(
         root=run.places[0].storage.url,
         made=time.time(),
@@ -185,7 +179,7 @@ def read_report(run: Run, config: Config, say: Callable[[str], object], counting
         resume=last_resume(config.root_url),
         unasked=tuple(one for one in (status.tiers if status is not None else ()) if one.url not in run.tiers),
         measured=history.rows[-1].times if history.rows else {},
-        best=(best.monitor, best.mode) if best is not None else None,
+        best=(config.keep.best.monitor, config.keep.best.mode) if config.keep.best is not None else None,
     )
 
 

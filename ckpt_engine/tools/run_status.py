@@ -1,9 +1,10 @@
-"""How a run is, as its tiers, its records and its writer have it at one moment."""
+"""How a run is at one moment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, StorageMissingError
@@ -14,13 +15,12 @@ from ckpt_engine.restore import ask_tiers
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.lease_holder import LeaseHolder
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository
 from ckpt_engine.tools.live_run import LiveWriter
 from ckpt_engine.tools.recorded_attempts import history_of
 from ckpt_engine.tools.stored_run import repository_of
 from ckpt_engine.writer.run_records import WORKING, TierStatus, WriterStatus, read_status
 
-NOT_ASKED = "not asked"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,14 @@ class TierReading:
         """What its writer says of it, or that it says nothing; empty: there is nothing to say."""
         if self.error is not None:
             return "no answer"
-        return NOT_ASKED if self.snapshots is None else self.writer.state if self.writer is not None else ""
+        return "not asked" if self.snapshots is None else self.writer.state if self.writer is not None else ""
 
     def troubles(self, number: int) -> list[str]:
         """What is wrong with it, for people."""
-        unanswered = [f"tier {number} does not answer: {self.error}"] if self.error is not None else []
-        if self.writer is None or self.writer.state == WORKING:
-            return unanswered
-        said = f"[{self.writer.code}] {self.writer.message}"
-        return [*unanswered, f"tier {number} failed {age(self.writer.since)}: {said}"]
+        found = [f"tier {number} does not answer: {self.error}"] if self.error is not None else []
+        if (said := self.writer) is not None and said.state != WORKING:
+            found.append(f"tier {number} failed {age(said.since)}: [{said.code}] {said.message}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +60,19 @@ class RunReading:
     """A run.
 
     Args:
-        url: of the nearest tier.
         tiers: nearest first; of a folder those that its writer names, too.
-        holder: who writes the run; None: nobody does, or that is not known.
-        status: what its writer said last; None: nothing, or `unread` says why that cannot be read.
+        holder: the process that writes the run; None: there is none, or it is not known.
+        status: what its writer said last; None: nothing, or it cannot be read.
+        unread: what is wrong with records of the run.
         live: the writer on this machine.
         spent: what the time of the run went into; None: not known.
         replay: whether the last resume is exact; None: not known.
     """
 
-    url: str
     tiers: tuple[TierReading, ...]
     holder: LeaseHolder | None
     status: WriterStatus | None
-    unread: str | None
+    unread: tuple[str, ...]
     live: LiveWriter | None
     spent: RunSpent | None
     replay: Replay | None
@@ -94,7 +92,9 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
     answers = ask_tiers.ask(repositories, lambda place: place.list(), ask_tiers.at_most, say)
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
-    status, unread = status_of(near) if near else (None, None)
+    unread: list[str] = []
+    status = known(lambda: read_status(near.storage), unread) if near else None
+    history = known(lambda: history_of(config, near.storage), unread) if near else None
     live = LiveWriter.of(config.root_url)
     statuses = {tier.url: tier for tier in status.tiers} if status else {}
     tiers = [
@@ -113,22 +113,14 @@ def read_run(config: Config, say: Callable[[str], object]) -> RunReading:
             f"no run at {tiers[0].url}", hint="check the path; a run starts with its first snapshot"
         )
     holder = read_holder(near.storage) if near else None
-    spent = _spent(config, near) if near else None
-    replay = replay_of(config.root_url)
-    return RunReading(tiers[0].url, tuple(tiers), holder, status, unread, live, spent, replay)
+    spent = history.spent if history is not None and history.rows else None
+    return RunReading(tuple(tiers), holder, status, tuple(unread), live, spent, replay_of(config.root_url))
 
 
-def status_of(near: Repository) -> tuple[WriterStatus | None, str | None]:
-    """What the writer said last of all tiers; or why that cannot be read."""
+def known(read: Callable[[], T], problems: list[str]) -> T | None:
+    """What is read; None: it cannot be, and the problems say why."""
     try:
-        return read_status(near.storage), None
+        return read()
     except CkptError as err:
-        return None, str(err)
-
-
-def _spent(config: Config, near: Repository) -> RunSpent | None:
-    try:
-        history = history_of(config, near.storage)
-    except CkptError:
+        problems.append(str(err))
         return None
-    return history.spent if history.rows else None

@@ -173,14 +173,13 @@ def _spent(row: dict[str, Any]) -> RunSpent:
 def _attempt(row: dict[str, Any]) -> Attempt:
     json_checks.require(type(row) is dict, "a row that is no object")
     one = Attempt(**known_fields(Attempt, row) | {"intervals": tuple(map(_interval, row.get("intervals", ())))})
-    texts = (one.host, one.process, one.proof)
-    json_checks.require(all(type(text) is str for text in texts), "a name that is no text")
+    json_checks.require({*map(type, (one.host, one.process, one.proof))} == {str}, "a name that is no text")
     json_checks.require(json_checks.is_time(one.began) and json_checks.is_time(one.seconds), "a time that is none")
     json_checks.require(
-        one.end in (None, *ENDS) and json_checks.is_whole(one.ranks, 1), "an end or ranks that are none"
+        one.end in (None, *ENDS) and json_checks.is_whole(one.ranks, 1) and json_checks.is_whole(one.resumed_at, -1),
+        "an end, ranks or a resume that are none",
     )
-    whole = json_checks.is_whole(one.step, -1) and json_checks.is_whole(one.resumed_at, -1)
-    json_checks.require(json_checks.is_time(one.started) and whole, "a start or a step")
+    json_checks.require(json_checks.is_time(one.started) and json_checks.is_whole(one.step, -1), "a start or a step")
     json_checks.require(
         type(one.times) is dict and all(map(json_checks.is_time, one.times.values())), "times that are none"
     )

@@ -15,14 +15,17 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.copy.host_memory import MORE_FILES
 from ckpt_engine.errors import StateError, WriterError
 from ckpt_engine.observe import events
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.durability import Ledger
 from ckpt_engine.writer.messages import EVENT, Body
 
 _LENGTH = struct.Struct("<Q")
@@ -290,3 +293,26 @@ def close_all(fds: Sequence[int]) -> None:
 def event(found: events.Event) -> Body:
     """The message that carries an event."""
     return {"kind": EVENT, "event": events.to_json(found)}
+
+
+class RecentEvents:
+    """The events among the messages that were sent last. Any thread."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=16)
+
+    def forward(self, emit: Callable[[Body], object], body: Body) -> object:
+        """Remember the event in a message, if it carries one, and give the message to `emit`."""
+        if body["kind"] == EVENT:
+            self._sent.append((time.time(), body["event"]))
+        return emit(body)
+
+    def to_json(self) -> dict[str, Any]:
+        """The newest events, each a time and a text, and by place how many bytes per second were written."""
+        sent, ledger = [(at, events.from_json(one)) for at, one in tuple(self._sent)], Ledger((), SystemClock())
+        for _, one in sent:
+            ledger.emit(one)
+        return {
+            "events": [(at, events.line(one)) for at, one in sent[-5:]],
+            "rates": {tier.url: tier.bytes_per_second for tier in ledger.standing.tiers},
+        }

@@ -225,7 +225,6 @@ class ControlHandlers:
         bye: Callable[[], object],
     ) -> None:
         self._ranks, self._peers, self._memory, self._flush = queue.ranks, queue.peers, queue.held, queue.flush
-        self._recent = queue.recent
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
@@ -320,6 +319,5 @@ class ControlHandlers:
             "beat": (beat := self._memory.beat) and asdict(beat),
             "spent": (spent := self._memory.spent()) and asdict(spent),
             "pace": dict(self._memory.pace),
-            "events": list(self._recent.lines),
-            "rates": {one.url: one.bytes_per_second for one in self._recent.standing.tiers},
+            **self._memory.recent.to_json(),
         }

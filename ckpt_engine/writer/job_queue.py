@@ -78,8 +78,7 @@ class JobQueue:
         self._ids = Ids()
         self._intake = MessageDecoder()
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._persister = Persister(config, emit, self._ids, self.held.spent)
-        self.recent = self._persister.recent
+        self._persister = Persister(config, partial(self.held.recent.forward, emit), self._ids, self.held.spent)
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_QueueItem] = deque()

@@ -22,7 +22,7 @@ from ckpt_engine.copy.write_snapshot import ArenaSlot, CutLayout, Digests, Stage
 from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.writer import messages, part_records
-from ckpt_engine.writer.channel import close_all
+from ckpt_engine.writer.channel import RecentEvents, close_all
 from ckpt_engine.writer.messages import Body, Reply, nothing
 from ckpt_engine.writer.pulse import Heartbeat, SpentTimes, read_fill, read_pulse, read_spent
 
@@ -209,6 +209,8 @@ class MemorySnapshots:
         self._orders: list[StagedJob] = []
         self.pace: Mapping[str, Any] = {}
         """See `PersistJob`; of the newest job."""
+        self.recent = RecentEvents()
+        """What the writer has said last."""
         self._pulse = -1
         self._run: RunText | None = None
         self._sealed = threading.Event()

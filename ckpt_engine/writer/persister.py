@@ -49,7 +49,7 @@ from ckpt_engine.writer.part_records import recover
 from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, policy_of, waiting
 from ckpt_engine.writer.pulse import SpentTimes
 from ckpt_engine.writer.row_file import RowFile
-from ckpt_engine.writer.run_records import RecentEvents, Unfinished
+from ckpt_engine.writer.run_records import Unfinished
 from ckpt_engine.writer.secondary_tiers import SecondaryTiers
 
 Emit = Callable[[Body], object]
@@ -83,7 +83,6 @@ class Persister:
     ) -> None:
         self._config = config
         self._emit = emit
-        self.recent = RecentEvents()
         self._ids = ids
         self._spent = spent
         self._primary: PrimaryTier
@@ -474,7 +473,6 @@ class Persister:
             self._notice(err.message)
 
     def _emit_event(self, event: Event) -> None:
-        self.recent.emit(event)
         self._emit(channel.event(event))
 
     def _emit_done(self, order: StagedJob, error: ErrorRecord | None) -> None:

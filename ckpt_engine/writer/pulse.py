@@ -21,8 +21,7 @@ _BEAT = struct.Struct("<qd")
 _FILL = struct.Struct("<qq")
 _FILL_OFFSET = 64
 _SPENT_NAMES = (*TIMES, *MEASURED)
-_PROOF_BYTES = 512
-_SPENT = struct.Struct(f"<qdqq{len(_SPENT_NAMES)}d{_PROOF_BYTES}sq")
+_SPENT = struct.Struct(f"<qdqq{len(_SPENT_NAMES)}d512sq")
 _SPENT_OFFSET = 128
 _SPENT_SECONDS = 1.0
 _LOOKS = 3
@@ -119,11 +118,10 @@ def read_spent(fd: int) -> SpentTimes | None:
             return None
         if found == again and found[0] == found[-1]:
             _, started, step, resumed_at, *values, proof, _ = found
-            times = zip(_SPENT_NAMES, (round(max(0.0, one), 6) for one in values), strict=True)
             begun = read_pulse(fd)
             step = step if begun is None else max(step, begun.step - 1)  # it is said at each step
-            text = proof.rstrip(b"\0").decode(errors="ignore")
-            return SpentTimes(started, step, {name: seconds for name, seconds in times if seconds}, resumed_at, text)
+            times = {name: round(one, 6) for name, one in zip(_SPENT_NAMES, values, strict=True) if one >= 1e-6}
+            return SpentTimes(started, step, times, resumed_at, proof.rstrip(b"\0").decode(errors="ignore"))
     return None
 
 

@@ -1,7 +1,6 @@
 """How the tiers of a writer are.
 
-`ckpt status` reads the status file. `TierHealth` knows whether a tier works, and reports when that changes;
-`RecentEvents` what was said last.
+`ckpt status` reads the status file. `TierHealth` knows whether a tier works, and reports when that changes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +15,11 @@ from typing import Any, TypeVar
 
 from ckpt_engine.copy.job import ErrorRecord
 from ckpt_engine.errors import CkptError, StorageStalledError
-from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.observe.durability import Ledger
 from ckpt_engine.observe.events import (
     Event,
     Notice,
     TierDegraded,
     TierRecovered,
-    line,
 )
 from ckpt_engine.observe.units import first, size
 from ckpt_engine.store import json_checks, names
@@ -37,8 +32,6 @@ AWAY = "away"
 HANGS = "hangs"
 _NAMED = 3
 _IDLE_SECONDS = 60.0
-RECENT = 5
-"""Events that a writer remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +61,6 @@ class TierStatus:
     message: str | None = None
     since: float = 0.0
     encoding: str | None = None
-
-
-class RecentEvents(Ledger):
-    """What a writer has said last, for people, and how fast it writes to each tier. Any thread.
-
-    Attributes:
-        lines: each with its wall-clock time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__((), SystemClock())
-        self.lines: deque[tuple[float, str]] = deque(maxlen=RECENT)
-
-    def emit(self, event: Event) -> None:
-        super().emit(event)
-        self.lines.append((time.time(), line(event)))
 
 
 class TierHealth:

@@ -89,7 +89,7 @@ def test_days_that_take_long_are_counted_to_their_end(ckpt: Ckpt, monkeypatch: p
     for name in ("_QUIET_SECONDS", "_LINES_SECONDS"):
         monkeypatch.setattr(output, name, 0.1)
     said = ckpt("plan", "--failures", "llama3", "--days", 8, "--compare", "30min").err
-    assert re.search(r"ckpt plan: ckpt-engine, policy 1 of 2: day \S+ of at most 8\n", said)
+    assert re.search(r"ckpt plan: simulating 8 days: ckpt-engine, policy 1 of 2 … \S+ %\n", said)
 
 
 def test_what_did_not_happen_is_no_number(ckpt: Ckpt) -> None:

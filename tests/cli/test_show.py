@@ -38,12 +38,12 @@ def test_show_prints_facts_components_tree_and_largest_entries(ckpt: Ckpt, run_f
     assert "size 25 kB in 3 entries" in lines
     assert "optimizer 16 kB 66 %" in lines
     assert "state_dict 8.4 kB 34 %" in lines
-    assert "state_dict: odict of 3, 3 arrays, 8.4 kB" in lines
-    assert "optimizer: dict of 1, 1 array, 16 kB" in lines
-    assert "  state: dict of 1, 1 array, 16 kB" in out.splitlines()
-    assert "    0: dict of 1, 1 array, 16 kB" in out.splitlines()
+    assert "state_dict: OrderedDict (3), 3 arrays, 8.4 kB" in lines
+    assert "optimizer: dict (1), 1 array, 16 kB" in lines
+    assert "  state: dict (1), 1 array, 16 kB" in out.splitlines()
+    assert "    0: dict (1), 1 array, 16 kB" in out.splitlines()
     assert "epoch: int, 1 value" in lines
-    assert "point: Point of 2, 2 values" in lines
+    assert "point: Point (2), 2 values" in lines
     assert lines[-3:] == [
         "optimizer/exp_avg float64 64 x 32 16 kB",
         "state_dict/layer.weight float32 64 x 32 8.2 kB",
@@ -67,7 +67,7 @@ def test_show_cuts_long_branches(ckpt: Ckpt, run_folder: Any) -> None:
     entry = {"x": {"$": "tensor", "entry": "a/x"}}
     run_folder.add(1, {"a/x": np.zeros(1)}, {"a": {f"k{i}": entry for i in range(100)}})
     out = ckpt("show", run_folder.path).out
-    assert "  k7: dict of 1, 1 array, 8 B\n" in out
+    assert "  k7: dict (1), 1 array, 8 B\n" in out
     assert "  k8: " not in out
     assert "  ... 92 more\n" in out
 

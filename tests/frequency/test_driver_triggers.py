@@ -17,7 +17,7 @@ def test_every_n_steps_fires_on_its_grid_whatever_snapshots_cost() -> None:
             rig.take(stall=100.0, latency=100.0)
     assert fired == [10, 20, 30, 40, 50]
     assert rig.cadence.interval_steps == 10
-    assert rig.cadence.why == "every 10 steps, at the end: fixed"
+    assert rig.cadence.why == "every 10 steps and at the end"
 
 
 def test_every_step_is_possible() -> None:

@@ -77,5 +77,5 @@ def test_nothing_fires_where_nothing_is_asked_for() -> None:
 def test_description_lists_what_is_on() -> None:
     """The line names each fixed trigger."""
     text = triggers(every_n_steps=100, every_seconds=600.0, at_steps=(1, 7), on_validation_end=True).describe()
-    assert text == "every 100 steps, every 10 min, at steps 1, 7, after each validation, at the end: fixed"
-    assert triggers(at_end=False).describe() == "never: fixed"
+    assert text == "every 100 steps, every 10 min, at steps 1, 7, after each validation and at the end"
+    assert triggers(at_end=False).describe() == "never"

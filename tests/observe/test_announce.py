@@ -146,7 +146,7 @@ def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, config
         return done.stdout + done.stderr
 
     first, second = run(1), run(2)
-    often = "snapshots every 2 steps, at the end: fixed"
+    often = "snapshots every 2 steps and at the end"
     assert first.count(f"starting fresh; {often}") == 1, first
     assert second.count(often) == 1, second
     assert configured or max(text.count(str(tmp_path)) for text in (first, second)) <= 4, "a short run is noisy"

@@ -25,7 +25,6 @@ from ckpt_engine.writer import control, unix_sockets
 from ckpt_engine.writer.control import Control, ControlHandlers, ask
 from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots
 from ckpt_engine.writer.messages import Body, Reply
-from ckpt_engine.writer.run_records import RecentEvents
 from ckpt_engine.writer.unix_sockets import name_of
 from tests.persist.staged import WAIT_SECONDS
 
@@ -423,7 +422,7 @@ def campaign(root: Path, seeds: range) -> None:
     """Against what a writer answers: after each of them it answers what it should."""
     ranks = RankConfig(1, 2, "secret", None, 1.0, "here", mirrors=True)
     memory = MemorySnapshots(Ids(), lambda: None)
-    queue: Any = SimpleNamespace(held=memory, flush=lambda: None, ranks=ranks, peers=None, recent=RecentEvents())
+    queue: Any = SimpleNamespace(held=memory, flush=lambda: None, ranks=ranks, peers=None)
     handlers = ControlHandlers(queue, lambda what, who: True, lambda: True, lambda: None)
     served = Control(str(root), handlers.answer)
     served.open(WAIT_SECONDS)

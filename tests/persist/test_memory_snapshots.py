@@ -27,7 +27,6 @@ from ckpt_engine.writer.memory_snapshots import Ids, MemorySnapshots, MessageDec
 from ckpt_engine.writer.messages import Reply, nothing
 from ckpt_engine.writer.persister import Persister
 from ckpt_engine.writer.pulse import HeartbeatPage, read_pulse
-from ckpt_engine.writer.run_records import RecentEvents
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
 RUN = RunText("0" * 32, b"{}")
@@ -246,7 +245,7 @@ class Visit:
         self.lives = self.takes = True
         self.forwarded: list[tuple[str, str]] = []
         self.byes = 0
-        queue: Any = SimpleNamespace(held=snapshots, flush=lambda: None, ranks=None, peers=None, recent=RecentEvents())
+        queue: Any = SimpleNamespace(held=snapshots, flush=lambda: None, ranks=None, peers=None)
         self.handlers = ControlHandlers(queue, self.forward, lambda: self.lives, self.bye)
 
     def forward(self, what: str, who: str) -> bool:

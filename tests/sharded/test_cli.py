@@ -58,7 +58,7 @@ def test_show_tells_whole_shapes(folder: Path) -> None:
         "state_dict/w": [7, 11],
         "state_dict/rows": [12, 25],
     }
-    assert "state_dict: dict of 3, 3 arrays" in run("show", str(folder))
+    assert "state_dict: dict (3), 3 arrays" in run("show", str(folder))
 
 
 def test_export_puts_the_parts_together(folder: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Telemetry:
         bar["ckpt_MB"] = round(metrics.snapshot_bytes / 1e6, 1)
         if (interval := self._cadence.interval_steps) is not None:
             bar["ckpt_every"] = float(interval)
-        if metrics.committed:
+        if metrics.durable_step is not None:
             bar["ckpt_age_s"] = float(round(self._cadence.age_of_last_durable()))
 
     def hide(self, bar: dict[str, Any]) -> None:

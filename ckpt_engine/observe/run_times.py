@@ -74,21 +74,17 @@ class RunSpent:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name that make up the sum."""
-        every = asdict(self)
-        del every["slowdown_error"], every["idle"]
-        return every
+        return {name: seconds for name, seconds in asdict(self).items() if name not in ("slowdown_error", "idle")}
 
     @property
     def idle_share(self) -> float:
         """The share of all ranks' time in which they waited for each other because of snapshots."""
-        wall = self.wall
-        return self.idle / wall if wall > 0.0 else 0.0
+        return self.idle / (self.wall or math.inf)
 
     @property
     def goodput(self) -> float:
         """Productive by wall time; 0.0 of nothing."""
-        wall = self.wall
-        return self.productive / wall if wall > 0.0 else 0.0
+        return self.productive / (self.wall or math.inf)
 
     def plus(self, lasted: float, times: Mapping[str, float], rest: str, down: float = 0.0) -> RunSpent:
         """With one more process, and what came until the one that follows it.

@@ -11,11 +11,9 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event as Flag
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from ckpt_engine.copy.job import WriterConfig
@@ -24,7 +22,6 @@ from ckpt_engine.observe.events import (
     CLOSED,
     FAILED,
     GONE,
-    Event,
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
@@ -44,7 +41,6 @@ _ENDS = {
     FAILED: (FAILURE, "training has failed"),
     GONE: (FAILURE, "the training process was killed, or has crashed"),
 }
-_LOOK_SECONDS = 0.05
 _TAIL_BYTES = 4096
 
 
@@ -59,7 +55,6 @@ class Hooks:
 
     Attributes:
         why: the trainer ends the run, for this reason; empty: there is none. None: it has not said that it ends.
-        stopping: set when nothing is to be waited for any more.
     """
 
     def __init__(self, config: WriterConfig, emit: Callable[[Body], object]) -> None:
@@ -73,15 +68,10 @@ class Hooks:
         self._failing = ""
         self._broken: set[str] = set()
         self.why: str | None = None
-        self.stopping = Flag()
 
     def emit(self, body: Body) -> object:
         """Pass a message on to the trainer, and note what has happened. Any thread."""
-        if self._threads and body["kind"] == messages.EVENT:
-            self._take(from_json(body["event"]))
-        return self._to_trainer(body)
-
-    def _take(self, event: Event) -> None:
+        event = from_json(body["event"]) if self._threads and body["kind"] == messages.EVENT else None
         if isinstance(event, SnapshotCommitted):
             metrics = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
             self._newest = {"snapshot": f"{place(event.tier)}#{event.snapshot}", "step": event.step, "metrics": metrics}
@@ -90,6 +80,7 @@ class Hooks:
         elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._failing:
             self._failing = event.code
             self._begin(FAILURE, line(event), event.code)
+        return self._to_trainer(body)
 
     def _begin(self, name: str, message: str, code: str = "") -> None:
         if name in self._threads:
@@ -119,30 +110,22 @@ class Hooks:
         if ending == GONE or (ending is not None and self.why is not None):
             name, message = _ENDS[ending]
             self._begin(name, f"{message}: {self.why}" if self.why else message)
-        names, wait = " and ".join(f"on.{name}" for name in self._threads), self._config.end_wait_seconds
-        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": wait, "copies": False}
+        names, seconds = " and ".join(f"on.{name}" for name in self._threads), self._config.end_wait_seconds
+        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
         if self._calls:
             self._to_trainer({**copying, "waits": ""})  # everything is durable
         with said_if_slow(lambda: self._to_trainer(copying) and None):
-            have_run = self._have_run(wait)
-        if not have_run:
+            late = wait(self._calls, seconds).not_done
+        if late:
             closed = {"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False}
             self._to_trainer(closed)
-            self._have_run(self._config.drain_seconds)
-
-    def _have_run(self, seconds: float) -> bool:
-        """Whether everything has run, or does so within so many seconds."""
-        deadline = time.monotonic() + seconds
-        while not (all(call.done() for call in self._calls) or self.stopping.wait(_LOOK_SECONDS)):
-            if time.monotonic() >= deadline:
-                return False
-        return True
+            wait(late, self._config.drain_seconds)
 
 
 def post(url: str, about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Send it as JSON; `text` is what chat services show."""
-    headers = {"Content-Type": "application/json", "User-Agent": "ckpt-engine"}
-    request = urllib.request.Request(url, json.dumps({**about, "text": about["message"]}).encode(), headers)
+    body = json.dumps({**about, "text": about["message"]}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "ckpt-engine"})
     urllib.request.urlopen(request, timeout=options["timeout"]).close()
 
 

@@ -74,7 +74,7 @@ class Ending:
 
     @property
     def stopped_by(self) -> str | None:
-        """Who has asked the run to stop; None: nobody has."""
+        """Who has asked the run to stop, if that is so."""
         return None
 
     @property
@@ -555,9 +555,8 @@ class Engine:
         Args:
             timeout: see `Checkpointer.close`.
         """
-        most = arguments.seconds("timeout", timeout)
-        if most is None:
-            most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end
+        given = arguments.seconds("timeout", timeout)
+        most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end if given is None else given
         self._close_by = time.monotonic() + most - self._in_vain_seconds
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:

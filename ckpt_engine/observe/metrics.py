@@ -53,8 +53,7 @@ class RunMetrics:
     """
 
     def __init__(self, cadence: CadenceReading | None = None, times: RunTimes | None = None) -> None:
-        self._cadence = cadence
-        self._times = times
+        self._cadence, self._times = cadence, times
         self.stall_seconds = 0.0
         """For which the newest snapshot has blocked training until now, its fence included."""
         self.snapshot_bytes = 0

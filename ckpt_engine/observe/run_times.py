@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+import psutil
 
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import AttemptsFound
@@ -108,9 +108,11 @@ class RunSpent:
 
     def numbers(self) -> dict[str, float]:
         """All of it for loggers and monitors: `run_stall_seconds` and so on, whose sum is wall time."""
-        found = {f"run_{name}_seconds": seconds for name, seconds in self.parts.items()}
-        found["run_slowdown_error_seconds"] = self.slowdown_error
-        return found | {"goodput_percent": 100.0 * self.goodput, "idle_percent": 100.0 * self.idle_share}
+        return {f"run_{name}_seconds": seconds for name, seconds in self.parts.items()} | {
+            "run_slowdown_error_seconds": self.slowdown_error,
+            "goodput_percent": 100.0 * self.goodput,
+            "idle_percent": 100.0 * self.idle_share,
+        }
 
 
 class RunTimes:
@@ -191,16 +193,13 @@ _of_runs: dict[str, RunTimes] = {}
 
 def times_of(root_url: str, clock: Clock) -> RunTimes:
     """Those of this process and that run: one after another may train it here."""
-    if root_url not in _of_runs:
-        _of_runs[root_url] = RunTimes(clock, _age_of_process())
-    return _of_runs[root_url]
+    return _of_runs.setdefault(root_url, RunTimes(clock, _age_of_process()))
 
 
 def _age_of_process() -> float:
     """Seconds since this process was started to train; 0.0 where that is not known, or people sit before it."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return 0.0
-    with suppress(OSError, ValueError, IndexError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    with suppress(psutil.Error, OSError):
+        return max(0.0, time.time() - psutil.Process().create_time())
     return 0.0

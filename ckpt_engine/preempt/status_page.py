@@ -14,7 +14,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from ckpt_engine.config.reporting import Status
@@ -74,8 +74,7 @@ def prometheus(rows: Readings) -> bytes:
         family = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
         made = families.setdefault(name, family(f"ckpt_{name}", _MEANINGS[name], labels=list(labels)))
         made.add_metric(list(labels.values()), value)
-    registry: Any = SimpleNamespace(collect=families.values)
-    return generate_latest(registry)
+    return generate_latest(cast(Any, SimpleNamespace(collect=families.values)))
 
 
 def _observed(name: str, _options: CallbackOptions) -> Iterator[Observation]:
@@ -124,8 +123,7 @@ class StatusPage:
         port, otel = self._options.port, self._options.otel
         for is_wanted, package, extra in ((port, "prometheus_client", "prometheus"), (otel, "opentelemetry", "otel")):
             if is_wanted and find_spec(package) is None:
-                text = "nothing is shown to %s: %s is not installed → pip install 'ckpt-engine[%s]'"
-                _log.warning(text, extra, package, extra)
+                _log.warning("nothing is shown to %s: install it → pip install 'ckpt-engine[%s]'", package, extra)
         if self._options.file is not None:
             self._run(self._write_again_and_again, "ckpt-board-file")
         if otel and find_spec("opentelemetry") is not None:
@@ -179,7 +177,7 @@ class StatusPage:
             body = prometheus(self.readings())
         else:
             status = status if path == "/" else "404 Not Found"
-            body = b"/metrics and /status are here; /metrics needs prometheus_client\n"
+            kind, body = "text/plain", b"/metrics and /status are here; /metrics needs prometheus_client\n"
         start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
         return [body]
 

@@ -54,6 +54,7 @@ class Hooks:
         emit: takes the messages to the trainer.
 
     Attributes:
+        emit: passes a message on to the trainer, and notes what has happened. Any thread.
         why: the trainer ends the run, for this reason; empty: there is none. None: it has not said that it ends.
     """
 
@@ -64,29 +65,32 @@ class Hooks:
         unblock = (signal.pthread_sigmask, (signal.SIG_UNBLOCK, [signal.SIGTERM]))
         self._threads = {name: ThreadPoolExecutor(1, f"ckpt-on-{name}", *unblock) for name in names}
         self._calls: list[Future[None]] = []
-        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
-        self._failing = ""
+        self.emit = self._take if names else emit
+        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}, "code": ""}
         self._broken: set[str] = set()
         self.why: str | None = None
 
-    def emit(self, body: Body) -> object:
-        """Pass a message on to the trainer, and note what has happened. Any thread."""
-        event = from_json(body["event"]) if self._threads and body["kind"] == messages.EVENT else None
+    def _take(self, body: Body) -> object:
+        event = from_json(body["event"]) if body["kind"] == messages.EVENT else None
         if isinstance(event, SnapshotCommitted):
             metrics = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
-            self._newest = {"snapshot": f"{place(event.tier)}#{event.snapshot}", "step": event.step, "metrics": metrics}
-            self._failing = ""
+            self._newest = {
+                "snapshot": f"{place(event.tier)}#{event.snapshot}",
+                "step": event.step,
+                "metrics": metrics,
+                "code": "",
+            }
             self._begin(DURABLE, line(event))
-        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._failing:
-            self._failing = event.code
+        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._newest["code"]:
+            self._newest["code"] = event.code
             self._begin(FAILURE, line(event), event.code)
         return self._to_trainer(body)
 
     def _begin(self, name: str, message: str, code: str = "") -> None:
         if name in self._threads:
-            about = {"event": name, "message": message, "code": code, "run": place(self._config.url), **self._newest}
-            waiting = [call for call in self._calls if not call.done()]
-            self._calls = [*waiting, self._threads[name].submit(self._call, name, about)]
+            about = {**self._newest, "event": name, "message": message, "code": code, "run": place(self._config.url)}
+            begun = self._threads[name].submit(self._call, name, about)
+            self._calls = [*(call for call in self._calls if not call.done()), begun]
 
     def _call(self, name: str, about: Mapping[str, Any]) -> None:
         hook = self._config.on[name]
@@ -117,15 +121,17 @@ class Hooks:
         with said_if_slow(lambda: self._to_trainer(copying) and None):
             late = wait(self._calls, seconds).not_done
         if late:
-            closed = {"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False}
-            self._to_trainer(closed)
+            self._to_trainer({"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False})
             wait(late, self._config.drain_seconds)
 
 
 def post(url: str, about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Send it as JSON; `text` is what chat services show."""
-    body = json.dumps({**about, "text": about["message"]}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "ckpt-engine"})
+    request = urllib.request.Request(
+        url,
+        json.dumps({**about, "text": about["message"]}).encode(),
+        {"Content-Type": "application/json", "User-Agent": "ckpt-engine"},
+    )
     urllib.request.urlopen(request, timeout=options["timeout"]).close()
 
 

@@ -72,13 +72,12 @@ class JobQueue:
         self._memory = config.memory
         self.ranks = config.ranks
         self._hooks = Hooks(config, emit)
-        emit = self._hooks.emit
         self._on_exit = on_exit
         self._on_open = on_open
         self._ids = Ids()
         self._intake = MessageDecoder()
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._persister = Persister(config, emit, self._ids, self.held.spent)
+        self._persister = Persister(config, self._hooks.emit, self._ids, self.held.spent)
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_QueueItem] = deque()

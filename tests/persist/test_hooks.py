@@ -312,7 +312,7 @@ def failed(code: str, step: int = 1) -> SnapshotFailed:
 def test_a_failure_is_reported_once_for_each_reason(
     events: list[Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full fails each snapshot, and nobody wants a call for each."""
+    """A disk that is full fails each snapshot, and one call for all of them is enough."""
     called: list[str] = []
     monkeypatch.setattr(hooks, "run", lambda command, about, options: called.append(about["code"]))
     passed: list[Any] = []

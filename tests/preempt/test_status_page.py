@@ -30,7 +30,7 @@ from ckpt_engine.observe.events import FanOutSink, TierDegraded
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.observe.run_times import RunTimes
 from ckpt_engine.preempt.status_page import StatusPage, prometheus
-from ckpt_engine.preempt.stop_plan import PendingSnapshot, StopFacts, outlook
+from ckpt_engine.preempt.stop_plan import StopFacts, outlook
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
 from tests.ranks.launch import free_port
@@ -45,7 +45,7 @@ def seen(near: TierStanding = NEAR, stopping: str | None = None, far: TierStandi
     """At second 100 of a run that started at second 10: step 97, 2 GB of state, one snapshot in flight."""
     standing = DurabilityStatus((near, far), (PendingCommit(95, 2_000_000_000, 90.0),), 2_000_000_000)
     tiers = tuple(TierStanding(one.url, one.bytes_per_second) for one in standing.tiers)
-    facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(PendingSnapshot(95, 1e9),), stall_seconds=0.1)
+    facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(PendingCommit(95, 1e9, 0.0),), stall_seconds=0.1)
     return outlook(standing, facts, now=100.0, started=10.0, step_seconds=3.0, stopping=stopping)
 
 

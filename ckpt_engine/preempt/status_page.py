@@ -161,7 +161,7 @@ class StatusPage:
         found = self._outlook()
         tiers, run = found["tiers"], {"run": found["tiers"][0]["url"]}
         values = {**self._numbers(), **found, "stopping": found["stopping"] is not None}
-        rows = [(name, values.get(name), run) for name in _MEANINGS]
+        rows: list[tuple[str, Any, dict[str, str]]] = [(name, values.get(name), run) for name in _MEANINGS]
         rows += [
             (f"tier_{name}", value, {**run, "tier": tier["url"]}) for tier in tiers for name, value in tier.items()
         ]

@@ -268,8 +268,8 @@ class WriterClient(abc.ABC):
         closed = self._wait_for_the_end(timeout, hurries)
         if not closed or self._goes_on:
             late = "" if closed else f"not durable {time.monotonic() - began:.0f} s after closing; "
-            why = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone")
-            self._lose(why, expected=True)
+            left = ErrorRecord(WaitTimeoutError.code, f"{late}{self._who} continues alone")
+            self._lose(left, expected=True)
         return closed
 
     @abc.abstractmethod

@@ -60,12 +60,18 @@ class Hooks:
 
     def __init__(self, config: WriterConfig, emit: Callable[[Body], object]) -> None:
         self._config, self._to_trainer = config, emit
-        names = [name for name in (FAILURE, STOP, DURABLE) if name in config.on and config.ranks.rank == 0]
-        # What a command inherits: the writer blocks SIGTERM.
-        unblock = (signal.pthread_sigmask, (signal.SIG_UNBLOCK, [signal.SIGTERM]))
-        self._threads = {name: ThreadPoolExecutor(1, f"ckpt-on-{name}", *unblock) for name in names}
-        self._calls: list[Future[None]] = []
-        self.emit = self._take if names else emit
+        self._threads = {
+            name: ThreadPoolExecutor(
+                1,
+                f"ckpt-on-{name}",
+                # What a command inherits: the writer blocks SIGTERM.
+                *(signal.pthread_sigmask, (signal.SIG_UNBLOCK, [signal.SIGTERM])),
+            )
+            for name in (FAILURE, STOP, DURABLE)
+            if name in config.on and config.ranks.rank == 0
+        }
+        self._calls: set[Future[None]] = set()
+        self.emit = self._take if self._threads else emit
         self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}, "code": ""}
         self._broken: set[str] = set()
         self.why: str | None = None
@@ -89,8 +95,8 @@ class Hooks:
     def _begin(self, name: str, message: str, code: str = "") -> None:
         if name in self._threads:
             about = {**self._newest, "event": name, "message": message, "code": code, "run": place(self._config.url)}
-            begun = self._threads[name].submit(self._call, name, about)
-            self._calls = [*(call for call in self._calls if not call.done()), begun]
+            self._calls.add(begun := self._threads[name].submit(self._call, name, about))
+            begun.add_done_callback(self._calls.discard)
 
     def _call(self, name: str, about: Mapping[str, Any]) -> None:
         hook = self._config.on[name]
@@ -99,7 +105,11 @@ class Hooks:
             call(hook, about, self._config.on)
             self._broken.discard(name)
         except Exception as err:  # noqa: BLE001 - whatever it is: the next one gets its own chance
-            secrets = [text for one in (self._config, *self._config.tiers) for text in secrets_of(one.storage_options)]
+            secrets = [
+                text
+                for options in (self._config.storage_options, *(tier.storage_options for tier in self._config.tiers))
+                for text in secrets_of(options)
+            ]
             error = HookError(f"on.{name} failed, training continues: {redacted(str(err), secrets)}")
             if name not in self._broken:
                 self._to_trainer(channel.event(Notice("WARNING", str(error))))
@@ -118,8 +128,12 @@ class Hooks:
         copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
         if self._calls:
             self._to_trainer({**copying, "waits": ""})  # everything is durable
-        with said_if_slow(lambda: self._to_trainer(copying) and None):
-            late = wait(self._calls, seconds).not_done
+
+        def say() -> None:
+            self._to_trainer(copying)
+
+        with said_if_slow(say):
+            late = wait(list(self._calls), seconds).not_done
         if late:
             self._to_trainer({"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False})
             wait(late, self._config.drain_seconds)

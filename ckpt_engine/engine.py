@@ -74,7 +74,7 @@ class Ending:
 
     @property
     def stopped_by(self) -> str | None:
-        """Who has asked the run to stop; None: nobody has."""
+        """Who has asked the run to stop, if that is so."""
         return None
 
     @property

@@ -24,7 +24,8 @@ CkptError                      CKPT000
 ├── WriterError                CKPT600   the writer process died or cannot start
 │   ├── SnapshotSkippedError   CKPT601   back-pressure: this snapshot was not taken
 │   ├── SnapshotFailedError    CKPT602   this snapshot did not become durable
-│   └── WaitTimeoutError       CKPT603   also a TimeoutError
+│   ├── WaitTimeoutError       CKPT603   also a TimeoutError
+│   └── HookError              CKPT604   a command or webhook of `on` failed
 ├── ResumeError                CKPT700
 │   ├── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
 │   ├── OvertakenError         CKPT702   another job made newer snapshots after this one had loaded

@@ -36,17 +36,18 @@ class Telemetry:
 
     def show(self, bar: dict[str, Any]) -> None:
         """Put the step of the newest durable snapshot into the progress bar's table, and what else the options ask."""
-        metrics = self._metrics
-        if self._options.bar != "off" and metrics.durable_step is not None:
-            bar["ckpt"] = str(metrics.durable_step)  # of a number the bar shows but three digits
-        if self._options.bar != "full" or not metrics.snapshot_bytes:
-            return
-        bar["ckpt_stall_ms"] = round(1e3 * metrics.stall_seconds, 1)
-        bar["ckpt_MB"] = round(metrics.snapshot_bytes / 1e6, 1)
-        if (interval := self._cadence.interval_steps) is not None:
-            bar["ckpt_every"] = float(interval)
-        if metrics.committed:
-            bar["ckpt_age_s"] = float(round(self._cadence.age_of_last_durable()))
+        metrics, durable, interval = self._metrics, self._metrics.durable_step, self._cadence.interval_steps
+        # Of a number the bar shows but three digits.
+        shown: dict[str, Any] = {"ckpt": None if durable is None else str(durable)}
+        if self._options.bar == "full" and metrics.snapshot_bytes:
+            shown |= {
+                "ckpt_stall_ms": round(1e3 * metrics.stall_seconds, 1),
+                "ckpt_MB": round(metrics.snapshot_bytes / 1e6, 1),
+                "ckpt_every": None if interval is None else float(interval),
+                "ckpt_age_s": None if durable is None else float(round(self._cadence.age_of_last_durable())),
+            }
+        if self._options.bar != "off":
+            bar.update({name: value for name, value in shown.items() if value is not None})
 
     def hide(self, bar: dict[str, Any]) -> None:
         """Take them out again: after training the table is the user's alone."""

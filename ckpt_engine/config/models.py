@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from ckpt_engine.config.reporting import Log, On, Status
+from ckpt_engine.config.reporting import EventCalls, Log, Status
 from ckpt_engine.config.sections import (
     DURATION_SCHEMA,
     Count,
@@ -313,7 +313,7 @@ class Config(Section):
     )
     status: Status = Field(default_factory=Status, description="Where the run says how it stands.")
     log: Log = Field(default_factory=Log, description="What the run shows of its snapshots.")
-    on: On = Field(default_factory=On, description="What is called when something happens to the run.")
+    on: EventCalls = Field(default_factory=EventCalls, description="What is called when something happens.")
     guard: Annotated[Literal["off", "nan", "loss_spike"], one_of("off", "nan", "loss_spike")] = Field(
         default="off",
         description="Training ends, and no snapshot is taken of it, when the loss is not finite (nan), or also when it "

@@ -69,7 +69,7 @@ class Log(Section):
     )
 
 
-class On(Section):
+class EventCalls(Section):
     """What is called when something happens to the run: a URL, a line for a shell, or a program with arguments."""
 
     failure: Hook | None = Field(

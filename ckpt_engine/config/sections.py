@@ -446,8 +446,13 @@ def web_address(value: object) -> str:
     text = nonempty_text(value)
     try:
         parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
-        usable = usable and " " not in text
+        usable = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and text.isprintable()
+            and len(text.split()) == 1
+        )
     except ValueError:  # such as half of an IPv6 address, or a port that is no number
         usable = False
     if not usable:

@@ -497,7 +497,7 @@ class TrainingRun:
                 self.cadence.skipped(step, "busy")
             return None
         self.stopping.halt.metrics = {*(self.stopping.halt.metrics or ()), *instant.metrics}
-        self.metrics.stalled(stall)
+        self.metrics.stall_seconds = stall
         if not durable:
             self.cadence.held(step, stall)
             return handle
@@ -529,4 +529,4 @@ class TrainingRun:
         """The fence: wait until lazily copied tensors may change."""
         if seconds := self.engine.before_update():
             self.cadence.fence(seconds)
-            self.metrics.stalled(self.metrics.stall_seconds + seconds)
+            self.metrics.stall_seconds += seconds

@@ -50,7 +50,7 @@ class PendingCommit:
     """A snapshot that was taken and is not durable on the nearest tier. `since`: monotonic seconds of its instant."""
 
     step: int
-    nbytes: int
+    nbytes: float
     since: float
 
 

@@ -339,16 +339,19 @@ class LogSink:
 def level_of(event: Event) -> int:
     """The `logging` level an event deserves."""
     match event:
-        case SnapshotFailed():
+        case SnapshotFailed() | TierDegraded(fatal=True):
             return logging.ERROR
-        case TierDegraded(fatal=True):
-            return logging.ERROR
-        case TierDegraded(known=True):
+        case (
+            SnapshotCommitted()
+            | SnapshotReplicated()
+            | TierRecovered()
+            | TierDegraded(known=True)
+            | IntervalChanged()
+            | Requested()
+        ):
             return logging.INFO
         case WriterLost() | TierDegraded() | StaleSnapshot():
             return logging.WARNING
-        case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered() | Requested():
-            return logging.INFO
         case Notice(level=name):
             return logging.getLevelNamesMapping().get(name.upper(), logging.INFO)
         case _:
@@ -435,17 +438,13 @@ class FanOutSink:
         """Passes later events to `sink` too."""
         self._sinks.append(sink)
 
-    def remove(self, sink: EventSink) -> None:
-        """Stops passing events to `sink`; nothing happens if it is not there (any more)."""
-        self._sinks = [one for one in self._sinks if one is not sink]
-
     def emit(self, event: Event) -> None:
         for sink in tuple(self._sinks):
             try:
                 sink.emit(event)
             except Exception:
                 # Whatever a sink of a user raises must not reach the training loop.
-                self.remove(sink)
+                self._sinks = [one for one in self._sinks if one is not sink]
                 LOG.warning("%s failed on %s and gets no more events", type(sink).__name__, event.name, exc_info=True)
 
 

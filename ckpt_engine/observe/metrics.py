@@ -13,8 +13,6 @@ from ckpt_engine.observe.events import (
     SnapshotReplicated,
     SnapshotSkipped,
     SnapshotStaged,
-    TierDegraded,
-    TierRecovered,
 )
 from ckpt_engine.observe.run_times import RunTimes
 
@@ -55,43 +53,28 @@ class RunMetrics:
     """
 
     def __init__(self, cadence: CadenceReading | None = None, times: RunTimes | None = None) -> None:
-        self._cadence = cadence
-        self._times = times
+        self._cadence, self._times = cadence, times
         self.stall_seconds = 0.0
+        """For which the newest snapshot has blocked training until now, its fence included."""
         self.snapshot_bytes = 0
         self.durable_step: int | None = None
         """Of the newest durable snapshot."""
         self.outlook: Callable[[], Mapping[str, Any]] = dict
         """How the run stands, see `preempt.stop_plan.outlook`. Any thread."""
-        self.committed = 0
         self._latency_seconds = 0.0
         self._counted: Counter[str] = Counter()
-        """Since the start, by name in `numbers`."""
-        self._tiers: dict[str, bool] = {}
-        """Further tiers heard of, and whether they are away."""
+        """Since the start: events by their names, and bytes by name in `numbers`."""
 
     def emit(self, event: Event) -> None:
+        self._counted[event.name] += 1
         match event:
             case SnapshotStaged():
                 self.snapshot_bytes = event.nbytes
             case SnapshotCommitted():
-                self.committed += 1
-                self.durable_step = event.step
+                self.durable_step, self._latency_seconds = event.step, event.latency_seconds
                 self._counted["written_bytes"] += event.written_bytes
-                self._latency_seconds = event.latency_seconds
-            case SnapshotFailed():
-                self._counted["failed"] += 1
-            case SnapshotSkipped():
-                self._counted["skipped"] += 1
             case SnapshotReplicated():
-                self._counted.update(replicated=1, sent_bytes=event.sent_bytes)
-                self._tiers[event.tier] = False
-            case TierDegraded() | TierRecovered():
-                self._tiers[event.tier] = isinstance(event, TierDegraded)
-
-    def stalled(self, seconds: float) -> None:
-        """The newest snapshot has blocked training for so long until now, its fence included."""
-        self.stall_seconds = seconds
+                self._counted["sent_bytes"] += event.sent_bytes
 
     def numbers(self) -> dict[str, float]:
         """The current values, without a prefix. Any thread: each is right, all of them may be of two moments.
@@ -99,21 +82,23 @@ class RunMetrics:
         `stall_seconds`, `snapshot_bytes` and `latency_seconds` are those of the newest snapshot; `written_bytes`,
         `committed`, `skipped` and `failed` count since the start; `interval_steps` is missing while there is none.
         `resume_exact` is there once the repeated steps were compared: 1 is equal, and 0 is different.
-        `replicated`, `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
+        `replicated`, `sent_bytes` (to further tiers) and `tiers_away` are there if there are further tiers.
         The numbers of the outlook, such as `work_at_risk_seconds`, are missing while they are not known.
         """
+        counted, found = self._counted, self.outlook()
         numbers: dict[str, float] = {
             "stall_seconds": self.stall_seconds,
             "snapshot_bytes": float(self.snapshot_bytes),
             "latency_seconds": self._latency_seconds,
-            "written_bytes": float(self._counted["written_bytes"]),
-            "committed": float(self.committed),
-            "skipped": float(self._counted["skipped"]),
-            "failed": float(self._counted["failed"]),
+            "written_bytes": float(counted["written_bytes"]),
+            "committed": float(counted[SnapshotCommitted.name]),
+            "skipped": float(counted[SnapshotSkipped.name]),
+            "failed": float(counted[SnapshotFailed.name]),
         }
-        if self._tiers:
-            numbers |= {name: float(self._counted[name]) for name in ("replicated", "sent_bytes")}
-            numbers["tiers_away"] = float(sum(self._tiers.values()))
+        if further := found.get("tiers", [])[1:]:
+            numbers["replicated"] = float(counted[SnapshotReplicated.name])
+            numbers["sent_bytes"] = float(counted["sent_bytes"])
+            numbers["tiers_away"] = float(sum(tier["away"] for tier in further))
         if self._times is not None:
             numbers |= self._times.spent.numbers()
             if (replay := self._times.replay) is not None and replay.result != "not compared":
@@ -123,9 +108,7 @@ class RunMetrics:
                 numbers["interval_steps"] = float(interval)
             numbers["overhead_percent"] = 100.0 * self._cadence.overhead_fraction
             numbers["age_of_last_durable_seconds"] = self._cadence.age_of_last_durable()
-        return numbers | {
-            name: float(value) for name, value in self.outlook().items() if isinstance(value, int | float)
-        }
+        return numbers | {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
     def logged(self, loggers: str) -> dict[str, float]:
         """What a logger gets now, as it names it: `ckpt/failed` and so on. Any thread.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import AttemptsFound
@@ -82,21 +82,17 @@ class RunSpent:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name that make up the sum."""
-        every = asdict(self)
-        del every["slowdown_error"], every["idle"]
-        return every
+        return {name: seconds for name, seconds in asdict(self).items() if name not in ("slowdown_error", "idle")}
 
     @property
     def idle_share(self) -> float:
         """The share of all ranks' time in which they waited for each other because of snapshots."""
-        wall = self.wall
-        return self.idle / wall if wall > 0.0 else 0.0
+        return self.idle / (self.wall or math.inf)
 
     @property
     def goodput(self) -> float:
         """Productive by wall time; 0.0 of nothing."""
-        wall = self.wall
-        return self.productive / wall if wall > 0.0 else 0.0
+        return self.productive / (self.wall or math.inf)
 
     def plus(self, lasted: float, times: Mapping[str, float], rest: str, down: float = 0.0) -> RunSpent:
         """With one more process, and what came until the one that follows it.
@@ -120,9 +116,11 @@ class RunSpent:
 
     def numbers(self) -> dict[str, float]:
         """All of it for loggers and monitors: `run_stall_seconds` and so on, whose sum is wall time."""
-        found = {f"run_{name}_seconds": seconds for name, seconds in self.parts.items()}
-        found["run_slowdown_error_seconds"] = self.slowdown_error
-        return found | {"goodput_percent": 100.0 * self.goodput, "idle_percent": 100.0 * self.idle_share}
+        return {f"run_{name}_seconds": seconds for name, seconds in self.parts.items()} | {
+            "run_slowdown_error_seconds": self.slowdown_error,
+            "goodput_percent": 100.0 * self.goodput,
+            "idle_percent": 100.0 * self.idle_share,
+        }
 
 
 class RunTimes:
@@ -205,16 +203,13 @@ _of_runs: dict[str, RunTimes] = {}
 
 def times_of(root_url: str, clock: Clock) -> RunTimes:
     """Those of this process and that run: one after another may train it here."""
-    if root_url not in _of_runs:
-        _of_runs[root_url] = RunTimes(clock, _age_of_process())
-    return _of_runs[root_url]
+    return _of_runs.setdefault(root_url, RunTimes(clock, _age_of_process()))
 
 
 def _age_of_process() -> float:
     """Seconds since this process was started to train; 0.0 where that is not known, or people sit before it."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         return 0.0
-    with suppress(OSError, ValueError, IndexError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    with suppress(psutil.Error, OSError):
+        return max(0.0, time.time() - psutil.Process().create_time())
     return 0.0

@@ -8,13 +8,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
-from html import escape
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from ckpt_engine.config.reporting import Status
 from ckpt_engine.observe.events import LOG, LOGGER_NAME
@@ -23,8 +23,8 @@ from ckpt_engine.observe.run_times import RunSpent
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation
 
-CLIENT_SECONDS = 2.0
-"""How long a client may take; they are served one after the other."""
+Readings = list[tuple[str, float, dict[str, str]]]
+"""Numbers of a run by name, with the labels `run` and, of a tier, `tier`: their URLs."""
 _END_SECONDS = 10.0
 _COUNTERS = frozenset({"committed", "failed", "replicated", "sent_bytes", "skipped", "written_bytes"})
 """Numbers that only grow while a process lives."""
@@ -58,39 +58,11 @@ _MEANINGS = {name: f"Wall time of the run, {name}." for name in RunSpent().numbe
     "written_bytes": "Bytes written to the nearest tier since the start of the process.",
 }
 """All numbers that a run can have."""
-_of_runs: dict[str, Callable[[], list[Reading]]] = {}
+_of_runs: dict[str, Callable[[], Readings]] = {}
 """What the runs of this process show to OpenTelemetry, by the URL of their nearest tier."""
 
 
-class Reading(NamedTuple):
-    """A number of a run, with the labels `run` and, of a tier, `tier`: their URLs."""
-
-    name: str
-    value: float
-    labels: dict[str, str]
-
-
-def readings(found: Mapping[str, Any], numbers: Mapping[str, float]) -> list[Reading]:
-    """Everything that is known. Each row has the nearest tier's URL as its `run`.
-
-    Args:
-        found: the `stop_plan.outlook`.
-        numbers: more of them, as loggers get them.
-    """
-    values = {**numbers, **found, "stopping": found["stopping"] is not None}
-    tiers = values.pop("tiers")
-    run = {"run": tiers[0]["url"]}
-    rows = [(name, values.get(name), run) for name in _MEANINGS]
-    for tier in tiers:
-        rows += [(f"tier_{name}", value, {**run, "tier": tier["url"]}) for name, value in tier.items() if name != "url"]
-    return [
-        Reading(name, float(value), labels)
-        for name, value, labels in rows
-        if value is not None and math.isfinite(value)
-    ]
-
-
-def prometheus(rows: list[Reading]) -> bytes:
+def prometheus(rows: Readings) -> bytes:
     """All of them in Prometheus' text format, named `ckpt_...`, through a registry of our own."""
     from prometheus_client import generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -100,15 +72,14 @@ def prometheus(rows: list[Reading]) -> bytes:
         family = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
         made = families.setdefault(name, family(f"ckpt_{name}", _MEANINGS[name], labels=list(labels)))
         made.add_metric(list(labels.values()), value)
-    registry: Any = SimpleNamespace(collect=families.values)
-    return generate_latest(registry)
+    return generate_latest(cast(Any, SimpleNamespace(collect=families.values)))
 
 
 def _observed(name: str, _options: CallbackOptions) -> Iterator[Observation]:
     from opentelemetry.metrics import Observation
 
     for source in list(_of_runs.values()):
-        yield from (Observation(row.value, row.labels) for row in source() if row.name == name)
+        yield from (Observation(value, labels) for found, value, labels in source() if found == name)
 
 
 @cache
@@ -142,41 +113,37 @@ class StatusPage:
         self._numbers = numbers
         self._ending = threading.Event()
         self._failed = False
-        self._threads: list[threading.Thread] = []
-        self._server: HTTPServer | None = None
+        self._ends = ExitStack()
         self._owner = os.getpid()
 
     def start(self) -> None:
         """Start what the options ask for."""
+        port, otel = self._options.port, self._options.otel
+        for is_wanted, package, extra in ((port, "prometheus_client", "prometheus"), (otel, "opentelemetry", "otel")):
+            if is_wanted and find_spec(package) is None:
+                LOG.warning("nothing is shown to %s: install it → pip install 'ckpt-engine[%s]'", package, extra)
         if self._options.file is not None:
             self._run(self._write_again_and_again, "ckpt-board-file")
-        if self._options.otel and _has("opentelemetry", "otel", "status.otel shows nothing"):
+        if otel and find_spec("opentelemetry") is not None:
             _make_instruments()
-            _of_runs[self._outlook()["tiers"][0]["url"]] = self.readings
-        if self._options.port is not None:
-            address = (self._options.host, self._options.port)
-            _has("prometheus_client", "prometheus", "no /metrics at {}:{}".format(*address))
+            run = self._outlook()["tiers"][0]["url"]
+            _of_runs[run] = self.readings
+            self._ends.callback(_of_runs.pop, run, None)
+        if port is not None:
             try:
-                self._server = _Server(address, _handler(self.answer))
+                server = make_server(self._options.host, port, self._serve, _Server, _Handler)
             except OSError as err:
-                LOG.warning("no metrics at %s:%d: %s", *address, err.strerror or err)
+                LOG.warning("no metrics at %s:%d: %s", self._options.host, port, err.strerror or err)
                 return
-            self._run(self._server.serve_forever, "ckpt-board-page")
+            self._run(server.serve_forever, "ckpt-board-page")
+            self._ends.callback(server.server_close)
+            self._ends.callback(server.shutdown)
 
     def close(self) -> None:
         """Say in the file that the run has ended, and stop serving. Idempotent."""
-        if os.getpid() != self._owner:
-            return
-        self._ending.set()
-        for url in [url for url, source in _of_runs.items() if source == self.readings]:
-            del _of_runs[url]
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(_END_SECONDS)
+        if os.getpid() == self._owner:
+            self._ending.set()
+            self._ends.close()
 
     def status(self) -> dict[str, Any]:
         """What the file and `/status` say: the outlook, who says it, when (wall-clock seconds), and if it is over."""
@@ -187,24 +154,35 @@ class StatusPage:
             **self._outlook(),
         }
 
-    def readings(self) -> list[Reading]:
-        """See `readings`."""
-        return readings(self._outlook(), self._numbers())
+    def readings(self) -> Readings:
+        """Everything that is known. Each row has the nearest tier's URL as its `run`."""
+        found = self._outlook()
+        tiers, run = found["tiers"], {"run": found["tiers"][0]["url"]}
+        values = {**self._numbers(), **found, "stopping": found["stopping"] is not None}
+        rows: list[tuple[str, Any, dict[str, str]]] = [(name, values.get(name), run) for name in _MEANINGS]
+        rows += [
+            (f"tier_{name}", value, {**run, "tier": tier["url"]}) for tier in tiers for name, value in tier.items()
+        ]
+        known = [row for row in rows if isinstance(row[1], int | float) and math.isfinite(row[1])]
+        return [(name, float(value), labels) for name, value, labels in known]
 
-    def answer(self, path: str) -> tuple[int, str, bytes]:
-        """The status, the content type and the body of an answer to a client that asks for `path`."""
+    def _serve(self, asked: Mapping[str, Any], start: Callable[[str, list[tuple[str, str]]], object]) -> list[bytes]:
+        """The WSGI application: the answer to a client."""
+        path, status, kind = asked["PATH_INFO"], "200 OK", "text/plain; version=0.0.4; charset=utf-8"
         if path == "/status":
-            return 200, "application/json", json.dumps(self.status()).encode() + b"\n"
-        if path == "/metrics" and find_spec("prometheus_client") is not None:
-            return 200, "text/plain; version=0.0.4; charset=utf-8", prometheus(self.readings())
-        if path == "/":
-            return 200, "text/html; charset=utf-8", _page(self.readings()).encode()
-        return 404, "text/plain", b"/metrics and /status are here; /metrics needs prometheus_client\n"
+            kind, body = "application/json", json.dumps(self.status()).encode() + b"\n"
+        elif path == "/metrics" and find_spec("prometheus_client") is not None:
+            body = prometheus(self.readings())
+        else:
+            status = status if path == "/" else "404 Not Found"
+            kind, body = "text/plain", b"/metrics and /status are here; /metrics needs prometheus_client\n"
+        start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
 
     def _run(self, target: Callable[[], object], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._ends.callback(thread.join, _END_SECONDS)
 
     def _write_again_and_again(self) -> None:
         while not self._ending.is_set():
@@ -227,40 +205,14 @@ class StatusPage:
                 LOG.warning("the status file %s cannot be written: %s", path, err.strerror or err)
 
 
-def _has(package: str, extra: str, what: str) -> bool:
-    """Whether it is installed; what is missing without it is said."""
-    if found := find_spec(package) is not None:
-        return found
-    LOG.warning("%s: %s is not installed → pip install 'ckpt-engine[%s]'", what, package, extra)
-    return False
-
-
-def _page(rows: list[Reading]) -> str:
-    """A page for people."""
-    cells = [(name, ", ".join(labels.values()), f"{value:,.6g}", _MEANINGS[name]) for name, value, labels in rows]
-    table = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in cells)
-    links = '<a href="/metrics">/metrics</a> <a href="/status">/status</a>'
-    return f"<!doctype html><meta charset=utf-8><title>ckpt-engine</title><p>{links}<table>{table}</table>\n"
-
-
-class _Server(HTTPServer):
+class _Server(WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - its signature
         LOG.debug("a client of the metrics page failed", exc_info=True)
 
 
-def _handler(answer: Callable[[str], tuple[int, str, bytes]]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = CLIENT_SECONDS
+class _Handler(WSGIRequestHandler):
+    timeout = 2.0
+    """How long a client may take; they are served one after the other."""
 
-        def do_GET(self) -> None:
-            code, kind, body = answer(self.path)
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a scrape is no news."""
-
-    return Handler
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a scrape is no news."""

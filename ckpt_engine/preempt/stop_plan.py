@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from ckpt_engine.observe.durability import DurabilityStatus, TierStanding
-from ckpt_engine.observe.units import duration, size
+from ckpt_engine.observe.durability import DurabilityStatus, PendingCommit, TierStanding
+from ckpt_engine.observe.units import count, duration, size
 
 MARGIN = 1.25
 """Writes may take so many times as long as the measured speed says before a plan is wrong."""
@@ -36,14 +36,6 @@ class StopChoice(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PendingSnapshot:
-    """A snapshot that the writer has and the nearest tier does not have yet."""
-
-    step: int
-    left_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
 class StopFacts:
     """A run that must stop.
 
@@ -54,7 +46,7 @@ class StopFacts:
         tiers: nearest first, at least one.
         boundary_seconds: until the step that is running ends; 0 at a boundary, infinite where it ends too late.
         stall_seconds: that taking a snapshot lasts.
-        in_flight: oldest first.
+        in_flight: what the writer has and the nearest tier does not have yet, oldest first; `nbytes` are left.
         slots: snapshots that fit in host memory at once, those in flight included.
         held_step: of the newest snapshot that is in memory and was not given to the writer.
     """
@@ -65,7 +57,7 @@ class StopFacts:
     tiers: tuple[TierStanding, ...]
     boundary_seconds: float = 0.0
     stall_seconds: float = 0.0
-    in_flight: tuple[PendingSnapshot, ...] = ()
+    in_flight: tuple[PendingCommit, ...] = ()
     slots: int = 2
     held_step: int | None = None
 
@@ -102,13 +94,6 @@ class StopPlan:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    choice: StopChoice
-    step: int
-    seconds: float
-
-
 def plan_stop(facts: StopFacts) -> StopPlan:
     """Choose the newest snapshot that becomes durable on the nearest tier in time; of two, the sooner one.
 
@@ -116,10 +101,9 @@ def plan_stop(facts: StopFacts) -> StopPlan:
     the choice is `NOTHING` or not `certain`.
     """
     candidates = list(_candidates(facts))
-    fitting = [one for one in candidates if one.seconds <= max(0.0, facts.grace_seconds)]
-    best = max(fitting, key=lambda one: (one.step, -one.seconds), default=None)
-    step, seconds = (best.step, best.seconds) if best is not None else (None, math.inf)
-    choice = best.choice if best is not None else StopChoice.NOTHING
+    nothing: tuple[StopChoice, int | None, float] = (StopChoice.NOTHING, None, math.inf)
+    fitting = [one for one in candidates if one[2] <= max(0.0, facts.grace_seconds)]
+    choice, step, seconds = max(fitting, key=lambda one: (one[1], -one[2]), default=nothing)
     plan = StopPlan(
         choice=choice,
         step=step,
@@ -129,7 +113,7 @@ def plan_stop(facts: StopFacts) -> StopPlan:
         certain=choice is StopChoice.NOTHING or bool(facts.tiers[0].bytes_per_second),
         why="",
     )
-    return _explained(plan, facts, candidates)
+    return _explained(plan, facts, candidates[-1])
 
 
 def write_seconds(tier: TierStanding, nbytes: float) -> float:
@@ -148,21 +132,22 @@ def new_snapshot_seconds(facts: StopFacts) -> float:
 
 def _queue(facts: StopFacts) -> list[float]:
     """When each snapshot in flight is durable, seconds from now."""
-    return list(itertools.accumulate(write_seconds(facts.tiers[0], one.left_bytes) for one in facts.in_flight))
+    return list(itertools.accumulate(write_seconds(facts.tiers[0], one.nbytes) for one in facts.in_flight))
 
 
-def _candidates(facts: StopFacts) -> Iterator[_Candidate]:
+def _candidates(facts: StopFacts) -> Iterator[tuple[StopChoice, int, float]]:
+    """What may be done, the step of what is durable then, and the seconds until it is; a new snapshot comes last."""
     queue = _queue(facts)
     near = facts.tiers[0]
     if near.newest_step is not None:
-        yield _Candidate(StopChoice.NOTHING, near.newest_step, 0.0)
+        yield StopChoice.NOTHING, near.newest_step, 0.0
     for one, end in zip(facts.in_flight, queue, strict=True):
-        yield _Candidate(StopChoice.FINISH, one.step, end)
+        yield StopChoice.FINISH, one.step, end
     if facts.held_step is not None:
         end = (queue[-1] if queue else 0.0) + write_seconds(near, facts.state_bytes)
-        yield _Candidate(StopChoice.FLUSH, facts.held_step, end)
+        yield StopChoice.FLUSH, facts.held_step, end
     reached = facts.step + (1 if facts.boundary_seconds > 0.0 else 0)
-    yield _Candidate(StopChoice.SNAPSHOT, reached, new_snapshot_seconds(facts))
+    yield StopChoice.SNAPSHOT, reached, new_snapshot_seconds(facts)
 
 
 def _outcomes(facts: StopFacts, step: int | None, seconds: float) -> Iterator[TierOutcome]:
@@ -177,11 +162,11 @@ def _outcomes(facts: StopFacts, step: int | None, seconds: float) -> Iterator[Ti
         yield has
 
 
-def _explained(plan: StopPlan, facts: StopFacts, candidates: Sequence[_Candidate]) -> StopPlan:
+def _explained(plan: StopPlan, facts: StopFacts, newest: tuple[StopChoice, int, float]) -> StopPlan:
     parts = [f"{duration(max(0.0, facts.grace_seconds))} left: {_what(plan, facts)}"]
-    newest = candidates[-1]
-    if plan.choice is not StopChoice.SNAPSHOT and newest.step > (plan.step or -1) and newest.seconds < math.inf:
-        parts.append(f"one of step {newest.step} would need {_sum(facts, newest.seconds)}")
+    _, step, seconds = newest
+    if plan.choice is not StopChoice.SNAPSHOT and step > (plan.step or -1) and seconds < math.inf:
+        parts.append(f"one of step {step} would need {_sum(facts, seconds)}")
     parts += [_said(tier, plan) for tier in plan.tiers[1:]]
     parts.append(_loss(plan))
     return dataclasses.replace(plan, why="; ".join(parts))
@@ -190,8 +175,8 @@ def _explained(plan: StopPlan, facts: StopFacts, candidates: Sequence[_Candidate
 def _what(plan: StopPlan, facts: StopFacts) -> str:
     url = facts.tiers[0].url
     if plan.choice is StopChoice.NOTHING:
-        already = f"the snapshot of step {plan.step} is durable on {url} already"
-        return f"nothing becomes durable on {url}" if plan.step is None else already
+        what = "nothing becomes" if plan.step is None else f"the snapshot of step {plan.step} is"
+        return f"{what} durable on {url}{'' if plan.step is None else ' already'}"
     which = {
         StopChoice.SNAPSHOT: f"a snapshot of step {plan.step}",
         StopChoice.FLUSH: f"the snapshot of step {plan.step} in memory",
@@ -199,15 +184,14 @@ def _what(plan: StopPlan, facts: StopFacts) -> str:
     }[plan.choice]
     if not plan.certain:
         return f"{which} is tried on {url}, whose speed is not known yet"
-    new = plan.choice is StopChoice.SNAPSHOT
-    seconds = _sum(facts, plan.seconds) if new else duration(plan.seconds)
+    seconds = _sum(facts, plan.seconds) if plan.choice is StopChoice.SNAPSHOT else duration(plan.seconds)
     return f"{which} will be durable on {url} within {seconds}"
 
 
 def _sum(facts: StopFacts, seconds: float) -> str:
     """`6.8 s (100 ms step + 200 ms stall + 4 GB at 800 MB/s with a quarter to spare)`."""
     near = facts.tiers[0]
-    queued = sum(one.left_bytes for one in facts.in_flight)
+    queued = sum(one.nbytes for one in facts.in_flight)
     terms = [
         f"{duration(facts.boundary_seconds)} to the end of the step" if facts.boundary_seconds > 0.0 else "",
         f"{duration(facts.stall_seconds)} stall" if facts.stall_seconds > 0.0 else "",
@@ -227,11 +211,9 @@ def _said(tier: TierOutcome, plan: StopPlan) -> str:
 
 
 def _loss(plan: StopPlan) -> str:
-    if plan.lost_steps is None:
-        return "all work is lost"
-    if plan.lost_steps == 0:
-        return "no step is lost"
-    return f"{plan.lost_steps} step{'s are' if plan.lost_steps > 1 else ' is'} lost"
+    lost = plan.lost_steps
+    what = "all work" if lost is None else "no step" if lost == 0 else count(lost, "step")
+    return f"{what} {'are' if (lost or 0) > 1 else 'is'} lost"
 
 
 def outlook(

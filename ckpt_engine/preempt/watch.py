@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.config import Config, Preemption
@@ -15,7 +16,6 @@ from ckpt_engine.observe.durability import DurabilityStatus, Ledger, PendingComm
 from ckpt_engine.observe.events import LOG, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.units import count, duration
 from ckpt_engine.preempt.stop_plan import (
-    PendingSnapshot,
     StopChoice,
     StopFacts,
     StopPlan,
@@ -278,12 +278,12 @@ class PreemptionWatch:
     def _facts(self, stop: Stop, boundary_seconds: float) -> StopFacts:
         now, standing = self._now(), self._ledger.standing
         in_flight = [
-            PendingSnapshot(one.step, n) for one, n in zip(standing.in_flight, standing.left_bytes(now), strict=True)
+            replace(one, nbytes=n) for one, n in zip(standing.in_flight, standing.left_bytes(now), strict=True)
         ]
         flushed = self._flushed
         if flushed is not None and self.flushing:
             left = DurabilityStatus(standing.tiers, (flushed,), busy_since=flushed.since).left_bytes(now)[0]
-            in_flight.append(PendingSnapshot(flushed.step, left))
+            in_flight.append(replace(flushed, nbytes=left))
         return StopFacts(
             step=self._step,
             grace_seconds=stop.deadline - now,

@@ -11,11 +11,9 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event as Flag
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from ckpt_engine.copy.job import WriterConfig
@@ -24,7 +22,6 @@ from ckpt_engine.observe.events import (
     CLOSED,
     FAILED,
     GONE,
-    Event,
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
@@ -44,7 +41,6 @@ _ENDS = {
     FAILED: (FAILURE, "training has failed"),
     GONE: (FAILURE, "the training process was killed, or has crashed"),
 }
-_LOOK_SECONDS = 0.05
 _TAIL_BYTES = 4096
 
 
@@ -58,44 +54,49 @@ class Hooks:
         emit: takes the messages to the trainer.
 
     Attributes:
+        emit: passes a message on to the trainer, and notes what has happened. Any thread.
         why: the trainer ends the run, for this reason; empty: there is none. None: it has not said that it ends.
-        stopping: set when nothing is to be waited for any more.
     """
 
     def __init__(self, config: WriterConfig, emit: Callable[[Body], object]) -> None:
         self._config, self._to_trainer = config, emit
-        names = [name for name in (FAILURE, STOP, DURABLE) if name in config.on and config.ranks.rank == 0]
-        # What a command inherits: the writer blocks SIGTERM.
-        unblock = (signal.pthread_sigmask, (signal.SIG_UNBLOCK, [signal.SIGTERM]))
-        self._threads = {name: ThreadPoolExecutor(1, f"ckpt-on-{name}", *unblock) for name in names}
-        self._calls: list[Future[None]] = []
-        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}}
-        self._failing = ""
+        self._threads = {
+            name: ThreadPoolExecutor(
+                1,
+                f"ckpt-on-{name}",
+                # What a command inherits: the writer blocks SIGTERM.
+                *(signal.pthread_sigmask, (signal.SIG_UNBLOCK, [signal.SIGTERM])),
+            )
+            for name in (FAILURE, STOP, DURABLE)
+            if name in config.on and config.ranks.rank == 0
+        }
+        self._calls: set[Future[None]] = set()
+        self.emit = self._take if self._threads else emit
+        self._newest: dict[str, Any] = {"snapshot": "", "step": None, "metrics": {}, "code": ""}
         self._broken: set[str] = set()
         self.why: str | None = None
-        self.stopping = Flag()
 
-    def emit(self, body: Body) -> object:
-        """Pass a message on to the trainer, and note what has happened. Any thread."""
-        if self._threads and body["kind"] == messages.EVENT:
-            self._take(from_json(body["event"]))
-        return self._to_trainer(body)
-
-    def _take(self, event: Event) -> None:
+    def _take(self, body: Body) -> object:
+        event = from_json(body["event"]) if body["kind"] == messages.EVENT else None
         if isinstance(event, SnapshotCommitted):
             metrics = {name: value if math.isfinite(value) else None for name, value in event.metrics.items()}
-            self._newest = {"snapshot": f"{place(event.tier)}#{event.snapshot}", "step": event.step, "metrics": metrics}
-            self._failing = ""
+            self._newest = {
+                "snapshot": f"{place(event.tier)}#{event.snapshot}",
+                "step": event.step,
+                "metrics": metrics,
+                "code": "",
+            }
             self._begin(DURABLE, line(event))
-        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._failing:
-            self._failing = event.code
+        elif isinstance(event, SnapshotFailed | TierDegraded) and event.code != self._newest["code"]:
+            self._newest["code"] = event.code
             self._begin(FAILURE, line(event), event.code)
+        return self._to_trainer(body)
 
     def _begin(self, name: str, message: str, code: str = "") -> None:
         if name in self._threads:
-            about = {"event": name, "message": message, "code": code, "run": place(self._config.url), **self._newest}
-            waiting = [call for call in self._calls if not call.done()]
-            self._calls = [*waiting, self._threads[name].submit(self._call, name, about)]
+            about = {**self._newest, "event": name, "message": message, "code": code, "run": place(self._config.url)}
+            self._calls.add(begun := self._threads[name].submit(self._call, name, about))
+            begun.add_done_callback(self._calls.discard)
 
     def _call(self, name: str, about: Mapping[str, Any]) -> None:
         hook = self._config.on[name]
@@ -104,7 +105,11 @@ class Hooks:
             call(hook, about, self._config.on)
             self._broken.discard(name)
         except Exception as err:  # noqa: BLE001 - whatever it is: the next one gets its own chance
-            secrets = [text for one in (self._config, *self._config.tiers) for text in secrets_of(one.storage_options)]
+            secrets = [
+                text
+                for options in (self._config.storage_options, *(tier.storage_options for tier in self._config.tiers))
+                for text in secrets_of(options)
+            ]
             error = HookError(f"on.{name} failed, training continues: {redacted(str(err), secrets)}")
             if name not in self._broken:
                 self._to_trainer(channel.event(Notice("WARNING", str(error))))
@@ -119,30 +124,28 @@ class Hooks:
         if ending == GONE or (ending is not None and self.why is not None):
             name, message = _ENDS[ending]
             self._begin(name, f"{message}: {self.why}" if self.why else message)
-        names, wait = " and ".join(f"on.{name}" for name in self._threads), self._config.end_wait_seconds
-        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": wait, "copies": False}
+        names, seconds = " and ".join(f"on.{name}" for name in self._threads), self._config.end_wait_seconds
+        copying = {"kind": messages.COPYING, "waits": f"{names} to end", "seconds": seconds, "copies": False}
         if self._calls:
             self._to_trainer({**copying, "waits": ""})  # everything is durable
-        with said_if_slow(lambda: self._to_trainer(copying) and None):
-            have_run = self._have_run(wait)
-        if not have_run:
-            closed = {"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False}
-            self._to_trainer(closed)
-            self._have_run(self._config.drain_seconds)
 
-    def _have_run(self, seconds: float) -> bool:
-        """Whether everything has run, or does so within so many seconds."""
-        deadline = time.monotonic() + seconds
-        while not (all(call.done() for call in self._calls) or self.stopping.wait(_LOOK_SECONDS)):
-            if time.monotonic() >= deadline:
-                return False
-        return True
+        def say() -> None:
+            self._to_trainer(copying)
+
+        with said_if_slow(say):
+            late = wait(list(self._calls), seconds).not_done
+        if late:
+            self._to_trainer({"kind": messages.CLOSED, "left": f"{names} has not ended", "said": True, "copies": False})
+            wait(late, self._config.drain_seconds)
 
 
 def post(url: str, about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Send it as JSON; `text` is what chat services show."""
-    headers = {"Content-Type": "application/json", "User-Agent": "ckpt-engine"}
-    request = urllib.request.Request(url, json.dumps({**about, "text": about["message"]}).encode(), headers)
+    request = urllib.request.Request(
+        url,
+        json.dumps({**about, "text": about["message"]}).encode(),
+        {"Content-Type": "application/json", "User-Agent": "ckpt-engine"},
+    )
     urllib.request.urlopen(request, timeout=options["timeout"]).close()
 
 

@@ -72,13 +72,14 @@ class JobQueue:
         self._memory = config.memory
         self.ranks = config.ranks
         self._hooks = Hooks(config, emit)
-        self._emit = emit = self._hooks.emit
         self._on_exit = on_exit
         self._on_open = on_open
         self._ids = Ids()
         self._intake = MessageDecoder()
         self.held = MemorySnapshots(self._ids, on_news, config.ranks)
-        self._persister = Persister(config, partial(self.held.recent.forward, emit), self._ids, self.held.spent)
+        self._persister = Persister(
+            config, partial(self.held.recent.forward, self._hooks.emit), self._ids, self.held.spent
+        )
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_QueueItem] = deque()
@@ -101,7 +102,7 @@ class JobQueue:
             ranks,
             lambda: self._persister.run if self.opened else None,
             lambda order: self._caught_up() and self.held.intact(order),
-            self._emit,
+            self._hooks.emit,
         )
 
     def start(self) -> None:
@@ -149,7 +150,7 @@ class JobQueue:
                 order.release()
                 if order.problem is not None:
                     text = f"step {order.job.step} is not kept in memory: {order.problem}"
-                    self._emit(channel.event(Notice("WARNING", text)))
+                    self._hooks.emit(channel.event(Notice("WARNING", text)))
 
     def flush(self) -> int | None:
         """Let the newest snapshot in memory become durable although the trainer lives; its step, None: there is none.
@@ -239,7 +240,6 @@ class JobQueue:
             self._drop(lambda _: True)
             self._finishing = self._hurried = True
             self._changed.notify()
-            self._hooks.stopping.set()
             nothing_to_rescue = not self._memory or self.rescued_at is not None
         if nothing_to_rescue:
             self._persister.stop_draining()
@@ -289,13 +289,13 @@ class JobQueue:
         try:
             self._persister.open()
         except CkptError as err:
-            self._emit({"kind": messages.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
+            self._hooks.emit({"kind": messages.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
         self._on_open()
         self.opened = True
         port = self.peers.port if self.peers is not None else 0
         history = self._persister.history
-        self._emit(
+        self._hooks.emit(
             {
                 "kind": messages.STARTED,
                 "first_seq": self._persister.first_seq,
@@ -318,7 +318,7 @@ class JobQueue:
                     turn.order.release()
             if turn.flush and turn.order is not None:
                 # Not before: a flush that is asked for while the order is at hand waits for this.
-                self._emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))
+                self._hooks.emit(channel.event(MemoryFlushed(turn.order.job.step, time.monotonic())))
         if self._broken is None:
             self._rescue()
 

@@ -493,8 +493,7 @@ class Persister:
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
         waits = f"the last copies to {' and '.join(one.amount() for one in late)}" if late else ""
         self._waited_for |= {one.url for one in late}
-        seconds = self._config.end_wait_seconds
-        self._emit({"kind": messages.COPYING, "waits": waits, "seconds": seconds, "copies": True})
+        self._emit({"kind": messages.COPYING, "waits": waits, "seconds": self._config.end_wait_seconds, "copies": True})
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))

@@ -28,7 +28,7 @@ SECTIONS = {
     config.SourceOptions: sections.Source,
     config.StatusOptions: reporting.Status,
     config.LogOptions: reporting.Log,
-    config.OnOptions: reporting.On,
+    config.OnOptions: reporting.EventCalls,
     config.RollbackOptions: sections.Rollback,
 }
 

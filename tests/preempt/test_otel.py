@@ -92,6 +92,6 @@ def test_without_its_package_the_missing_extra_is_named(
     """Training goes on without it."""
     monkeypatch.setattr("ckpt_engine.preempt.status_page.find_spec", lambda name: None)
     shown().close()
-    said = "status.otel shows nothing: opentelemetry is not installed → pip install 'ckpt-engine[otel]'"
+    said = "nothing is shown to otel: opentelemetry is not installed → pip install 'ckpt-engine[otel]'"
     assert [record.getMessage() for record in caplog.records] == [said]
     assert collected() == {}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.observe.durability import TierStanding
-from ckpt_engine.preempt.stop_plan import MARGIN, PendingSnapshot, StopChoice, StopFacts, plan_stop
+from ckpt_engine.observe.durability import PendingCommit, TierStanding
+from ckpt_engine.preempt.stop_plan import MARGIN, StopChoice, StopFacts, plan_stop
 
 MB, GB = 1e6, 1e9
 NEAR, FAR = "file:///run", "s3://bucket/run"
@@ -46,7 +46,7 @@ def test_the_step_that_runs_is_waited_for() -> None:
 
 def test_what_is_in_flight_finishes_where_no_new_one_fits() -> None:
     """The line says what a new snapshot would have needed, and what is lost."""
-    plan = plan_stop(facts(grace_seconds=5.0, in_flight=(PendingSnapshot(97, 3 * GB),)))
+    plan = plan_stop(facts(grace_seconds=5.0, in_flight=(PendingCommit(97, 3 * GB, 0.0),)))
     assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.FINISH, 97, 3)
     assert plan.why == (
         "5 s left: the snapshot of step 97 in flight will be durable on file:///run within 3.8 s; one of step 100 "
@@ -62,7 +62,7 @@ def test_the_newest_in_memory_is_flushed_where_no_new_one_fits() -> None:
 
 def test_a_new_one_waits_for_a_slot_and_for_the_writer() -> None:
     """With both slots full the first must be written before a copy can be taken."""
-    queue = (PendingSnapshot(98, 4 * GB), PendingSnapshot(99, 4 * GB))
+    queue = (PendingCommit(98, 4 * GB, 0.0), PendingCommit(99, 4 * GB, 0.0))
     plan = plan_stop(facts(in_flight=queue))
     assert plan.seconds == pytest.approx(12 * MARGIN)  # copying is hidden behind the second
     plan = plan_stop(facts(in_flight=queue, slots=1))
@@ -128,7 +128,7 @@ def runs(draw: st.DrawFn) -> StopFacts:
         ),
         boundary_seconds=draw(st.just(0.0) | st.floats(0, 400)),
         stall_seconds=draw(st.floats(0, 10)),
-        in_flight=tuple(PendingSnapshot(step, draw(st.floats(0, 1e11))) for step in flying),
+        in_flight=tuple(PendingCommit(step, draw(st.floats(0, 1e11)), 0.0) for step in flying),
         slots=draw(st.integers(1, 3)),
         held_step=draw(st.none() | st.integers(flying[-1] if flying else 0, 100)),
     )
@@ -231,7 +231,7 @@ def test_full_scale(
         tiers=(TierStanding(NEAR, speed, 90),),
         boundary_seconds=grace * step_share,
         stall_seconds=0.05 * gigabytes,
-        in_flight=() if flying is None else (PendingSnapshot(99, flying * gigabytes * GB),),
+        in_flight=() if flying is None else (PendingCommit(99, flying * gigabytes * GB, 0.0),),
     )
     plan = plan_stop(run)
     truth = written(run, pace)

@@ -423,7 +423,7 @@ class FrequencySettings:
     def aim(self) -> str:
         """One line for people, before the first snapshot has shown what one costs."""
         apart = f", at most {duration(min(self.limits.values()))} apart" if self.limits else ""
-        return f"as often as {share(self.budget)} of training time pays for{apart}"
+        return f"with at most {share(self.budget)} overhead{apart}"
 
     @property
     def budget(self) -> float:

@@ -51,7 +51,7 @@ class _Row:
 def command(root: str, as_json: bool) -> None:
     """Show the tiers of the run at ROOT: what each has, and what its writer is doing.
 
-    All tiers are asked if ROOT is a ckpt.yaml; of a folder or URL, that one.
+    With a ckpt.yaml, all tiers are asked; with a folder or URL, only that one.
     """
     config = options_of(root)
     repositories = list(map(repository_of, config.tiers))

@@ -1,4 +1,4 @@
-"""The quickstarts from the wheel, six roles: fresh environments, and the commands of the page as they are written there."""
+"""The quickstarts from the wheel, six roles: fresh environments, and the commands as the page has them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Machine:
         self.folder, self.wheels = folder, wheels
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=300)
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        for old in site.glob("setuptools*"):  # up to Python 3.11 an environment begins with one that torch is too new for
+        for old in site.glob("setuptools*"):  # of Python 3.11, and too old for torch
             shutil.rmtree(old)
         (site / "others.pth").write_text(f"{others}\n")
 

@@ -475,7 +475,7 @@ def _require_same_step(
         return
     tracker.release()
     raise ResumeError(
-        f"transformers resumes at step {state.global_step}, the snapshot that could be read is another one",
+        f"transformers resumes at step {state.global_step}, but the newest readable snapshot has another step",
         hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), once more if a snapshot was damaged",
     )
 

@@ -105,7 +105,7 @@ class FitLoaders:
         in_the_middle = any(one is not None and one["phase"] == "within" and one["batches"] for one in saved)
         if others is not None and len(saved) > 1 and in_the_middle:
             raise ResumeError(
-                f"another number of ranks cannot go on with {len(saved)} training loaders at once",
+                f"another number of ranks cannot resume {len(saved)} training loaders at once",
                 hint=f"start it with {others} ranks",
             )
         self._saved_validation = validation

@@ -63,7 +63,7 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
     if before != now and manifest.world_size == trainer.world_size:
         raise ResumeError(
             f"snapshot {manifest.info.id} was taken by {manifest.world_size} ranks with tensor_parallel_size={before}, "
-            f"and this run has as many with {now}",
+            f"and this run has as many ranks with {now}",
             hint="start it with the same tensor_parallel_size, or with another number of ranks, which may change both",
         )
 

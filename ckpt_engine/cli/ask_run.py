@@ -25,7 +25,7 @@ T = TypeVar("T")
 def stop(root: str, wait: str | None, as_json: bool) -> None:
     """Ask the run at ROOT, on this machine, for a snapshot at the end of its step, and to end with it.
 
-    Its process ends with 0, and a restart goes on from there.
+    Its process ends with exit code 0, and a restart resumes from there.
     """
     url = options_of(root).root_url
     ended = _ask(url, control.STOP, wait, lambda: not is_trained(url), f"the run at {url} did not end")

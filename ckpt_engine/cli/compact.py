@@ -23,8 +23,8 @@ from ckpt_engine.tools.stored_run import LATEST
 def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Write SNAPSHOTs (default: latest) again, each as one plain file that needs no data of others.
 
-    It gets a new id, of the same place in the order. Data that no snapshot needs any more is removed. On every tier
-    that has the snapshot; a pinned one stays as it is. No training may be writing the run meanwhile.
+    Each one gets a new id and keeps its place in the order. Data that no snapshot needs any more is removed. Every tier
+    that has the snapshot writes it again; a pinned one stays as it is. The run must not be training.
     """
     run = open_run(root)
     done: list[dict[str, Any]] = []

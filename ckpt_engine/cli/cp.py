@@ -25,12 +25,13 @@ from ckpt_engine.tools.copy_run import copy_run
 def command(source: str, target: str | None, wanted: tuple[str, ...], as_json: bool) -> None:
     """Copy the run at SOURCE to TARGET: a folder, a storage URL, or a ckpt.yaml that names one.
 
-    Newest first, byte for byte, verified on the way. Of a ckpt.yaml with several tiers each snapshot comes from the
-    nearest that has it whole. What TARGET has already stays as it is, so that an interrupted copy goes on with the same
-    command. TARGET must be empty or hold the same run. Ends with exit code 1 if a snapshot was damaged at SOURCE.
+    Newest first, byte for byte, verified on the way. With a ckpt.yaml of several tiers, each snapshot comes from the
+    nearest tier that has all of it. Snapshots that TARGET already has stay as they are, so the same command continues
+    an interrupted copy. TARGET must be empty or hold the same run. Ends with exit code 1 if a snapshot was damaged at
+    SOURCE.
 
-    Where each node has a folder of its own, copy all of these folders to one TARGET, one after another: with the last
-    one the snapshots exist there.
+    Where each node has a folder of its own, copy all of these folders to one TARGET, one after another. The snapshots
+    exist there once the last one is copied.
     """
     root, snapshots = named(source) if target else (default_root(), ())
     run = open_run(root)

@@ -30,7 +30,7 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
     SNAPSHOT of the default ROOT.
 
     Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
-    are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
+    are equal are not read. The times that a run measured, which no two runs share, are left out. Also shows which
     snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
     """
     from ckpt_engine.tools.compare import Comparison  # torch

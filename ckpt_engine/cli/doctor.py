@@ -55,8 +55,8 @@ def check(root: str, state: str | None, as_json: bool) -> None:
 def command(root: str, size: str, as_json: bool) -> None:
     """Try out the storage at ROOT (every tier if it is a ckpt.yaml) and say what is safe there.
 
-    Writes a few objects below ROOT and removes them again; what is there is not touched. Ends with exit code 1 if a run
-    should not be put there.
+    Writes a few objects below ROOT and removes them again; existing files are not touched. Ends with exit code 1 if a
+    run should not be put there.
     """
     nbytes = max(1, int(quantity("--size", size, parse_bytes)))
     _show(

@@ -53,8 +53,8 @@ def command(
     accelerate    the training state, for `accelerator.load_state(OUT)`
     transformers  of its models: `Trainer.train(resume_from_checkpoint=OUT)`
 
-    Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out. The
-    shares of several ranks are merged; what each had of its own is exported for one of them.
+    Every byte is verified, and OUT appears whole or not at all. State that only ckpt-engine can restore is left out.
+    The parts of several ranks are merged; what differs between ranks is exported for one of them.
     """
     *rest, out_name = words
     form = form or SUFFIXES.get(Path(out_name).suffix)

@@ -22,7 +22,7 @@ from ckpt_engine.tools.stored_run import repository_of
 def command(root: str, as_json: bool) -> None:
     """Show what the time of the run at ROOT went into, across all its restarts; the sum is wall time.
 
-    Read from the nearest tier; of a run that is trained on this machine, up to now.
+    Reads the nearest tier. For a run that trains on this machine, the figures go up to now.
     """
     config = options_of(root)
     storage = repository_of(config.tiers[0]).storage

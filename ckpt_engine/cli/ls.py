@@ -39,7 +39,7 @@ from ckpt_engine.tools.stored_run import Run, runs_below
 def command(root: str, lines: bool, as_json: bool) -> None:
     """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers.
 
-    In a folder that holds the folders of several runs: list the runs. A run that was forked says where.
+    In a folder that holds the folders of several runs: list the runs. A forked run is listed with its origin.
     """
     if below := runs_below(root):
         _print_runs(root, below, as_json=as_json)

@@ -47,12 +47,12 @@ def command(
     as_json: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Repeat the steps that ROOT has recorded behind SNAPSHOT, with the run's own COMMAND, and compare.
+    """Repeat the steps that ROOT has recorded after SNAPSHOT, with the run's own COMMAND, and compare.
 
     COMMAND runs in a scratch folder with a copy of the snapshot, up to the last recorded step; ROOT is only read. Each
-    step is compared with what was recorded, and each snapshot that ROOT has of these steps bit for bit. For runs that
-    ended without a kill, and to find a machine that computes wrongly. Without SNAPSHOT it begins at the newest one that
-    has recorded steps behind it, with --bisect at the oldest. Ends with exit code 1 if a step differs.
+    step is compared with what was recorded, and each snapshot of these steps at ROOT is compared bit for bit. For runs
+    that ended without a kill, and to find a machine that computes wrongly. Without SNAPSHOT it begins at the newest one
+    that has recorded steps after it, with --bisect at the oldest. Ends with exit code 1 if a step differs.
     """
     config = options_of(root)
     run = open_run(root, config)

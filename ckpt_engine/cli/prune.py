@@ -39,9 +39,9 @@ from ckpt_engine.tools.prune_run import PrunedPlace, PruneOutcome, branch_places
 def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool, as_json: bool) -> None:
     """Forget the snapshots at ROOT that no rule keeps, and remove their data.
 
-    The rules are those of ROOT if it is a ckpt.yaml, for each of its tiers; else give them with --keep. They hold for
-    the line of history that a resume goes on with; other lines stay, and --branch removes one. The newest whole
-    snapshot and pinned ones always stay. Ends with exit code 1 if a quota or min_free cannot be kept.
+    The rules are those of ROOT if it is a ckpt.yaml, for each of its tiers; else give them with --keep. They apply to
+    the line of history that a resume continues. Other lines stay, and --branch removes one. The newest whole snapshot
+    and pinned ones always stay. Ends with exit code 1 if a quota or min_free cannot be kept.
     """
     if branch is not None and rules:
         raise ConfigError("--branch removes a whole line of history: no --keep applies", hint="give one of them")

@@ -22,7 +22,7 @@ from ckpt_engine.writer.run_records import TierStatus
 def command(root: str, as_json: bool) -> None:
     """Show the tiers of the run at ROOT: what each has, and what its writer is doing.
 
-    All tiers are asked if ROOT is a ckpt.yaml; of a folder or URL, that one.
+    With a ckpt.yaml, all tiers are asked; with a folder or URL, only that one.
     """
     found = read_run(options_of(root), say_waiting)
     if as_json:

@@ -28,7 +28,7 @@ MAX_SHOWN = 20
 def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of SNAPSHOTs (default: all) again and compare it with its digest.
 
-    Of a ckpt.yaml every copy on every tier is read. Says which tensors are hit, and ends with exit code 1 if any copy
+    With a ckpt.yaml, every copy on every tier is read. Names the damaged tensors, and ends with exit code 1 if any copy
     is damaged. Without SNAPSHOTs all other files of the run are checked as well.
     """
     run = open_run(root)

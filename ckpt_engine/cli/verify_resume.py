@@ -40,7 +40,7 @@ def command(
     twice from the start, and once resumed from what the first run had at --kill-at. All steps and snapshots after that
     are compared bit for bit with those of the first run, and the first batch, random stream, learning rate or tensor
     that differs is named with its likely cause. Ends with exit code 1 if there is one, and with 3 if two runs from the
-    start differ already, as nothing seeds them.
+    start differ already, because nothing seeds them.
     """
     at = steps // 2 if kill_at is None else kill_at
     if not words:

@@ -403,7 +403,7 @@ class FrequencySettings:
     def aim(self) -> str:
         """One line for people, before the first snapshot has shown what one costs."""
         apart = f", at most {duration(min(self.limits.values()))} apart" if self.limits else ""
-        return f"at an overhead of at most {share(self.budget)}{apart}"
+        return f"with at most {share(self.budget)} overhead{apart}"
 
     @property
     def budget(self) -> float:

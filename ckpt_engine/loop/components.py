@@ -343,7 +343,7 @@ def made_otherwise(
     was = now if saved is None else json.loads(saved)
     for name, kind, other in _changed(was["classes"], now["classes"]):
         raise MismatchError(
-            f"the snapshot has the state of the optimizer {name!r} of the class {kind}, and it is of {other} now",
+            f"the snapshot has the state of the optimizer {name!r} of the class {kind}, and the script now has {other}",
             hint=f"use {kind}, or start in another folder: the state of one optimizer is not that of another",
         )
     rows = _changed(was["options"], now["options"])

@@ -228,7 +228,7 @@ def neighbours(rank: int, nodes: Sequence[str], machines: int) -> Neighbours:
         group = group_of(rank, nodes, machines)
         if group is None:
             raise ConfigError(
-                f"parity: {machines} needs as many ranks on each machine, and machines in groups of {machines}; "
+                f"parity: {machines} needs equally many ranks on each machine, in groups of {machines} machines; "
                 f"{_census(nodes)}",
                 hint="give a number of machines that divides theirs, or remove it",
             )

@@ -477,10 +477,13 @@ def _is_gone(other: LeaseHolder) -> bool:
 def _waits_for(other: LeaseHolder, me: LeaseHolder, storage: Storage, seconds: float) -> Notice:
     url, wait = storage.url, duration(seconds)
     if other.is_process_of(me):
-        return Notice("INFO", f"another writer of this process still finishes at {url}; waiting for it, at most {wait}")
+        return Notice(
+            "INFO", f"another writer of this process is still writing to {url}; waiting for it, at most {wait}"
+        )
     if _is_gone(other):
         return Notice(
-            "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
+            "INFO",
+            f"process {other.pid} is gone, its writer is still writing to {url}; waiting for it, at most {wait}",
         )
     stop = f"`ckpt stop {url}` on {other.host} lets it save and end, or give this run another folder"
     return Notice(

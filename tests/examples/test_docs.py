@@ -89,7 +89,7 @@ def test_commands_exist_with_the_options_that_are_shown(page: Path, monkeypatch:
         elif program == "ckpt" and not re.search(r"\[|\||\.\.\.", line):
             command = commands.get_command(click.Context(commands), words[0])
             assert words[0] in VERBS and command is not None, line
-            command.make_context(words[0], words[1:])
+            command.make_context(words[0], words[1:], parent=commands.make_context("ckpt", []))
 
 
 def test_the_weights_of_a_snapshot_are_used_in_three_lines(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,14 @@ def test_every_picture_of_a_page_is_a_small_svg_that_scales() -> None:
         (root,) = re.findall(r"<svg [^>]*>", target.read_text())
         assert "viewBox=" in root, target
         assert "@import" not in target.read_text() and "@font-face" not in target.read_text(), target
+
+
+def test_the_classifiers_are_the_pythons_that_the_page_of_versions_names() -> None:
+    """Each has a row of what has run there; 3.14 has failing tests, and no classifier."""
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    named = [one.rpartition(" ")[2] for one in classifiers if "Python :: 3." in one]
+    page = (ROOT / "docs" / "support.md").read_text()
+    (tested,) = re.findall(r"^\| Python \| [\d.]+ \| ([\d., ]+) \|", page, re.MULTILINE)
+    assert named == tested.split(", ")
+    rows = re.findall(r"^\| Python (3\.\d+)", page, re.MULTILINE)
+    assert set(named) - {"3.11"} <= set(rows)

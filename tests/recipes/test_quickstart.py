@@ -17,16 +17,24 @@ from tests.recipes.lives import REPOSITORY, Life, until
 
 PAGE = (REPOSITORY / "docs" / "quickstart.md").read_text()
 ROLES = ("Lightning", "Accelerate", "transformers", "Plain loop")
+OTHER_LIGHTNING = "pytorch_lightning"
+"""The role of Lightning with this package, as a sentence of its section says."""
+KILLED = "python train.py & until ls run1/snapshots/*; do sleep 1; done 2> /dev/null; kill -9 $!"
+"""By progress and not by the clock: a machine that imports slowly is not killed before its first snapshot."""
+OUR_LINES = 3
 NOTEBOOK = "from pathlib import Path; from tests.recipes.test_notebook import Notebook as N; "
 NOTEBOOK += "print(N().run_cell(Path('train.py').read_text()))"
 
 
 def section(role: str) -> str:
+    role = role.replace(OTHER_LIGHTNING, "Lightning")
     return PAGE.split(f"## {role}\n")[1].split("\n## ")[0]
 
 
 def script(role: str) -> str:
     (found,) = re.findall(r"```python\n(.*?)```", section(role), re.DOTALL)
+    if role == OTHER_LIGHTNING:
+        found = re.sub(r"\blightning(\.pytorch)?(?=[ .])", OTHER_LIGHTNING, found)
     return str(found)
 
 
@@ -51,9 +59,8 @@ def test_a_quickstart_is_three_commands_and_few_lines(role: str) -> None:
     package, _, extra = install[2].partition("[")
     assert (install[:2], package) == (["pip", "install"], "ckpt-engine")
     assert not extra or extra.rstrip("]") in extras
-    assert (killed[:3], again) == (["timeout", "-s", "KILL"], ["python", "train.py"])
-    assert killed[4:] == again
-    assert 2 <= len(ours(script(role))) <= 10
+    assert (killed, again) == (shlex.split(KILLED), ["python", "train.py"])
+    assert 2 <= len(ours(script(role))) <= OUR_LINES, ours(script(role))
     assert len(section(role).splitlines()) <= 40
 
 
@@ -62,6 +69,7 @@ def test_a_quickstart_is_three_commands_and_few_lines(role: str) -> None:
     ("role", "start"),
     [
         pytest.param("Lightning", ["train.py"], marks=pytest.mark.slow),
+        pytest.param(OTHER_LIGHTNING, ["train.py"], marks=pytest.mark.slow),
         pytest.param("Accelerate", ["train.py"], marks=pytest.mark.slow),
         pytest.param("transformers", ["train.py"], marks=pytest.mark.slow),
         ("Plain loop", ["train.py"]),

@@ -55,7 +55,7 @@ def test_another_layout_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     assert train(launcher, tmp_path, "run", seed=1, tensor_parallel=1, die_at=[1, 3]) == [-9, -9]
     assert 0 not in train(launcher, tmp_path, "run", seed=1, tensor_parallel=2)
     log = (tmp_path / "log-run.0").read_text()
-    assert "was taken by 2 ranks with tensor_parallel_size=1, and this run has as many with 2" in log, log[-2000:]
+    assert "was taken by 2 ranks with tensor_parallel_size=1, and this run has as many ranks with 2" in log, log[-2000:]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

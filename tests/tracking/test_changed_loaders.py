@@ -115,7 +115,7 @@ def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
     """The moments of AdamW load into an Adam, whose steps would be other ones; the same class goes on."""
     adam, decayed = (lambda p, kind=kind: kind(p, 0.1) for kind in (torch.optim.Adam, torch.optim.AdamW))
     optimized(decayed, tmp_path, 2)
-    with pytest.raises(MismatchError, match=r"'optimizer' of the class AdamW, and it is of Adam now") as caught:
+    with pytest.raises(MismatchError, match=r"'optimizer' of the class AdamW, and the script now has Adam") as caught:
         optimized(adam, tmp_path, 4)
     assert "use AdamW" in str(caught.value.hint)
     optimized(decayed, tmp_path, 4)

@@ -271,7 +271,7 @@ def _require_regular(path: str, mode: int) -> None:
     if not S_ISREG(mode):
         raise CorruptError(
             f"{path} is {_kind(mode)}, not a file",
-            hint="ckpt-engine makes and follows no such thing: put the file itself there, or remove it",
+            hint="ckpt-engine neither makes nor follows these: put the file itself there, or remove it",
         )
 
 

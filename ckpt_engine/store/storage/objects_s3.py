@@ -323,7 +323,7 @@ class S3Storage(ObjectStore):
             etag = plain_etag(answer["ETag"])
             if not self._calls.verifying or "-" in etag or arrived_whole(answer, digest):
                 return data, etag
-        raise DamagedInTransitError(f"{key} does not arrive as it is")
+        raise DamagedInTransitError(f"{key} arrives with other bytes than were stored")
 
     async def _read(self, name: str, start: int, nbytes: int | None) -> bytes:
         if nbytes is None:

@@ -32,8 +32,10 @@ def resume_plan(config: Config) -> Iterator[Finding]:
         changes.change(state)
         changes.require_used()
         rows.extend(changes.rows)
-        step = f"as step 0, of step {found.info.step:,}" if changes.restarts else f"step {found.info.step:,}"
-        return Mark.OK, f"{step} ({found.info.id}): {', '.join(one for one in state if one != OWN_KEY)}"
+        return Mark.OK, (
+            f"{'as step 0, of ' * changes.restarts}step {found.info.step:,} ({found.info.id}): "
+            f"{', '.join(one for one in state if one != OWN_KEY)}"
+        )
 
     yield tried("resumes", plan, places[0].storage)
     yield from (Finding(f"  {row.how}", Mark.NOTE, f"{row.name}: {row.detail}") for row in rows)

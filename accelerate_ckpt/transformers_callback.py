@@ -198,7 +198,7 @@ class TransformersCallback(TrainerCallback):
         if trainer is None:
             raise ConfigError("the trainer that calls this callback cannot be found", hint=_RESUME)
         engine, _ = self._open(trainer)
-        there = self.config.begins_from or engine.snapshots(nearest=True)
+        there = getattr(self.config.resume, "from", None) or engine.snapshots(nearest=True)
         if self.config.resume_word == "auto" and not step and there:
             self._release()
             raise ConfigError(

@@ -455,11 +455,6 @@ class Config(Section):
         return "auto" if isinstance(self.resume, ResumeChanges) else self.resume
 
     @property
-    def begins_from(self) -> str | None:
-        """The snapshot of another run that this run begins with, as `URL#STEP`."""
-        return getattr(self.resume, "from", None)
-
-    @property
     def arena_slots(self) -> int:
         """Snapshots that are to fit in host memory at once."""
         given = "slots" in self.model_fields_set

@@ -364,16 +364,8 @@ def _bytes_schema(after: str, example: str) -> dict[str, object]:
     return {"anyOf": [{"type": "number", "minimum": 1}, text], "examples": [example]}
 
 
-Rate = Annotated[
-    int,
-    checked(parse_bytes_per_second),
-    WithJsonSchema(_bytes_schema(r"/\s*(s|sec|second)", "200 MB/s")),
-]
-Size = Annotated[
-    int,
-    checked(parse_bytes),
-    WithJsonSchema(_bytes_schema("", "500 GB")),
-]
+Rate = Annotated[int, checked(parse_bytes_per_second), WithJsonSchema(_bytes_schema(r"/\s*(s|sec|second)", "200 MB/s"))]
+Size = Annotated[int, checked(parse_bytes), WithJsonSchema(_bytes_schema("", "500 GB"))]
 
 
 class Best(Section):

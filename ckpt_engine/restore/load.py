@@ -38,7 +38,7 @@ from ckpt_engine.observe.events import Event, Notice, said_if_slow
 from ckpt_engine.ranks.session import LOAD_SECONDS, START_SECONDS, Session
 from ckpt_engine.restore import ask_tiers, memory, memory_of_ranks
 from ckpt_engine.restore.ask_tiers import FindPlaces, ListedOnce, Repair, Sources
-from ckpt_engine.restore.changes import UNCHANGED, note_of, planned
+from ckpt_engine.restore.changes import NOTE, UNCHANGED, note_of, planned
 from ckpt_engine.restore.choose import (
     Candidate,
     ManifestCheck,
@@ -66,7 +66,7 @@ from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.manifest_codec import uncollected
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import FORKED, Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.tree import entries_in, schemas_of
 from ckpt_engine.writer.primary_tier import let_finish
@@ -281,30 +281,22 @@ def _agree_on(
     return agreed[0], found
 
 
-def load_together(
-    session: Session,
-    where: FindPlaces,
-    step: int | None,
-    *,
-    into: Any,
-    live: Live | None,
-    check: ManifestCheck | None,
-    pickle_paths: Sequence[str],
-    known: dict[bytes, Manifest],
-) -> Loaded | None:
+def load_together(session: Session, where: FindPlaces, step: int | None, **how: Any) -> Loaded | None:
     """As `load`, on all ranks at once: what one of them cannot read none of them takes.
+
+    Args:
+        how: as of `load`, with `into`, `live`, `check` and `known`.
 
     Raises:
         RanksError: a rank does not find what rank 0 has chosen.
     """
-    rank, size = session.ranks.rank, session.ranks.size
+    rank, size, check, known = session.ranks.rank, session.ranks.size, how["check"], how["known"]
     seen = None if check is None else lambda manifest: check(manifest.as_rank(0))
-    how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": pickle_paths, "known": known}
     refused: dict[str, CkptError] = {}
     with (
         JointTiers(session, where) as gathered,
         # What is filled in place by `live` is divided, too.
-        Sharing(session, gathered.places, into, alike=live is None) as sharing,
+        Sharing(session, gathered.places, how["into"], alike=how["live"] is None) as sharing,
     ):
         while True:
             search = SearchLog(known=known)
@@ -382,15 +374,24 @@ class Restorer:
     def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
         """See `Engine.choose`."""
         self._listed.clear()
-        session, known = self._session, self._known
-        if session is not None:
+        if self._session is not None:
             self.attach()
-            return self._first(lambda where, one: choose_together(session, where, one, check, known), step)
-        return self._first(lambda where, one: choose(where(), one, check, search=SearchLog(known=known)), step)
+        alone = partial(choose, check=check, search=SearchLog(known=self._known))
+        return self._first(step, alone, partial(choose_together, check=check, known=self._known))
 
-    def _first(self, look: Callable[[FindPlaces, int | None], _Found | None], step: int | None) -> _Found | None:
-        """What is found in the places of the run; while there is nothing, in those of the run that it begins from."""
-        found, origin = look(self._listed_once, step), self._config.begins_from
+    def _first(
+        self, step: int | None, alone: Callable[..., _Found | None], together: Callable[..., _Found | None]
+    ) -> _Found | None:
+        """What is found in the places of the run; while there is nothing, in those of the run that it begins from.
+
+        Args:
+            alone: looks, where this process is alone; `together`: of several ranks.
+        """
+
+        def look(where: FindPlaces, one: int | None) -> _Found | None:
+            return alone(where(), one) if self._session is None else together(self._session, where, one)
+
+        found, origin = look(self._listed_once, step), getattr(self._config.resume, "from", None)
         self._begins_elsewhere = found is None and origin is not None
         return found if found is not None or origin is None else look_elsewhere(origin, look)
 
@@ -403,20 +404,19 @@ class Restorer:
             if self._session is not None:
                 self.attach()
             self._let_finish()
-            session, known = self._session, self._known
-            if session is not None:
-                found = self._first(lambda where, one: load_together(session, where, one, known=known, **how), step)
-            else:
-                found = self._first(lambda where, one: load(where(), one, known=known, **how), step)
-            forks = self._begins_elsewhere
-            self._pipeline.lineage.looked(0 if found is None or forks else found.newest_seq)
+            alone, together = (partial(one, known=self._known, **how) for one in (load, load_together))
+            found: Loaded | None = self._first(step, alone, together)
+            self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
                 self.away = set(map(attrgetter("url"), found.away))
-                fork = note_of_fork(found.place, found.manifest) if forks else {}
-                self.changes, manifest, line = planned(self._config.resume, found.manifest, found.state)
-                found, self.line_note = replace(found, manifest=manifest), {**line, **fork}
+                restarts = self._begins_elsewhere
+                fork = note_of_fork(found.place, found.manifest) if restarts else {}
                 look = partial(before_of, found, self._listed_once, newest=step is None, back=back)
-                self._agree(found.info, tuple if forks or self.changes.restarts else look)
+                if self.line_note or fork or not {NOTE, FORKED}.isdisjoint(found.manifest.notes):
+                    self.changes, manifest, line = planned(self._config.resume, found.manifest, found.state)
+                    found, self.line_note = replace(found, manifest=manifest), {**line, **fork}
+                    restarts |= self.changes.restarts
+                self._agree(found.info, tuple if restarts else look)
         finally:
             self.detach()
         return found

@@ -1,4 +1,4 @@
-"""The names that the parts of a model have without what wraps it, or one of its modules.
+"""Names the parts of a model as if nothing wrapped it.
 
 `torch.compile`, DDP, FSDP1, activation checkpointing, Fabric and PEFT each put a module into one of their own, and its
 attribute into all names below. Snapshots have the names without them: a run resumes with and without the wrapper.

@@ -60,10 +60,9 @@ class ForkPoint:
 
 def fork_of(notes: Mapping[str, Any]) -> ForkPoint | None:
     """Where the run was forked whose snapshot has these notes; None: it was not."""
-    row = notes.get(FORKED)
-    if isinstance(row, dict) and {key: type(one) for key, one in row.items()} == _FORK:
-        return ForkPoint(**row)
-    return None
+    row: Any = notes.get(FORKED)
+    is_fork = isinstance(row, dict) and {key: type(one) for key, one in row.items()} == _FORK
+    return ForkPoint(**row) if is_fork else None
 
 
 @dataclass(frozen=True, slots=True)

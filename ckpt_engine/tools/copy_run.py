@@ -178,8 +178,8 @@ def _put_fork(
         with reading_source():
             fork.linked_bytes += file.nbytes if duplicate is not None and duplicate(file.name) else 0
     stored, copied = put(manifest)
-    notes = {**stored.notes, **note_of_fork(near.storage.url, manifest)}
-    return replace(stored, run=fork.record.run, notes=notes), copied
+    noted = replace(stored, run=fork.record.run, notes={**stored.notes, **note_of_fork(near.storage.url, manifest)})
+    return noted, copied
 
 
 def _complete(far: Repository, done: CopiedRun) -> None:

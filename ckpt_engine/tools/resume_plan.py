@@ -1,4 +1,4 @@
-"""What the next start resumes, and what the section `resume` changes in that, before it starts."""
+"""Says what the section `resume` changes in the snapshot that the next start resumes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ def resume_plan(config: Config) -> Iterator[Finding]:
     """What is restored of the newest snapshot, and each change; objects of the program are not known here."""
     places, rows = [repository_of(tier) for tier in config.tiers], list[ChangedPart]()
 
-    def plan(_: Storage) -> tuple[Mark, str]:
-        found, origin = choose(places), config.begins_from
+    def plan(_storage: Storage) -> tuple[Mark, str]:
+        found, origin = choose(places), getattr(config.resume, "from", None)
         if found is None and origin is None:
             return Mark.OK, "no snapshot yet: training begins at step 0"
         found = (found or look_elsewhere(str(origin), lambda where, step: choose(where(), step))).unpacked()
         manifest = found.manifest.as_rank(0)
-        state = outline(Sources([place.storage for place in found.sources]), manifest, manifest.tree)
-        changes, _, _ = planned(config.resume, manifest, state)
+        state = outline(Sources([one.storage for one in found.sources]), manifest, manifest.tree)
+        changes, *_ = planned(config.resume, manifest, state)
         changes.change(state)
         changes.require_used()
         rows.extend(changes.rows)
-        step = f"as step 0, of step {found.info.step:,}" if changes.restarts else f"step {found.info.step:,}"
-        return Mark.OK, f"{step} ({found.info.id}): {', '.join(one for one in state if one != OWN_KEY)}"
+        return Mark.OK, (
+            f"{'as step 0, of ' * changes.restarts}step {found.info.step:,} ({found.info.id}): "
+            f"{', '.join(one for one in state if one != OWN_KEY)}"
+        )
 
     yield tried("resumes", plan, places[0].storage)
     yield from (Finding(f"  {row.how}", Mark.NOTE, f"{row.name}: {row.detail}") for row in rows)

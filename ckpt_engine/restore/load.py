@@ -175,7 +175,7 @@ def load(
 
     asks = into is not None or check is not None
     for candidate in candidates(where, search, step=step, check=fits if asks else None, only=only):
-        sources = Sources([place.storage for place in candidate.sources])
+        sources = Sources(list(map(attrgetter("storage"), candidate.sources)))
         try:
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
@@ -390,12 +390,13 @@ class Restorer:
         session, here, origin = self._session, self._listed_once, getattr(self._config.resume, "from", None)
         found = alone(here(), step) if session is None else together(session, here, step)
         self._begins_elsewhere = found is None and origin is not None
-        if self._begins_elsewhere:
-            return look_elsewhere(
-                str(origin),
-                lambda where, one: alone(where(), one) if session is None else together(session, where, one),
+        return (
+            look_elsewhere(
+                str(origin), lambda where, at: alone(where(), at) if session is None else together(session, where, at)
             )
-        return found
+            if self._begins_elsewhere
+            else found
+        )
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""

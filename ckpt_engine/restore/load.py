@@ -175,7 +175,7 @@ def load(
 
     asks = into is not None or check is not None
     for candidate in candidates(where, search, step=step, check=fits if asks else None, only=only):
-        sources = Sources([place.storage for place in candidate.sources])
+        sources = Sources(list(map(attrgetter("storage"), candidate.sources)))
         try:
             if live is not None:  # it looks at the leaves
                 candidate = candidate.unpacked()
@@ -368,7 +368,7 @@ class Restorer:
         """Places that the last load has gone without, which it says."""
         self._begins_elsewhere = False
         """What was found last is of another run."""
-        self.changes, self.line_note = UNCHANGED, note_of(config.resume)
+        self.changes, self.line_note = UNCHANGED, note_of(config.resume) if config.resume is not None else {}
         """Of the snapshot that was loaded last; and the note of each snapshot from here on."""
 
     def choose(self, step: int | None, check: ManifestCheck | None) -> Candidate | None:
@@ -387,13 +387,16 @@ class Restorer:
         Args:
             alone: looks, where this process is alone; `together`: of several ranks.
         """
-
-        def look(where: FindPlaces, one: int | None) -> _Found | None:
-            return alone(where(), one) if self._session is None else together(self._session, where, one)
-
-        found, origin = look(self._listed_once, step), getattr(self._config.resume, "from", None)
+        session, here, origin = self._session, self._listed_once, getattr(self._config.resume, "from", None)
+        found = alone(here(), step) if session is None else together(session, here, step)
         self._begins_elsewhere = found is None and origin is not None
-        return found if found is not None or origin is None else look_elsewhere(origin, look)
+        return (
+            look_elsewhere(
+                str(origin), lambda where, at: alone(where(), at) if session is None else together(session, where, at)
+            )
+            if self._begins_elsewhere
+            else found
+        )
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:
         """See `Checkpointer.load`; `how`: as of `load.load`. What is saved from here on comes after it."""
@@ -404,8 +407,8 @@ class Restorer:
             if self._session is not None:
                 self.attach()
             self._let_finish()
-            alone, together = (partial(one, known=self._known, **how) for one in (load, load_together))
-            found: Loaded | None = self._first(step, alone, together)
+            known = self._known
+            found = self._first(step, partial(load, known=known, **how), partial(load_together, known=known, **how))
             self._pipeline.lineage.looked(0 if found is None or self._begins_elsewhere else found.newest_seq)
             if found is not None:
                 self.away = set(map(attrgetter("url"), found.away))

@@ -22,7 +22,7 @@ from ckpt_engine.loop import phases
 from ckpt_engine.writer import launch
 from tests.support import huge_pages, interpreters
 
-FORKING = frozenset({"accelerate", "data", "examples", "lightning", "nodes", "preempt", "tracking"})
+FORKING = frozenset({"accelerate", "data", "examples", "lightning", "loop", "machines", "preempt"})
 """The tests of these folders fork their process, most of them for workers of loaders. What either side has written to
 since is in small pages again."""
 _OURS = r"(?:tests|benchmarks|examples)[\w.]*"

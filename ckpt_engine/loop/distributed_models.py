@@ -9,7 +9,7 @@ they came. The place of an element in its bucket decides in which order the rank
 bit, from three ranks on. A resumed process would use the first order in its first step; `GradientOrder` puts the
 recorded one back.
 
-The names of torch in use that are not public are listed, each with its reason, in tests/sharded/test_private.py.
+The names of torch in use that are not public are listed, each with its reason, in tests/ranks/sharded/test_private.py.
 """
 
 from __future__ import annotations

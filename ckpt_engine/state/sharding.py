@@ -2,8 +2,8 @@
 
 A `FlatPart` is the same for what FSDP1 divides.
 
-All names of torch that are not public, and that this needs, are in `private`; `tests/sharded/test_private.py` has one
-test for each. Which box a rank has is what torch.distributed.checkpoint works out with the same function.
+All names of torch that are not public, and that this needs, are in `private`; `tests/ranks/sharded/test_private.py`
+has one test for each. Which box a rank has is what torch.distributed.checkpoint works out with the same function.
 
 Runs of consecutive elements of arrays: what a rank has where parameters are divided as one long row (FSDP1).
 

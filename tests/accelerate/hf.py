@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Tra
 
 from accelerate_ckpt import TransformersCallback
 from tests.lightning.runs import Journal
-from tests.tracking.runs import Outcome, digest, seed_everything
+from tests.loop.runs import Outcome, digest, seed_everything
 
 LENGTH = 16
 SAMPLES = 22

@@ -1,4 +1,4 @@
-"""The loop of `tests.tracking.runs` as an Accelerate script."""
+"""The loop of `tests.loop.runs` as an Accelerate script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 
 from accelerate_ckpt import AdaptiveCheckpoint
-from tests.tracking.runs import Average, Case, Net, Outcome, digest, evaluate, lr, patient, seed_everything
+from tests.loop.runs import Average, Case, Net, Outcome, digest, evaluate, lr, patient, seed_everything
 
 
 def make_accelerator(case: Case, **more: Any) -> Accelerator:

@@ -18,7 +18,7 @@ from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import ConfigError, MismatchError, ResumeError
 from tests.accelerate.runs import durable, make_accelerator, train_accelerate
-from tests.tracking.runs import (
+from tests.loop.runs import (
     LOADERS,
     Average,
     Case,

@@ -19,8 +19,8 @@ from accelerate_ckpt.private import ACCELERATE_NAMES, AcceleratorInternals
 from ckpt_engine.data.private_names import PrivateName, lacking
 from ckpt_engine.errors import CkptError
 from tests.accelerate.runs import make_accelerator
+from tests.loop.runs import Average, Case, Net
 from tests.support import interpreters
-from tests.tracking.runs import Average, Case, Net
 
 PACKAGE = Path(accelerate_ckpt.__file__).parent
 

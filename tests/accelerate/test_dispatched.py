@@ -16,7 +16,7 @@ from ckpt_engine.data.changed_loader import require_between_epochs
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
-from tests.tracking.runs import Stream
+from tests.loop.runs import Stream
 
 BATCHES = 3
 

@@ -12,7 +12,7 @@ import torch
 
 from accelerate_ckpt import AdaptiveCheckpoint
 from tests.accelerate.runs import durable, make_accelerator, train_accelerate
-from tests.tracking.runs import (
+from tests.loop.runs import (
     LOADERS,
     Case,
     Net,

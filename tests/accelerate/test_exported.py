@@ -9,8 +9,8 @@ from transformers import GPT2LMHeadModel
 
 from accelerate_ckpt import TransformersCallback
 from ckpt_engine.cli.main import main
-from tests.convert.training import same_tree, tiny_trainer
-from tests.tracking.runs import only, saved
+from tests.interop.training import same_tree, tiny_trainer
+from tests.loop.runs import only, saved
 
 STEPS = 8
 

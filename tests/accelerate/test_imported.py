@@ -15,7 +15,7 @@ from ckpt_engine.errors import MismatchError
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage import open_storage
 from tests.accelerate.runs import make_accelerator
-from tests.tracking.runs import LOADERS, Average, Case, Net, digest, report, seed_everything
+from tests.loop.runs import LOADERS, Average, Case, Net, digest, report, seed_everything
 
 STEPS = 5
 

@@ -13,8 +13,8 @@ from transformers.trainer_callback import ExportableState
 from accelerate_ckpt import TransformersCallback
 from ckpt_engine.cli.main import main
 from ckpt_engine.errors import ResumeError
-from tests.convert.training import same_tree, tiny_trainer
-from tests.tracking.runs import every_boundary, only, report, resume_only, saved
+from tests.interop.training import same_tree, tiny_trainer
+from tests.loop.runs import every_boundary, only, report, resume_only, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

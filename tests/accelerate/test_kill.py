@@ -13,9 +13,9 @@ import pytest
 
 from tests.accelerate.runs import train_accelerate
 from tests.accelerate.test_exact_resume import CASES
+from tests.loop.runs import Case, train_plain
 from tests.support.trainers import ForkServer, read, signal_after, wait_for_entries
 from tests.support.trainers import log as log_of
-from tests.tracking.runs import Case, train_plain
 
 EPOCHS = 3
 

@@ -15,8 +15,8 @@ from tests.accelerate.hf import train_hf
 from tests.accelerate.runs import train_accelerate
 from tests.accelerate.test_exact_resume import CASES
 from tests.accelerate.test_kill import Trainers, log
+from tests.loop.runs import every_boundary, only, resume_only, saved, stuck_case, train_plain
 from tests.support.trainers import go_on, signal_after
-from tests.tracking.runs import every_boundary, only, resume_only, saved, stuck_case, train_plain
 
 WAITING_SECONDS = 0.5
 """After these it surely waits; if not, it stops at the same boundary all the same."""

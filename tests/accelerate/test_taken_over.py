@@ -14,7 +14,7 @@ from ckpt_engine.errors import ClosedError
 from ckpt_engine.snapshot import writer_link
 from tests.accelerate.hf import train_hf
 from tests.accelerate.runs import train_accelerate
-from tests.tracking.runs import Case, Outcome, every_boundary, saved, train_plain
+from tests.loop.runs import Case, Outcome, every_boundary, saved, train_plain
 
 FAILS_AT = 8
 

@@ -15,7 +15,7 @@ from accelerate_ckpt import TransformersCallback, private_trainer
 from ckpt_engine.errors import MismatchError
 from tests.accelerate import hf
 from tests.accelerate.hf import Endless, Recorder, train_hf
-from tests.tracking.runs import every_boundary, only, report, resume_only, saved
+from tests.loop.runs import every_boundary, only, report, resume_only, saved
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from ckpt_engine.data import rng
 from tests.accelerate.hf import train_hf
-from tests.tracking.runs import Outcome, every_boundary, only, report, saved, seed_everything
+from tests.loop.runs import Outcome, every_boundary, only, report, saved, seed_everything
 
 AT, SEED = 3, 11
 """The change is made after so many steps; the seed of the process that makes it."""

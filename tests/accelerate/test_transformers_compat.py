@@ -19,7 +19,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data.private_names import PrivateName, lacking
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError
 from tests.accelerate.hf import Text, train_hf
-from tests.tracking.runs import Case, every_boundary, train_plain
+from tests.loop.runs import Case, every_boundary, train_plain
 
 PACKAGE = Path(accelerate_ckpt.__file__).parent
 

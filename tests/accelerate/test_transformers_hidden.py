@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from transformers import PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_ckpt import TransformersCallback
+from tests.loop.runs import every_boundary, only, report, resume_only, saved
 from tests.support.digests import seed_everything
-from tests.tracking.runs import every_boundary, only, report, resume_only, saved
 
 STEPS = 6
 

@@ -12,7 +12,7 @@ import torch
 from ckpt_engine.errors import MismatchError
 from tests.accelerate import hf
 from tests.accelerate.test_transformers_changes import AT, SEED, run
-from tests.tracking.runs import every_boundary, only, report, saved
+from tests.loop.runs import every_boundary, only, report, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
 

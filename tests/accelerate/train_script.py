@@ -9,8 +9,8 @@ import torch
 
 from tests.accelerate.runs import train_accelerate
 from tests.accelerate.test_exact_resume import CASES
+from tests.loop.runs import stuck_case, train_plain
 from tests.support.trainers import TraceFile, serve
-from tests.tracking.runs import stuck_case, train_plain
 
 PACE_SECONDS = 0.01
 

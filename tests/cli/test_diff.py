@@ -23,7 +23,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.loop.capture import Packer
 from ckpt_engine.restore import ask_tiers
-from tests.convert.training import Loop
+from tests.interop.training import Loop
 
 Ckpt = Callable[..., Any]
 

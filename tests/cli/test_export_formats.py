@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.loop.capture import Packer
-from tests.convert.training import Loop, same_tree, tiny_trainer
+from tests.interop.training import Loop, same_tree, tiny_trainer
 
 Ckpt = Callable[..., Any]
 

@@ -25,7 +25,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main
 from ckpt_engine.data import rng
 from lightning_ckpt import AdaptiveCheckpoint
-from tests.convert.training import Loop, same_tree, tiny_trainer
+from tests.interop.training import Loop, same_tree, tiny_trainer
 
 Ckpt = Callable[..., Any]
 

@@ -11,8 +11,8 @@ import torch
 
 from ckpt_engine import Engine
 from ckpt_engine.tools import live_run
-from tests.persist.test_memory import attached, logged, trainer
-from tests.persist.test_memory_ends import until
+from tests.writer.test_memory import attached, logged, trainer
+from tests.writer.test_memory_ends import until
 
 Ckpt = Callable[..., Any]
 

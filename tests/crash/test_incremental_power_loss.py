@@ -25,8 +25,8 @@ from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk, check
 from tests.crash.powerloss import RecordingDisk
 from tests.crash.test_writer_power_loss import KEEP, _recorded, _Session
-from tests.persist.staged import Stage
 from tests.support.bounds import bounds
+from tests.writer.staged import Stage
 
 ROWS = 8
 

@@ -22,9 +22,9 @@ from ckpt_engine.store.repository import Garbage, Repository
 from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from tests.copy.evolving import Evolving
 from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed
-from tests.incremental.evolving import Evolving
 from tests.support.bounds import bounds
 from tests.support.copies import copy_encoded
 

@@ -19,7 +19,7 @@ from ckpt_engine.writer.persister import Persister
 from tests.crash.explorer import Explorer
 from tests.crash.life import check
 from tests.crash.powerloss import Killed, RecordingDisk
-from tests.persist.staged import Stage, check_one
+from tests.writer.staged import Stage, check_one
 
 KEEP = 2
 

@@ -28,9 +28,9 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from tests.exact.parts import EPOCHS, Cell, Net, carry_of, collate_of, dataset_of, evaluation_of, loader_of, metric_of
 from tests.lightning.runs import Journal
+from tests.loop.runs import Augmented
 from tests.support.digests import digest, seed_everything
 from tests.support.trainers import TraceFile
-from tests.tracking.runs import Augmented
 
 PACE_SECONDS = 0.008
 

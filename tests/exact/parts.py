@@ -16,8 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_engine import Carry
 from tests.lightning.loader_cases import Rotating
-from tests.tracking.runs import BATCH, Augmented, StatefulStream
-from tests.tracking.test_loaders import Counting
+from tests.loop.runs import BATCH, Augmented, StatefulStream
+from tests.loop.test_loaders import Counting
 
 SAMPLES = 22
 """Six batches of one rank, the last of them short."""

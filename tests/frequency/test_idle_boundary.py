@@ -24,7 +24,7 @@ from ckpt_engine.loop.tracker import Tracker
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.run import FitRun
 from tests.accelerate.runs import make_accelerator
-from tests.tracking.runs import Case
+from tests.loop.runs import Case
 
 STEPS = 40
 BOUNDARY, STEP = 48, 270

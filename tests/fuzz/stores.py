@@ -177,7 +177,7 @@ def nodes(root: Path) -> None:
 
 
 def _of_ranks(folder: Path, of: tuple[int, ...], node: int, root: Path) -> None:
-    from tests.places.committing import Nodes
+    from tests.ranks.node_roots.committing import Nodes
 
     run = Nodes(folder, of)
     try:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.lightning.runs import BATCH, BATCHES, SAMPLES, Augmented, Case, Model, Stream
-from tests.tracking.runs import StickyStream
+from tests.loop.runs import StickyStream
 
 HAS_AVERAGING = hasattr(callbacks, "EMAWeightAveraging")
 """Lightning 2.6 and later."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, random_split
 from ckpt_engine.errors import MismatchError
 from tests.lightning.cases import shuffled
 from tests.lightning.runs import SAMPLES, Augmented, Case, Entry, every_batch, fit, only, resumer, saved
-from tests.tracking.runs import report
+from tests.loop.runs import report
 
 BEFORE = Case(loader=shuffled(), val=1.0)
 

@@ -12,7 +12,7 @@ from tests.lightning.loader_cases import CASES
 from tests.lightning.runs import Case, Outcome, Saved, every_batch, fit, only, resumer, saved, trained
 from tests.lightning.test_exact_resume import taken
 from tests.lightning.test_kill import Plan, Trainers, assert_survives
-from tests.tracking.runs import report
+from tests.loop.runs import report
 
 QUICK = {"validation: persistent workers", "combined: max_size"}
 GENERATIONS = 3

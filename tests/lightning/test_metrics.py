@@ -17,8 +17,8 @@ from torch import nn
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_ckpt import AdaptiveCheckpoint
+from tests.loop.test_metrics import BATCHES, CLASSES, EPOCHS, METRICS, QUICK, KilledError, data, feed, values
 from tests.support.digests import seed_everything
-from tests.tracking.test_metrics import BATCHES, CLASSES, EPOCHS, METRICS, QUICK, KilledError, data, feed, values
 
 
 class Net(pl.LightningModule):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.lightning.runs import Case, Model, every_batch, make_trainer, only, resumer, saved, tail, train
-from tests.optimizers.nested import Sharpness, Slow
-from tests.optimizers.runs import plain
-from tests.optimizers.wrapped import LowBit, Moments, Scaled, nested, scaled
+from tests.state.optimizers.nested import Sharpness, Slow
+from tests.state.optimizers.runs import plain
+from tests.state.optimizers.wrapped import LowBit, Moments, Scaled, nested, scaled
 from tests.support.digests import seed_everything
 
 

@@ -22,8 +22,8 @@ from ckpt_engine.observe.events import Event, StaleSnapshot
 from ckpt_engine.snapshot import pipeline
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.accelerate.runs import make_accelerator
+from tests.loop.runs import Case
 from tests.probe.old_bytes import is_moment, is_weight, staging_of_old
-from tests.tracking.runs import Case
 
 STEPS = 6
 FRESH = 2

@@ -14,7 +14,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CorruptError, DivergedError, RollbackRequestedError
 from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.preempt.divergence import RollbackRecord
-from tests.places.nodes import load_all, open_nodes
+from tests.ranks.node_roots.nodes import load_all, open_nodes
 from tests.ranks.runs import on_all
 from tests.ranks.test_checkpointer import close_all, save_all
 from tests.ranks.test_diverging import LOST, End

@@ -25,7 +25,7 @@ from ckpt_engine.observe.events import LogSink
 from ckpt_engine.preempt.divergence import Divergence, RollbackRecord, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.preempt.watch import open_watch
-from tests.places.nodes import open_nodes
+from tests.ranks.node_roots.nodes import open_nodes
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, on_all, open_ranks
 from tests.ranks.test_checkpointer import close_all, save_all
 from tests.ranks.test_together import Rank, ranks

@@ -13,8 +13,8 @@ import pytest
 from ckpt_engine.observe.resume_report import Replay, ReplayDifference, ResumeReport
 from ckpt_engine.store.rows import read_lives
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.memory.lives import until
 from tests.ranks.launch import Launcher
+from tests.writer.memory_tier.lives import until
 
 SNAPSHOT, KILL, END = 4, 7, 9
 """Each so many steps there is a snapshot; both ranks are killed behind a step; those that resume end after another."""

@@ -35,7 +35,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from ckpt_engine.errors import RollbackRequestedError
 from lightning_ckpt import AdaptiveCheckpoint
-from tests.sharded.train_lightning import FSDP1
+from tests.ranks.sharded.train_lightning import FSDP1
 from tests.support.trainers import wait_for_the_arena
 
 BATCH = 4

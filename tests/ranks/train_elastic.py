@@ -192,7 +192,7 @@ def _accelerate(job: dict[str, Any]) -> None:
     from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
     from accelerate_ckpt import AdaptiveCheckpoint
-    from tests.sharded.train_accelerate import accelerated
+    from tests.ranks.sharded.train_accelerate import accelerated
 
     set_seed(job["seed"])
     layout = job.get("layout", "ddp") if job["size"] > 1 else "ddp"

@@ -19,8 +19,8 @@ from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import launch
 from ckpt_engine.writer.launch import completed
-from tests.persist.staged import Stage
 from tests.store.samples import save
+from tests.writer.staged import Stage
 
 KEEP = 5
 PIN_EVERY = 4

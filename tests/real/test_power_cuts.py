@@ -24,9 +24,9 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.persist.staged import check_all
 from tests.real import uml
 from tests.real.powercut_writer import KEEP
+from tests.writer.staged import check_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

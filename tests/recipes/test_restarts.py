@@ -21,7 +21,7 @@ def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:
         folder.mkdir()
         how = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 3]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *how, "-m", SCRIPT]
-        new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see tests/nodes/test_torchrun.py
+        new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see tests/ranks/machines/test_torchrun.py
         return Life([*torchrun, *arguments(folder, pace_seconds)], folder, **new_store)
 
     reference = torchrun(tmp_path / "unbroken", 0.0)

@@ -15,7 +15,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.config.sections import ResumeChanges
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.restore.changes import Changes
-from tests.tracking.runs import Case, every_boundary, only, report, resume_only, saved, train_plain
+from tests.loop.runs import Case, every_boundary, only, report, resume_only, saved, train_plain
 
 
 def state() -> dict[str, Any]:

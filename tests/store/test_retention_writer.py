@@ -20,7 +20,7 @@ from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer.launch import ThreadWriter, completed
-from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.writer.staged import WAIT_SECONDS, Stage, check_all, outcome
 
 PAGE = (Path(__file__).parents[2] / "docs/retention.md").read_text()
 SIZE = 1 << 20

@@ -14,7 +14,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, WatchedSource, WatchedStorage
 from ckpt_engine.testing import StorageContract, put
 from ckpt_engine.writer.replicate import CopyThrottle
-from tests.persist.faulty import Faulty, Weather
+from tests.writer.faulty import Faulty, Weather
 
 
 class Plain(WrapperStorage):

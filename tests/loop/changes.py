@@ -1,0 +1,192 @@
+"""A small script, resumed with changes, and the same changes made by hand in one that is not interrupted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import rng
+from tests.loop.runs import Augmented, digest, every_boundary, only, report, saved, seed_everything
+
+EPOCHS, AT = 2, 4
+"""The change is made after so many steps, in the first epoch."""
+Entry = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a script makes its objects."""
+
+    rate: float = 1e-2
+    outputs: int = 1
+    schedule: str = "exponential"
+    batch: int = 4
+    epochs: int = EPOCHS
+    body: str = "body"
+
+
+class Net(nn.Module):
+    """A body under a name of choice, and a head."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.add_module(setup.body, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2)))
+        self.head = nn.Linear(8, setup.outputs)
+        self._body = setup.body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(getattr(self, self._body)(x))
+        return out
+
+
+@dataclass
+class Objects:
+    """What a script trains with."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+    backward: Callable[[Any], object] = torch.Tensor.backward
+    trace: list[Entry] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, setup: Setup) -> Objects:
+        model = Net(setup)
+        optimizer = torch.optim.Adam(model.parameters(), lr=setup.rate)
+        schedules: Mapping[str, Callable[[], Any]] = {
+            "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+            "warmup": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: (n + 1) / 20),
+        }
+        loader = DataLoader(Augmented(), batch_size=setup.batch, shuffle=True)
+        return cls(model, optimizer, schedules[setup.schedule](), loader)
+
+    def step(self, epoch: int, x: Any, y: Any, ids: Any) -> None:
+        loss = ((self.model(x) - y) ** 2).mean()
+        self.optimizer.zero_grad()
+        self.backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        rates = tuple(group["lr"] for group in self.optimizer.param_groups)
+        self.trace.append((epoch, tuple(ids.tolist()), loss.detach().item().hex(), rates))
+
+    def ends(self) -> End:
+        return self.trace, digest(weights=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+
+
+Hand = Callable[[Objects], Objects]
+End = tuple[list[Entry], dict[str, str]]
+
+
+class Trainer(Protocol):
+    """A kind of loop."""
+
+    def make(self, setup: Setup) -> Objects:
+        """The objects of a script, ready to train."""
+
+    def train(self, setup: Setup, options: Mapping[str, Any], seed: int) -> End:
+        """One process of a script whose snapshots are ours."""
+
+
+def by_hand(trainer: Trainer, setup: Setup, change: Hand | None = None) -> End:
+    """The script without interruption; the change is made between two steps."""
+    seed_everything(0)
+    mine, steps = trainer.make(setup), 0
+    for epoch in range(setup.epochs):
+        batches = iter(mine.loader)
+        for _ in range(len(mine.loader)):
+            if steps == AT and change is not None:
+                mine = change(mine)
+            mine.step(epoch, *next(batches))
+            steps += 1
+    return mine.ends()
+
+
+def made_by(trainer: Trainer, setup: Setup, seed: int) -> tuple[Objects, Any]:
+    """The objects as the resumed process makes them, and its random streams then; those of the caller stay."""
+    streams = rng.capture()
+    seed_everything(seed)
+    made, after = trainer.make(setup), rng.capture()
+    rng.restore(streams)
+    return made, after
+
+
+def states(one: Objects) -> dict[str, Any]:
+    """Copies of what a snapshot has of the objects."""
+    found = {name: getattr(one, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+    return torch.load(_saved(found), weights_only=False)
+
+
+def _saved(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def begun_again(trainer: Trainer, setup: Setup, old: Setup, seed: int, *parts: str) -> End:
+    """By hand: a script of its own from step 0 on, with parts of the other one's state after `AT` steps."""
+    found: dict[str, Any] = {}
+
+    def look(mine: Objects) -> Objects:
+        found.update(states(mine))
+        return mine
+
+    by_hand(trainer, old, look)
+    made, streams = made_by(trainer, setup, seed)
+    rng.restore(streams)
+    rates = [(group["lr"], group["initial_lr"]) for group in made.optimizer.param_groups]
+    for part in parts:
+        getattr(made, part).load_state_dict(found[part])
+    for group, (rate, initial) in zip(made.optimizer.param_groups, rates, strict=True):
+        group["lr"], group["initial_lr"] = rate, initial
+    for epoch in range(setup.epochs):
+        for x, y, ids in made.loader:
+            made.step(epoch, x, y, ids)
+    return made.ends()
+
+
+def first_part(trainer: Trainer, setup: Setup, root: Path, target: Path) -> Path:
+    """The folder of a run that was killed after `AT` steps."""
+    trainer.train(setup, every_boundary(root), 0)
+    return only(root, next(one for one in saved(root) if one.step == AT and one.reason != "end"), target)
+
+
+def assert_branch(
+    trainer: Trainer,
+    setup: Setup,
+    folder: Path,
+    section: Mapping[str, Any],
+    expected: End,
+    *,
+    seed: int = 11,
+) -> Any:
+    """Resume with the section, and again with the same one after two kills: each is the rest of what is expected."""
+    options = {"resume": dict(section)}
+    first = trainer.train(setup, every_boundary(folder, **options), seed)
+    trace, final = expected
+    assert first[0] == trace[len(trace) - len(first[0]) :]
+    assert first[1] == final
+    told = report(folder)
+    assert told.replay is not None
+    assert (told.replay.result, told.replay.why) == ("not compared", "resumed with changes")
+    line = [one for one in saved(folder) if one.reason != "end"]
+    branch = [one for one in line[1:] if one.id > line[0].id]
+    for number, kill in enumerate((branch[0], branch[len(branch) // 2])):
+        again = only(folder, kill, folder.with_name(f"{folder.name}-{number}"))
+        resumed = trainer.train(setup, every_boundary(again, **options), seed + 100 + number)
+        assert resumed[0] == trace[len(trace) - len(resumed[0]) :], f"kill {number}"
+        assert len(resumed[0]) == len(trace) - kill.step
+        assert resumed[1] == final, f"kill {number}"
+        after = report(again)
+        assert after.changes == (), "it is applied once"
+        assert after.not_restored == ()
+    return told

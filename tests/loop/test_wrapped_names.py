@@ -1,0 +1,308 @@
+"""A run resumes with and without what wraps its model or a module of it: snapshots have the names below the wrapper."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.errors import MismatchError
+from ckpt_engine.state import module_names
+from ckpt_engine.state.module_names import canonical, stored_name
+from tests.loop import test_resume_changes
+from tests.loop.changes import End, Objects, Setup, Trainer, by_hand
+from tests.loop.runs import digest, only, report, resume_only, saved
+from tests.loop.test_resume_changes import TRAINERS
+from tests.probe import lives
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.compile
+AT = 4
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def _submodule(model: nn.Module) -> nn.Module:
+    model.head = torch.compile(model.head, backend="eager")  # type: ignore[assignment]
+    return model
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    model.body[0] = checkpoint_wrapper(model.body[0])  # type: ignore[index, operator]
+    return model
+
+
+def _checkpointed_and_compiled(model: nn.Module) -> nn.Module:
+    return _submodule(_checkpointed(model))
+
+
+WRAPS: dict[str, Wrap] = {
+    "plain": lambda model: model,
+    "whole": lambda model: torch.compile(model, backend="eager"),  # type: ignore[return-value]
+    "submodule": _submodule,
+    "ddp": nn.parallel.DistributedDataParallel,
+    "fsdp2": fully_shard,  # type: ignore[dict-item]
+    "checkpointed": _checkpointed,
+    "both": _checkpointed_and_compiled,
+}
+
+
+class Whole(test_resume_changes.Module):
+    """The model is one module of a LightningModule."""
+
+    def __init__(self, mine: Objects) -> None:
+        super().__init__(dataclasses.replace(mine, model=nn.Module()))
+        self.net = mine.model
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+
+def whole(values: list[Any]) -> list[Any]:
+    """Tensors, those that FSDP2 divides too."""
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in values]
+
+
+PAIRS = [
+    (trainer, before, now)
+    for trainer in TRAINERS
+    for before, now in [
+        ("plain", "whole"),
+        ("whole", "plain"),
+        ("plain", "submodule"),
+        ("submodule", "plain"),
+        ("checkpointed", "both"),
+    ]
+]
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the next objects of a script with this wrapper."""
+    original, chosen = Objects.of.__func__, ["plain"]  # type: ignore[attr-defined]
+
+    def of(kind: Any, setup: Setup) -> Objects:
+        made: Objects = original(kind, setup)
+        made.model = WRAPS[chosen[0]](made.model)
+        made.optimizer.param_groups[0]["params"] = [*made.model.parameters()]
+        return made
+
+    def ends(self: Objects) -> End:
+        moments = [value for p in self.model.parameters() for value in self.optimizer.state[p].values()]
+        return self.trace, digest(weights=whole([*self.model.parameters()]), optimizer=whole(moments))
+
+    monkeypatch.setattr(Objects, "of", classmethod(of))
+    monkeypatch.setattr(Objects, "ends", ends)
+    monkeypatch.setattr(test_resume_changes, "Module", Whole)
+    return lambda kind: chosen.__setitem__(0, kind)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def resumed(trainer: Trainer, folder: Path, setup: Setup) -> End:
+    return trainer.train(setup, resume_only(folder), 11)
+
+
+def first_part(trainer: Trainer, setup: Setup, root: Path, target: Path) -> Path:
+    from tests.loop.runs import every_boundary
+
+    trainer.train(setup, every_boundary(root), 0)
+    return only(root, next(one for one in saved(root) if one.step == AT), target)
+
+
+def values(end: End) -> Any:
+    return end[0]
+
+
+@pytest.mark.parametrize(("trainer", "before", "now"), PAIRS)
+def test_a_run_resumes_with_another_wrapper(
+    trainer: str, before: str, now: str, tmp_path: Path, wrapped: Callable[[str], None]
+) -> None:
+    """The rest of the run is as if nothing had been interrupted."""
+    assert_resumes(TRAINERS[trainer], before, now, tmp_path, wrapped)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("before", "now"), list(itertools.permutations(["plain", "whole", "ddp", "fsdp2"], 2)))
+def test_a_run_resumes_with_another_wrapper_of_ranks(
+    before: str, now: str, tmp_path: Path, wrapped: Callable[[str], None]
+) -> None:
+    """Of one process, so that each wrapper computes the same."""
+    assert_resumes(TRAINERS["plain"], before, now, tmp_path, wrapped)
+
+
+@pytest.mark.parametrize(("trainer", "before", "now"), [one for one in PAIRS if one[1] != "plain"])
+def test_a_snapshot_with_the_names_of_wrappers_is_read(
+    trainer: str,
+    before: str,
+    now: str,
+    tmp_path: Path,
+    wrapped: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As earlier versions have written them."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(module_names, "_attributes", lambda _: ())
+        wrapped(before)
+        first_part(TRAINERS[trainer], Setup(), tmp_path / "run", tmp_path / "1")
+    assert_resumes(TRAINERS[trainer], "", now, tmp_path, wrapped)
+
+
+def assert_resumes(trainer: Trainer, before: str, now: str, tmp_path: Path, wrapped: Callable[[str], None]) -> None:
+    """The rest of the run is as if nothing had been interrupted."""
+    setup, folder = Setup(), tmp_path / "1"
+    if before:
+        wrapped(before)
+        first_part(trainer, setup, tmp_path / "run", folder)
+    wrapped(now)
+    expected = by_hand(trainer, setup)
+    end = resumed(trainer, folder, setup)
+    assert end[0] == expected[0][AT:]
+    assert end[1] == expected[1]
+    assert not report(folder).not_restored
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("plain", "whole"), ("whole", "plain"), ("plain", "inner"), ("inner", "whole")]
+)
+def test_repeated_steps_are_compared(before: str, now: str, tmp_path: Path) -> None:
+    """They are the same for another wrapper that computes the same."""
+    lives.train(tmp_path, _wrapped_job(before), lives.SNAPSHOT + 2)
+    replay = lives.replay_of(lives.train(tmp_path, _wrapped_job(now), 2 * lives.SNAPSHOT))
+    assert (replay.result, replay.steps) == ("exact", 2)
+
+
+def _wrapped_job(kind: str) -> lives.Job:
+    job = lives.make()
+    if kind == "inner":
+        name, inner = next(iter(job.model.named_children()))
+        setattr(job.model, name, torch.compile(inner, backend="eager"))
+    elif kind == "whole":
+        job.model = torch.compile(job.model, backend="eager")
+    return job
+
+
+class Own(nn.Module):
+    """Attributes of a user that are called as those of wrappers are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "base_layer", "model", "_fsdp_wrapped_module"])
+@pytest.mark.parametrize("outside", ["plain", "whole"])
+def test_an_attribute_of_the_user_keeps_its_name(name: str, outside: str) -> None:
+    """Also inside a wrapper."""
+    model = WRAPS[outside](Own(name))
+    assert [*map(canonical(model), model.state_dict())] == [f"{name}.weight", f"{name}.bias"]
+    assert stored_name(model)(f"{name}.weight") == f"{name}.weight"
+
+
+class WithHead(nn.DataParallel):
+    """A wrapper that has a parameter of its own."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self.register_parameter(name, nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("scale", {"scale", "weight", "bias"}), ("bias", {"bias", "module.weight", "module.bias"})]
+)
+def test_no_two_names_become_one(name: str, expected: set[str]) -> None:
+    """A name that both have stays as it is."""
+    model = WithHead(nn.Linear(2, 2), name)
+    assert set(map(canonical(model), model.state_dict())) == expected
+
+
+def test_names_of_parameters_that_an_optimizer_has_are_those_of_the_script(tmp_path: Path) -> None:
+    """They follow the order of the parameters."""
+    names = []
+    for compiled, backwards in ((False, False), (True, True), (False, True)):
+        model: Any = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        model = torch.compile(model, backend="eager") if compiled else model
+        named = [*model.named_parameters()]
+        optimizer = torch.optim.Adam(named[::-1] if backwards else named)
+        with Checkpointer(tmp_path, writer="thread") as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            run.step()
+        names.append(optimizer.param_groups[0]["param_names"])
+        found = {id(p): name for name, p in named}
+        assert names[-1] == [found[id(p)] for p in optimizer.param_groups[0]["params"]]
+    assert [name.removeprefix("_orig_mod.") for name in names[1]] == names[0] == names[2]
+
+
+def lora(model: nn.Module) -> nn.Module:
+    """An adapter of the head."""
+    peft = pytest.importorskip("peft")
+    made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"], r=2, init_lora_weights=False))
+    return made
+
+
+@pytest.mark.parametrize("now", ["lora", "compiled lora"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_adapter_resumes(
+    trainer: str, now: str, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the frozen weights below it."""
+    monkeypatch.setitem(WRAPS, "lora", lora)
+    monkeypatch.setitem(WRAPS, "compiled lora", lambda model: _compiled_body(lora(model)))
+    assert_resumes(TRAINERS[trainer], "lora", now, tmp_path, wrapped)
+
+
+def _compiled_body(model: Any) -> nn.Module:
+    model.base_model.model.body = torch.compile(model.base_model.model.body, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_adapter_begins_with_the_weights_of_its_base(
+    trainer: str, tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `only` and `strict: no`; else the weights that the snapshot lacks are named before training begins."""
+    monkeypatch.setitem(WRAPS, "lora", lora)
+    one, folder = TRAINERS[trainer], tmp_path / "1"
+    first_part(one, Setup(), tmp_path / "run", folder)
+    base = dict(Checkpointer(folder).load())
+    wrapped("lora")
+    for section in ({}, {"resume": {"only": ["model"]}}):
+        with pytest.raises(MismatchError, match=r"head\.lora_A\.default\.weight"):
+            one.train(Setup(), resume_only(folder, **section), 11)
+    found: list[Any] = []
+    make = lambda model: found.append(lora(model)) or found[-1]  # noqa: E731
+    monkeypatch.setitem(WRAPS, "lora", make)
+    one.train(Setup(epochs=1), resume_only(folder, resume={"only": ["model"], "strict": False}), 11)
+    frozen = found[0].base_model.model.body[0].weight
+    assert any(torch.equal(frozen, value) for value in base.get("model", base.get("state_dict")).values())
+    left = {row.name.removeprefix("model.").removeprefix("net.") for row in report(folder).changes}
+    assert {"head.lora_A.default.weight", "head.lora_B.default.weight"} <= left
+
+
+def test_an_adapter_is_refused_without_it(
+    tmp_path: Path, wrapped: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the snapshot has in addition is named; with `strict: no` the base remains."""
+    monkeypatch.setitem(WRAPS, "lora", lora)
+    wrapped("lora")
+    folder = first_part(TRAINERS["plain"], Setup(), tmp_path / "run", tmp_path / "1")
+    wrapped("plain")
+    with pytest.raises(MismatchError, match=r"head\.lora_A\.default\.weight"):
+        TRAINERS["plain"].train(Setup(), resume_only(folder), 11)
+    TRAINERS["plain"].train(Setup(), resume_only(folder, resume={"only": ["model"], "strict": False}), 11)

@@ -390,12 +390,10 @@ class Restorer:
         session, here, origin = self._session, self._listed_once, getattr(self._config.resume, "from", None)
         found = alone(here(), step) if session is None else together(session, here, step)
         self._begins_elsewhere = found is None and origin is not None
-        return (
-            look_elsewhere(
-                str(origin), lambda where, at: alone(where(), at) if session is None else together(session, where, at)
-            )
-            if self._begins_elsewhere
-            else found
+        if not self._begins_elsewhere:
+            return found
+        return look_elsewhere(
+            str(origin), lambda where, at: alone(where(), at) if session is None else together(session, where, at)
         )
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> Loaded | None:

@@ -1,9 +1,8 @@
 """One training of the campaign: a trainer of one kind on a folder and perhaps a far tier; says when what happens.
 
 `python -m tests.restore.far_tiers.trainer JOB`, where JOB is `{"kind": "plain", "near": …, "far": {…} | null, "steps":
-60, "resume": true}`, prints JSON lines: `ready` when everything is imported, and waits for a line on its standard input;
-`built` before anything of ours is made, `step` with its number, and `last` before the end, for which it waits for
-another line.
+60, "resume": true}`, prints JSON lines. `ready`: everything is imported, and it waits for a line on its standard input.
+`built`: nothing of ours is made yet. `step`: with its number. `last`: before the end, for which it waits for a line.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_ls_tells_branches_apart(ckpt: Ckpt, run_folder: Any) -> None:
         True,
         True,
     ]
-    assert out[5] == "branch cccccccc: 2 snapshots up to step 2; a resume goes on with this one"
+    assert out[5] == "branch cccccccc: 2 snapshots up to step 2; a resume continues this one"
     finished = f"`ckpt prune {run_folder.path} --branch bbbbbbbb`"
     assert out[6] == f"branch bbbbbbbb: 1 snapshot up to step 9; stays until {finished}"
     found = ckpt("ls", run_folder.path, "--json").json

@@ -219,7 +219,7 @@ def test_rank_0_that_is_silent_is_not_waited_for_without_end(tmp_path: Path, mon
     save_all(engines, 1)
     error = End(engines[1]).together(LOST)
     assert type(error) is DivergedError
-    assert "the loss of step 3 is nan on rank 1; rank 0 has not said how to go on" in str(error)
+    assert "the loss of step 3 is nan on rank 1; rank 0 has not reported how to continue" in str(error)
     close_all(engines)
 
 
@@ -266,7 +266,7 @@ def test_a_stop_leaves_less_time(tmp_path: Path) -> None:
     end = End(engines[1])
     now = time.monotonic()
     end.halt.watch._requested = StopNotice("ckpt stop", now, 0.0)
-    assert "rank 0 has not said" in str(end.together(LOST))
+    assert "rank 0 has not reported" in str(end.together(LOST))
     close_all(engines)
 
 
@@ -316,7 +316,7 @@ def test_without_rank_0_only_who_has_diverged_ends(tmp_path: Path, monkeypatch: 
     ends = [End(engine) for engine in engines]
     assert ends[1].over() is None
     error = ends[2].over(LOST)
-    assert type(error) is DivergedError and "rank 0 has not said" in str(error)
+    assert type(error) is DivergedError and "rank 0 has not reported" in str(error)
     close_all(engines)
 
 

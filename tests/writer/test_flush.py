@@ -78,7 +78,7 @@ def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
         assert client.wait(WAIT_SECONDS)
         heard += client.poll()
     (notice,) = [message for message in heard if isinstance(message, Notice)]
-    assert notice.message == "the snapshot of step 1 was left: a newer one has taken its place"
+    assert notice.message == "the snapshot of step 1 was dropped: a newer one has taken its place"
     assert steps(processes.root) == []
     flush(processes.root, 2)
     until_durable(processes.root, 2)

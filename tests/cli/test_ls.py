@@ -180,7 +180,7 @@ KEEP = {"verify": (), "prune": ("--keep", "last=1", "--dry-run")}
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.2, "now"), (9, "9 s ago"), (600, "10 min ago"), (86400 * 12, "12 d ago"), (-3600, "in 60 min")],
+    [(0.2, "just now"), (9, "9 s ago"), (600, "10 min ago"), (86400 * 12, "12 d ago"), (-3600, "in 60 min")],
 )
 def test_ages_are_for_people(seconds: float, text: str) -> None:
     """Clocks of other machines may be ahead: the future is said as such, unless it is seconds."""

@@ -169,7 +169,7 @@ def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> N
     ((kind, text),) = texts([*errors])
     assert kind is RollbackRequestedError
     assert "the loss of step 3 is nan on rank 1; rollback 1 of 3" in text
-    assert "goes on at step 2 and skips 5 batches of each of 3 ranks" in text
+    assert "resumes at step 2 and skips 5 batches of each of 3 ranks" in text
     assert all(end.halt.done for end in ends)
     close_all(engines)
     again = open_ranks(tmp_path / "run", 2, **OPTIONS)
@@ -331,7 +331,7 @@ def test_nodes_with_folders_of_their_own(tmp_path: Path) -> None:
     newest.unlink()
     errors = on_all(lambda rank: ends[rank].together(LOST if rank == 3 else None), 4)
     ((kind, text),) = texts([*errors])
-    assert kind is RollbackRequestedError and "goes on at step 1" in text
+    assert kind is RollbackRequestedError and "resumes at step 1" in text
     close_all(engines)
     rows = [json.loads((tmp_path / name / "rollback.json").read_text()) for name in names]
     assert rows[0] == rows[1] and rows[0]["step"] == 1
